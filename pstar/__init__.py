@@ -1,0 +1,1 @@
+"""PatrickStar: chunk-based training of models larger than the accelerator's memory."""
