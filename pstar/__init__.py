@@ -1,1 +1,17 @@
-"""PatrickStar: chunk-based training of models larger than the accelerator's memory."""
+"""PatrickStar: chunk-based training of models larger than the accelerator's memory (Fang et al., TPDS 2022).
+
+    model, optimizer = pstar.initialize_engine(model_func, local_rank, config)
+    for batch in data:
+        optimizer.zero_grad()
+        loss = model(batch)
+        model.backward(loss)
+        optimizer.step()
+"""
+
+from pstar.config import Config, load_config
+from pstar.engine import Engine, initialize_engine
+from pstar.errors import BudgetError, ConfigError, PstarError, StateError
+from pstar.plan import Plan, plan_engine
+
+__all__ = ["BudgetError", "Config", "ConfigError", "Engine", "Plan", "PstarError", "StateError", "initialize_engine",
+           "load_config", "plan_engine"]

@@ -1,0 +1,82 @@
+"""What must be near at once, and what may be near as well: pure functions of numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pstar.layout import Layout
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes per element of each kind of model data."""
+
+    param: int
+    grad: int
+    states: int
+    """Optimizer states: fp32 moments, and the low half of a split master."""
+
+    @property
+    def total(self) -> int:
+        """16 for fp32; 14 for bf16 with a split master, 16 with fp32 accumulation (pstar's table of layouts)."""
+        return self.param + self.grad + self.states
+
+
+def model_data_bytes(layout: Layout, costs: Costs) -> int:
+    """Bytes of all model data of all ranks, padding included."""
+    return costs.total * layout.total_elems
+
+
+def _grad_bytes(elems: int, num_ranks: int, costs: Costs) -> int:
+    """Near bytes while a group's gradients are collected and reduced: all pieces, and the reduced one beside them."""
+    return costs.grad * (elems + (elems // num_ranks if num_ranks > 1 else 0))
+
+
+def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], costs: Costs) -> tuple[int, str]:
+    """(bytes, module): the least near budget with which every module can run, and the module that needs it.
+
+    uses: for each module the names of its own parameters, tied ones wherever they are used. A module's working set is
+    every group that holds one of them, or one of the modules around it (those are in use meanwhile), and in backward the
+    gradients of one of these groups.
+    """
+    slots = layout.slots
+    groups_of = {module: {slots[name].group for name in names} for module, names in uses.items()}
+    need, neediest = 0, ""
+    for module, own in groups_of.items():
+        path = module.split(".")
+        around = [".".join(path[:depth]) for depth in range(len(path))]
+        groups = own.union(*(groups_of.get(name, ()) for name in around))
+        if not own:
+            continue
+        elems = [layout.groups[index].elems for index in groups]
+        bytes_needed = costs.param * sum(elems) + _grad_bytes(max(elems), layout.num_ranks, costs)
+        if bytes_needed > need:
+            need, neediest = bytes_needed, module
+    return need, neediest
+
+
+def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
+    """The largest chunk with which two groups, one with its gradients, fit into the near budget."""
+    per_elem = 2 * costs.param * num_ranks + _grad_bytes(num_ranks, num_ranks, costs)
+    return near_budget // per_elem
+
+
+def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs) -> list[int]:
+    """The groups whose optimizer states may live near, so that their update is computed there.
+
+    Only the margin is given away: what is left of the budget when all parameters (gathered) and the gradients are near at
+    once (PatrickStar, section 8.2). States near save a group's gradients the way out and its parameters the way back.
+    """
+    single = layout.num_ranks == 1
+    if single:
+        margin = near_budget - (costs.param + costs.grad) * layout.total_elems
+        per_elem = costs.states
+    else:
+        gradients = max(_grad_bytes(group.elems, layout.num_ranks, costs) for group in layout.groups)
+        margin = near_budget - costs.param * layout.total_elems - gradients
+        per_elem = costs.total
+    near = []
+    for group in layout.groups:
+        if per_elem * group.chunk_elems <= margin:
+            margin -= per_elem * group.chunk_elems
+            near.append(group.index)
+    return near

@@ -1,0 +1,31 @@
+"""The command `pstar`: what the engine can be asked without training."""
+
+import argparse
+import sys
+
+from pstar.config import load_config, reference
+from pstar.errors import PstarError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`pstar config` prints every key with its default; `pstar config FILE` checks a file. Exit status 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="pstar", description="PatrickStar: chunk-based training of large models")
+    commands = parser.add_subparsers(dest="command", required=True)
+    config = commands.add_parser("config", help="print the configuration keys, or check a configuration file")
+    config.add_argument("file", nargs="?", help="a JSON file to check; without it the keys are printed")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.file:
+            load_config(arguments.file)
+            print(f"{arguments.file}: a valid configuration")
+        else:
+            for key, default, meaning in reference():
+                print(f"{key}\n    {meaning} Default: {default}")
+    except PstarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Collectives on groups of chunks: the only file of the engine that talks to torch.distributed."""
+
+import torch
+import torch.distributed as dist
+
+from pstar.tiers import Ledger
+
+# torch 2.13 renamed the two and warns of the old names; 2.11 has only these.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Collectives:
+    """Gathers and reduces the pieces of a group of chunks over the ranks of a process group.
+
+    Args:
+        group: a torch.distributed process group; None means the default group where one is initialised, and otherwise one
+            process, for which every collective is a no-op.
+        ledger: where received bytes are written.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger):
+        self.alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self.group, self.ledger = group, ledger
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.num_ranks = 1 if self.alone else dist.get_world_size(group)
+        # Checkpoints travel between host memories, which NCCL cannot do.
+        self._host_group = group
+        if not self.alone and dist.get_backend(group) != "gloo":
+            self._host_group = dist.new_group(dist.get_process_group_ranks(group) if group else None, backend="gloo")
+
+    def all_gather(self, flat: torch.Tensor) -> None:
+        """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""
+        if self.num_ranks == 1:
+            return
+        piece = flat.view(self.num_ranks, -1)[self.rank]
+        _all_gather(flat, piece, group=self.group)
+        self.ledger.add("gather", flat.nbytes - piece.nbytes)
+
+    def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> None:
+        """piece, (S,), becomes this rank's part of the mean of flat, (p * S,), over the ranks. Changes flat.
+
+        Divides before it adds: a sum of p gradients may overflow 16 bits where their mean does not.
+        """
+        flat.div_(self.num_ranks)
+        _reduce_scatter(piece, flat, group=self.group)
+        self.ledger.add("reduce", flat.nbytes - piece.nbytes)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of values over the ranks, on every rank."""
+        if self.num_ranks > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather_on_host(self, piece: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0 receives the pieces of all ranks, (p * S,) in host memory; the others receive None."""
+        if self.num_ranks == 1:
+            return piece
+        flat = torch.empty(self.num_ranks, piece.numel(), dtype=piece.dtype) if self.rank == 0 else None
+        parts = list(flat.unbind(0)) if flat is not None else None
+        dist.gather(piece, parts, group=self._host_group, group_dst=0)
+        return flat.view(-1) if flat is not None else None

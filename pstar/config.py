@@ -1,0 +1,147 @@
+"""The configuration: DeepSpeed's JSON keys, and the engine's own for memory. Checked whole before anything is built."""
+
+import difflib
+import json
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from pstar.errors import ConfigError
+
+
+@dataclass
+class OptimizerParams:
+    lr: float = 1e-3
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled for AdamW, added to the gradient for Adam."""
+
+
+@dataclass
+class OptimizerConfig:
+    type: str = "AdamW"
+    """AdamW or Adam."""
+    params: OptimizerParams = field(default_factory=OptimizerParams)
+    """The optimizer's hyper-parameters."""
+
+
+@dataclass
+class Bf16Config:
+    enabled: bool = False
+    """Compute in bf16; the fp32 master is split between the parameter and 16 more bits."""
+
+
+@dataclass
+class Config:
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Which optimizer, with which hyper-parameters."""
+    bf16: Bf16Config = field(default_factory=Bf16Config)
+    """bf16 training; fp32 where it is not enabled."""
+    gradient_clipping: float = 0.0
+    """Largest global norm of the gradients; 0 for no clipping."""
+    gradient_accumulation_steps: int = 1
+    """Backward passes per optimizer step; the gradients are averaged over them, and reduced once."""
+    default_chunk_size: int | str = "auto"
+    """Elements of a chunk, or auto: searched for the least padding within the near budget."""
+    near_budget: int | str = "auto"
+    """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data, min (the least that works), or auto
+    (40 % of the GPU's memory; without a GPU, all model data)."""
+    far_budget: int | str = "auto"
+    """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
+    eviction_policy: str = "next_use"
+    """next_use (Belady on the traced step) or lru."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer.type not in ("Adam", "AdamW"):
+            raise ConfigError(f"optimizer.type is {self.optimizer.type!r}; choose Adam or AdamW")
+        if self.optimizer.params.lr < 0 or self.optimizer.params.eps < 0 or self.optimizer.params.weight_decay < 0:
+            raise ConfigError("optimizer.params: lr, eps and weight_decay must not be negative")
+        if len(self.optimizer.params.betas) != 2 or not all(0 <= beta < 1 for beta in self.optimizer.params.betas):
+            raise ConfigError(f"optimizer.params.betas is {self.optimizer.params.betas}; give two numbers in [0, 1)")
+        if self.gradient_clipping < 0:
+            raise ConfigError(f"gradient_clipping is {self.gradient_clipping}; give 0 (off) or a positive norm")
+        if self.gradient_accumulation_steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; give at least 1")
+        if self.eviction_policy not in ("next_use", "lru"):
+            raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use or lru")
+        size = self.default_chunk_size
+        if size != "auto" and (not isinstance(size, int) or size < 1):
+            raise ConfigError(f"default_chunk_size is {size!r}; give a positive number of elements, or auto")
+
+
+def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config:
+    """A checked Config from a dict, a JSON file, or None (all defaults).
+
+    Raises ConfigError for an unreadable file, an unknown key (naming the nearest known one) and a value of a wrong type.
+    """
+    if isinstance(source, Config):
+        return source
+    where = "the configuration"
+    if isinstance(source, (str, Path)):
+        where = str(source)
+        try:
+            source = json.loads(Path(source).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    if source is not None and not isinstance(source, dict):
+        raise ConfigError(f"{where}: expected a JSON object, found {type(source).__name__}")
+    return _build(Config, source or {}, where, "")
+
+
+def _build(cls: type, values: dict[str, Any], where: str, prefix: str) -> Any:
+    types = get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, n=1, cutoff=0.4)
+            hint = f"; did you mean '{prefix}{near[0]}'?" if near else f"; known keys: {', '.join(types)}"
+            raise ConfigError(f"{where}: unknown key '{prefix}{key}'{hint}")
+        arguments[key] = _convert(types[key], value, where, prefix + key)
+    return cls(**arguments)
+
+
+def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: '{name}' must be a JSON object, found {value!r}")
+        return _build(kind, value, where, name + ".")
+    if get_origin(kind) is tuple and isinstance(value, (list, tuple)) and all(_is_number(item) for item in value):
+        return tuple(float(item) for item in value)
+    if kind is float and _is_number(value):
+        return float(value)
+    allowed = get_args(kind) or (kind,)
+    if isinstance(value, bool) if kind is bool else isinstance(value, allowed) and not isinstance(value, bool):
+        return value
+    names = " or ".join(getattr(item, "__name__", str(item)) for item in allowed)
+    raise ConfigError(f"{where}: '{name}' must be {names}, found {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def reference(cls: type = Config, prefix: str = "") -> list[tuple[str, Any, str]]:
+    """(key, default, meaning) of every key, from the dataclasses and the sentence under each field."""
+    import ast
+    import inspect
+    import textwrap
+
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    meanings = {
+        first.target.id: " ".join(second.value.value.split())
+        for first, second in zip(body, body[1:], strict=False)
+        if isinstance(first, ast.AnnAssign) and isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
+    }
+    rows, default, types = [], cls(), get_type_hints(cls)
+    for item in fields(cls):
+        if is_dataclass(types[item.name]):
+            rows += reference(types[item.name], f"{prefix}{item.name}.")
+        else:
+            rows.append((prefix + item.name, getattr(default, item.name), meanings[item.name]))
+    return rows

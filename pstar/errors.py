@@ -1,0 +1,17 @@
+"""What the engine raises. Every message is one line that names the object at fault and what to do."""
+
+
+class PstarError(Exception):
+    """Base of all errors that the engine raises on purpose."""
+
+
+class ConfigError(PstarError, ValueError):
+    """A configuration that cannot be run: an unknown key, a bad value, a model without parameters."""
+
+
+class BudgetError(PstarError, MemoryError):
+    """A tier's byte budget cannot hold what must be in it at once."""
+
+
+class StateError(PstarError, RuntimeError):
+    """An illegal transition: a bug in the engine or a model that uses a parameter outside its module."""

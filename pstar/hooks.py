@@ -1,0 +1,105 @@
+"""Hooks on modules and on autograd: when a parameter is needed and when it is done. Do not know where its bytes are.
+
+Forward: a module's own parameters are acquired before its forward and released after it.
+
+Backward needs no module hooks at all. Autograd saves tensors for backward; those that are views of a chunk are replaced by
+a handle (a `saved_tensors_hooks` pair), so the graph never holds a chunk's memory, and turning the handle back into a
+tensor *is* the moment at which backward needs the parameter. The parameter stays in use until another node of the graph
+runs. And when its gradient has been accumulated, all of its uses are over: the gradient moves into its chunk.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pstar.chunks import Chunks
+from pstar.errors import StateError
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """What the graph keeps instead of a view of a chunk."""
+
+    name: str
+    offset: int
+    """In elements, inside the parameter."""
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Hooks:
+    """Installs itself on a module; `last_micro_step` tells the chunks whether gradients are complete after this backward."""
+
+    def __init__(self, module: torch.nn.Module, chunks: Chunks):
+        self.chunks = chunks
+        self.last_micro_step = True
+        self._node: object | None = None
+        self._in_backward: tuple[str, ...] = ()
+        names = {id(param): name for name, param in chunks.params.items()}
+        for child in module.modules():
+            own = tuple(dict.fromkeys(names[id(param)] for param in child.parameters(recurse=False)))
+            if own:
+                child.register_forward_pre_hook(self._before_forward(own), prepend=True)
+                child.register_forward_hook(self._after_forward(own), always_call=True)
+        for name, param in chunks.params.items():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._after_grad(name))
+
+    def _before_forward(self, names: tuple[str, ...]):
+        def acquire(module: torch.nn.Module, args: tuple) -> None:
+            self.chunks.acquire(names)
+
+        return acquire
+
+    def _after_forward(self, names: tuple[str, ...]):
+        def release(module: torch.nn.Module, args: tuple, output: object) -> None:
+            self.chunks.release(names)
+
+        return release
+
+    def _after_grad(self, name: str):
+        def take(param: torch.nn.Parameter) -> None:
+            self._leave_node()
+            self.chunks.add_grad(name, param.grad, self.last_micro_step)
+            param.grad = None
+
+        return take
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward whose graph will be walked backward."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | SavedView":
+        group = self.chunks.group_of(tensor)
+        if group is None:
+            return tensor
+        start = tensor.storage_offset()
+        for slot in self.chunks.layout.groups[group].slots:
+            if slot.offset <= start < slot.offset + slot.numel:
+                return SavedView(slot.name, start - slot.offset, tensor.size(), tensor.stride())
+        raise StateError(f"a tensor saved for backward begins at element {start} of group {group}, in no parameter")
+
+    def _unpack(self, saved: "torch.Tensor | SavedView") -> torch.Tensor:
+        if not isinstance(saved, SavedView):
+            return saved
+        node = torch._C._current_autograd_node()
+        if node is not self._node or node is None:
+            self._leave_node()
+            self._node = node
+        self.chunks.acquire((saved.name,))
+        self._in_backward += (saved.name,)
+        param = self.chunks.params[saved.name]
+        return param.data.as_strided(saved.size, saved.stride, param.data.storage_offset() + saved.offset)
+
+    def _leave_node(self) -> None:
+        """What the node before this one used is not in use any more."""
+        self.chunks.release(self._in_backward)
+        self._in_backward, self._node = (), None
+
+    def end_backward(self) -> None:
+        self._leave_node()
+        self.chunks.end_backward(self.last_micro_step)

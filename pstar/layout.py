@@ -1,0 +1,183 @@
+"""Which parameter lies at which offset of which chunk: pure functions of numbers, no tensors.
+
+A *chunk* is a flat run of elements, the unit of ownership and of movement (PatrickStar, section 6.1). With p ranks, p
+consecutive chunks form a *communication group*: rank r owns chunk r of every group, a group is gathered and reduced in
+one collective (section 7). All offsets below are inside the group's flat space of p * chunk_elems elements:
+
+    group 0                                       group 1
+    | chunk 0 (rank 0)    | chunk 1 (rank 1)    | | chunk 2 (rank 0)    | chunk 3 (rank 1)    |
+    | wte ........... pad | wpe h.0 h.1 .. pad  | | h.2 ............pad | h.3 ... ln_f    pad |
+
+Parameters are packed in construction order, module by module, and a module's parameters are never split over two chunks
+while they fit into one ("module-atomic next-fit"). A parameter larger than a chunk gets a group of its own, cut into p
+equal pieces: there the owner of a piece holds a part of the parameter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pstar.errors import ConfigError
+
+# Offsets are multiples of 32 elements, 64 bytes in 16 bit and 128 in fp32, so that every parameter starts on a cache line
+# whatever the chunk size: matrix libraries may choose another code path, and so other roundings, for unaligned operands.
+ALIGN_ELEMS = 32
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """The parameters that one module owns directly, in order. A tied parameter is listed once, where it comes first."""
+
+    name: str
+    parameters: tuple[tuple[str, int], ...]
+    """(qualified name, number of elements) of each."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lives."""
+
+    name: str
+    numel: int
+    group: int
+    offset: int
+    """First element inside the group's flat space."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of one parameter that lies in one rank's piece of a group."""
+
+    name: str
+    piece_offset: int
+    """First element inside the piece."""
+    param_offset: int
+    """First element inside the flattened parameter."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """p chunks that are gathered and reduced together."""
+
+    index: int
+    chunk_elems: int
+    num_chunks: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def elems(self) -> int:
+        return self.chunk_elems * self.num_chunks
+
+    def spans(self, rank: int) -> list[Span]:
+        """The parts of parameters inside rank's piece, in order of offset."""
+        low, high = rank * self.chunk_elems, (rank + 1) * self.chunk_elems
+        spans = []
+        for slot in self.slots:
+            start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
+            if start < stop:
+                spans.append(Span(slot.name, start - low, start - slot.offset, stop - start))
+        return spans
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every parameter's place for a model, a chunk size and a number of ranks."""
+
+    chunk_elems: int
+    num_ranks: int
+    groups: tuple[Group, ...]
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        return {slot.name: slot for group in self.groups for slot in group.slots}
+
+    @property
+    def num_params(self) -> int:
+        """M: elements of all parameters."""
+        return sum(slot.numel for group in self.groups for slot in group.slots)
+
+    @property
+    def total_elems(self) -> int:
+        """n_p * S: elements of all chunks of all ranks, padding included."""
+        return sum(group.elems for group in self.groups)
+
+    @property
+    def elems_per_rank(self) -> int:
+        return self.total_elems // self.num_ranks
+
+    @property
+    def utilisation(self) -> float:
+        """u: the share of the chunks that holds parameters."""
+        return self.num_params / self.total_elems
+
+
+def align(elems: int) -> int:
+    """The next multiple of ALIGN_ELEMS."""
+    return -(-elems // ALIGN_ELEMS) * ALIGN_ELEMS
+
+
+def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int = 1) -> Layout:
+    """Packs the parameters of modules into chunks of chunk_elems elements, module-atomic next-fit.
+
+    Raises ConfigError for a chunk size below one and for a model without parameters.
+    """
+    if chunk_elems < 1:
+        raise ConfigError(f"the chunk size is {chunk_elems} elements; give at least 1, or 'auto'")
+    chunk_elems = align(chunk_elems)
+    chunks: list[list[Slot]] = []          # the ordinary chunks, offsets inside the chunk
+    oversized: list[tuple[str, int]] = []  # parameters larger than a chunk
+    fill = chunk_elems                     # "full", so that the first module opens the first chunk
+
+    for module in modules:
+        ordinary = [(name, numel) for name, numel in module.parameters if align(numel) <= chunk_elems]
+        oversized += [(name, numel) for name, numel in module.parameters if align(numel) > chunk_elems]
+        whole = sum(align(numel) for _, numel in ordinary)
+        if fill + whole > chunk_elems and whole <= chunk_elems and whole > 0:
+            chunks.append([])              # the module fits into one chunk, but not into what is left of this one
+            fill = 0
+        for name, numel in ordinary:
+            if fill + align(numel) > chunk_elems:
+                chunks.append([])
+                fill = 0
+            chunks[-1].append(Slot(name, numel, -1, fill))
+            fill += align(numel)
+
+    groups = []
+    for name, numel in oversized:
+        piece = align(-(-numel // num_ranks))
+        groups.append(Group(len(groups), piece, num_ranks, (Slot(name, numel, len(groups), 0),)))
+    for first in range(0, len(chunks), num_ranks):
+        index = len(groups)
+        slots = tuple(
+            Slot(slot.name, slot.numel, index, position * chunk_elems + slot.offset)
+            for position, chunk in enumerate(chunks[first : first + num_ranks])
+            for slot in chunk
+        )
+        groups.append(Group(index, chunk_elems, num_ranks, slots))
+    if not groups:
+        raise ConfigError("the model has no parameters: there is nothing to put into chunks")
+    return Layout(chunk_elems, num_ranks, tuple(groups))
+
+
+def search_chunk_size(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
+                      num_candidates: int = 512) -> int:
+    """The chunk size whose chunks waste least, at most max_elems; among sizes that waste equally little the largest.
+
+    Only next-fit packings are computed, no tensor is made: GPT-2 XL takes a few tenths of a second.
+
+    Args:
+        modules: as for make_layout.
+        num_ranks: p.
+        max_elems: upper bound, from the room that a gathered group may take; default: the whole model in one chunk.
+        num_candidates: how many sizes between the largest module (or the bound) and the bound are tried.
+    """
+    sizes = sorted(sum(align(numel) for _, numel in module.parameters) for module in modules if module.parameters)
+    if not sizes:
+        raise ConfigError("the model has no parameters: there is nothing to put into chunks")
+    high = align(-(-sum(sizes) // num_ranks)) if max_elems is None else max(align(max_elems), ALIGN_ELEMS)
+    low = min(sizes[len(sizes) // 2], high)    # the median module: what is larger may have a chunk of its own
+    step = max(align((high - low) // num_candidates), ALIGN_ELEMS)
+    waste = {size: make_layout(modules, size, num_ranks).total_elems for size in {*range(low, high, step), high, low}}
+    least = min(waste.values())
+    # Half a per cent of padding more is a good price for fewer, larger chunks: each costs a collective and a copy.
+    return max(size for size, elems in waste.items() if elems <= least * 1.005)

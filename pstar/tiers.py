@@ -1,0 +1,133 @@
+"""Tiers: memory arenas with a byte budget, and the ledger in which every allocation, copy and release is written.
+
+`near` is the accelerator's memory, `far` the host's. Without a GPU near is an arena of host memory with the budget that
+the user gives: the budget, the evictions and the copies are the same, only the bytes lie elsewhere. The budget is an
+invariant: it is checked after every operation, in production too.
+"""
+
+import re
+from collections import Counter, defaultdict
+
+import torch
+
+from pstar.errors import BudgetError, ConfigError, StateError
+
+NEAR, FAR = "near", "far"
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class Ledger:
+    """What happened: bytes and counts of copies between tiers and of collectives, since the last reset."""
+
+    def __init__(self) -> None:
+        self.moved_bytes: Counter[str] = Counter()
+        self.moves: Counter[str] = Counter()
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        """One movement of num_bytes; kind is 'far to near', 'near to far', 'gather' or 'reduce'."""
+        self.moved_bytes[kind] += num_bytes
+        self.moves[kind] += 1
+
+    def reset(self) -> None:
+        self.moved_bytes.clear()
+        self.moves.clear()
+
+
+class Tier:
+    """One arena. Buffers that are given back are kept for the next taker of the same size, inside the budget.
+
+    Args:
+        name: 'near' or 'far', for messages.
+        device: where the bytes lie.
+        budget_bytes: the most that may be reserved at once; None for no bound.
+        pin_memory: page-lock host buffers, so that copies to and from a GPU run at the link's speed.
+    """
+
+    def __init__(self, name: str, device: torch.device, budget_bytes: int | None = None, pin_memory: bool = False):
+        self.name, self.device, self.budget_bytes, self.pin_memory = name, device, budget_bytes, pin_memory
+        self.used_bytes = 0
+        self.idle_bytes = 0
+        self.peak_bytes = 0
+        self.used_by_kind: Counter[str] = Counter()
+        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._taken: dict[int, tuple[torch.Tensor, str]] = {}    # by address of the buffer
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.used_bytes + self.idle_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether num_bytes more fit beside what is in use (idle buffers give way)."""
+        return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
+
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+        """A buffer of numel elements, its content undefined.
+
+        Raises BudgetError where it does not fit; making room is the caller's business.
+        """
+        num_bytes = numel * dtype.itemsize
+        if not self.has_room(num_bytes):
+            raise BudgetError(f"{self.name}: {num_bytes} bytes for {kind} do not fit: "
+                              f"{self.used_bytes} of {self.budget_bytes} bytes are in use")
+        if self._idle[num_bytes]:
+            buffer = self._idle[num_bytes].pop()
+            self.idle_bytes -= num_bytes
+        else:
+            self._shrink_idle(num_bytes)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
+        self.used_bytes += num_bytes
+        self.used_by_kind[kind] += num_bytes
+        self._taken[buffer.data_ptr()] = (buffer, kind)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._check()
+        return buffer.view(dtype)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Gives a buffer back. Raises StateError for one that is not from this tier or was given back before."""
+        taken = self._taken.pop(tensor.data_ptr(), None)
+        if taken is None:
+            raise StateError(f"{self.name}: a buffer of {tensor.nbytes} bytes was released that is not in use")
+        buffer, kind = taken
+        self.used_bytes -= buffer.nbytes
+        self.used_by_kind[kind] -= buffer.nbytes
+        self._idle[buffer.nbytes].append(buffer)
+        self.idle_bytes += buffer.nbytes
+        self._check()
+
+    def _shrink_idle(self, num_bytes: int) -> None:
+        """Drops idle buffers, of other sizes all of them, until num_bytes fit into the budget."""
+        for size, buffers in self._idle.items():
+            while buffers and self.budget_bytes is not None and self.reserved_bytes + num_bytes > self.budget_bytes:
+                buffers.pop()
+                self.idle_bytes -= size
+
+    def _check(self) -> None:
+        if self.used_bytes < 0 or (self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes):
+            raise StateError(f"{self.name}: the ledger says {self.used_bytes} bytes used and {self.idle_bytes} idle, "
+                             f"the budget is {self.budget_bytes}")
+
+
+def parse_bytes(text: str | int, whole_bytes: int) -> int:
+    """'64MiB', '1.5 GB', '25%' (of whole_bytes) or a plain number, in bytes. Raises ConfigError for anything else."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        number, unit = float(text), ""
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*", str(text))
+        unit = match.group(2).upper() if match else "?"
+        if not match or (unit != "%" and unit not in UNITS):
+            raise ConfigError(f"{text!r} is no amount of memory; write for example 25%, 64MiB or 2GiB")
+        number = float(match.group(1))
+    num_bytes = int(number / 100 * whole_bytes) if unit == "%" else int(number * UNITS[unit])
+    if num_bytes <= 0:
+        raise ConfigError(f"{text!r} is no memory at all; write for example 25%, 64MiB or 2GiB")
+    return num_bytes
+
+
+def format_bytes(num_bytes: float) -> str:
+    """'5.1 MiB': three digits and a binary unit."""
+    units = ["TiB", "GiB", "MiB", "KiB", "bytes"]
+    while abs(num_bytes) >= 1024 and len(units) > 1:
+        num_bytes /= 1024
+        units.pop()
+    return f"{num_bytes:.4g} {units[-1]}"
