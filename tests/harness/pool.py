@@ -157,7 +157,8 @@ class RankPool:
         if hanging:
             time.sleep(0.3)
         for rank in hanging:
-            outcomes[rank] = ("hung", f"had not answered after {waited_s:.1f} s", self._read("stack", rank))
+            line = f"had not finished when the case was stopped after {waited_s:.1f} s"
+            outcomes[rank] = ("hung", line, self._read("stack", rank))
         return [outcomes[rank] for rank in range(self.num_ranks)]
 
     def _receive(self, rank: int) -> tuple:

@@ -86,7 +86,7 @@ def _same_number_of_collectives() -> None:
         dist.barrier()
     except RuntimeError as error:
         raise RuntimeError(
-            f"this rank finished its case, but the ranks did not make the same collective calls ({error})"
+            f"this rank finished, but not all do: one hangs, or they did not make the same collective calls ({error})"
         ) from error
 
 
