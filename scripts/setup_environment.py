@@ -1,0 +1,257 @@
+"""Prints the path of a Python that holds torch, this checkout and the extras asked for; makes `.venv` if there is none.
+
+`scripts/setup.sh` runs it with the Python that the user's shell finds. The answer goes to stdout, all talk to stderr;
+what cannot be mended ends with one line and status 2. Needs nothing but Python: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+PROJECT = "gpt2-chinese-patrickstar"
+PACKAGE = "gpt2_chinese"
+VENV = REPO / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+# In the folder from its first moment on: only what this script made does it ever remove.
+MINE = VENV / "made-by-setup.txt"
+# Written last, removed before anything changes: an environment without it is half-made.
+STAMP = VENV / "complete.txt"
+LOG = VENV / "setup.log"
+FREE_BYTES_NEEDED = 3 * 2**30  # a CPU environment takes 1.5 GB, and pip keeps as much again in its cache
+MINUTES = "about two minutes, longer on a slow connection"
+
+
+def main() -> None:
+    """Reads the command line, prints the interpreter's path."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--extras", default="", help="extras of pyproject.toml, separated by commas")
+    extras = {extra for extra in parser.parse_args().extras.split(",") if extra}
+    try:
+        print(choose_python(extras))
+    except SetupError as error:
+        say(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("error: set-up was interrupted; the next start begins it anew")
+        sys.exit(2)
+
+
+class SetupError(Exception):
+    """One line for the user: what is wrong and what to do."""
+
+
+def choose_python(extras: set[str]) -> str:
+    """Returns the interpreter to use: the running one if its environment is complete, else that of `.venv`."""
+    in_venv = Path(sys.prefix).resolve() == VENV
+    note = ""
+    if not in_venv:
+        lacks = what_is_missing(extras)
+        if not lacks:
+            say(f"setup: using the active environment, {sys.executable}")
+            return sys.executable
+        if importlib.util.find_spec("torch"):
+            wish = f".[{','.join(sorted(extras))}]" if extras else "."
+            note = (
+                f"setup: the active environment ({sys.prefix}) has torch but lacks {lacks[0]}; "
+                f'to use it: cd "{REPO}" && "{sys.executable}" -m pip install -e "{wish}"'
+            )
+    if not is_complete(extras):
+        if note:
+            say(note)
+        with only_one_at_a_time():
+            if not is_complete(extras):  # another start may have made it while this one waited
+                make_venv(extras)
+    say(f"setup: using {VENV}")
+    return str(VENV_PYTHON)
+
+
+def what_is_missing(extras: set[str]) -> list[str]:
+    """Names what the running interpreter's environment lacks, without importing it (importing torch is slow)."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        return [f"the package {PACKAGE}"]
+    if REPO not in Path(spec.origin).resolve().parents:
+        return [f"this checkout ({PACKAGE} there is {Path(spec.origin).parent})"]
+    try:
+        requirements = importlib.metadata.requires(PROJECT) or []
+    except importlib.metadata.PackageNotFoundError:
+        return [f"the project {PROJECT}"]
+    missing = []
+    for requirement in requirements:
+        name = re.match(r"[\w.-]+", requirement).group()
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", requirement)
+        if extra is None or extra.group(1) in extras:
+            try:
+                importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                missing.append(name)
+    return missing
+
+
+def is_complete(extras: set[str]) -> bool:
+    """True if `.venv` was made from the present constraints, at the present place, with at least these extras."""
+    if not VENV_PYTHON.exists() or not STAMP.exists():
+        return False
+    recipe, _, done = STAMP.read_text().partition("\n")
+    return recipe == recipe_now() and extras <= set(done.split())
+
+
+def recipe_now() -> str:
+    """Identifies what an environment is made from. The place counts: scripts and the editable install hold paths."""
+    digest = hashlib.sha256(str(REPO).encode())
+    for name in ("constraints.txt", "pyproject.toml"):
+        digest.update((REPO / name).read_bytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def only_one_at_a_time():
+    """Holds a lock that the kernel releases however its holder ends, so it can never be stale."""
+    import fcntl
+
+    try:
+        lock = os.open(REPO / ".venv.lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise SetupError(f"cannot write in {REPO} ({error.strerror}); clone it where you may write") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("setup: another start is making .venv; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    os.set_inheritable(lock, True)  # pip holds it too, should this process be killed before pip ends
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def make_venv(extras: set[str]) -> None:
+    """Makes `.venv`, or brings it up to date, or makes a half-made one anew."""
+    before = STAMP.read_text() if STAMP.exists() else None
+    if before is None or not VENV_PYTHON.exists():
+        before = None
+        start_empty_venv()
+    else:
+        extras = extras | set(before.partition("\n")[2].split())
+    STAMP.unlink(missing_ok=True)
+    wish = f".[{','.join(sorted(extras))}]" if extras else "."
+    verb = "making" if before is None else "updating"
+    say(f"setup: {verb} {VENV} with torch and what constraints.txt names: {MINUTES} (log: {LOG})")
+    begin = time.monotonic()
+    pip = [VENV_PYTHON, "-m", "pip", "install", "--progress-bar", "off", "-c", "constraints.txt", "-e", wish]
+    status = run_with_progress(pip)
+    if status != 0:
+        text = LOG.read_text(errors="replace")
+        if before is not None and status > 0 and not is_disk_full(text):
+            STAMP.write_text(before)  # pip installs only when it has everything, so the old environment still stands
+        raise SetupError(why_pip_failed(status, text))
+    STAMP.write_text("\n".join([recipe_now(), *sorted(extras)]) + "\n")
+    say(f"setup: done in {time.monotonic() - begin:.0f} s")
+
+
+def start_empty_venv() -> None:
+    """Leaves a fresh `.venv` that holds pip only. A folder that somebody else made is refused, not removed."""
+    if VENV.exists() or VENV.is_symlink():
+        if not MINE.exists():
+            raise SetupError(
+                f"{VENV} exists but was not made by this script; activate it and run: pip install -e . (or remove it)"
+            )
+        say(f"setup: {VENV} is half-made or broken; starting anew")
+        shutil.rmtree(VENV)
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise SetupError(
+            f"{sys.executable} cannot make virtual environments; on Debian and Ubuntu: apt install python{version}-venv"
+        )
+    free = shutil.disk_usage(REPO).free
+    if free < FREE_BYTES_NEEDED:
+        raise SetupError(
+            f"not enough disk space in {REPO}: {free / 2**30:.1f} GiB free, {FREE_BYTES_NEEDED / 2**30:.0f} needed"
+        )
+    VENV.mkdir()
+    MINE.write_text(f"made by {Path(__file__).relative_to(REPO)}; it may remove this folder and make it anew\n")
+    # Not from inside the .venv that was just removed: its base interpreter makes the new one.
+    base = getattr(sys, "_base_executable", None) or sys.executable
+    made = subprocess.run([base, "-m", "venv", VENV], capture_output=True, text=True)
+    if made.returncode != 0:
+        raise SetupError(f"{base} -m venv failed: {last_line(made.stdout + made.stderr)}")
+
+
+def run_with_progress(command: list) -> int:
+    """Runs pip with its output in the log; shows on a terminal a moving line, elsewhere a line every half minute."""
+    begin = next_line = time.monotonic()
+    terminal = sys.stderr.isatty()
+    unwanted = {"PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONHOME"}
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    with open(LOG, "w") as log:
+        pip = subprocess.Popen(
+            command, cwd=REPO, env=environment, stdout=log, stderr=subprocess.STDOUT, close_fds=False
+        )
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pip.wait(timeout=1)
+                break
+            now = time.monotonic()
+            line = f"setup: {now - begin:4.0f} s  {last_line(LOG.read_text(errors='replace')).strip()}"
+            if terminal:
+                width = shutil.get_terminal_size().columns - 1
+                print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+            elif now - next_line >= 30:
+                next_line = now
+                say(line[:120])
+    finally:
+        if pip.poll() is None:
+            pip.kill()
+            pip.wait()
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return pip.returncode
+
+
+def is_disk_full(text: str) -> bool:
+    """True if pip's output says that the disk, or the user's share of it, is full."""
+    return bool(re.search(r"No space left on device|Errno 28|Disk quota exceeded", text))
+
+
+def why_pip_failed(status: int, text: str) -> str:
+    """One line for the user from pip's exit status and output."""
+    where = f"(log: {LOG})"
+    if status < 0:
+        return f"pip was killed by signal {-status}; the next start begins anew {where}"
+    if is_disk_full(text):
+        return f"the disk is full: make room for about 3 GiB and start again {where}"
+    if re.search(r"NewConnectionError|NameResolution|Network is unreachable|ProxyError|ReadTimeout|timed out", text):
+        return f"pip cannot reach the package index: check the network or the proxy, then start again {where}"
+    errors = [line for line in text.splitlines() if line.startswith("ERROR:")]
+    advice = ""
+    if "No matching distribution" in text:
+        advice = f"; there may be none for Python {platform.python_version()}: choose another with PYTHON=python3.12"
+    return f"pip failed: {(errors or [last_line(text)])[-1].removeprefix('ERROR: ').rstrip('.')}{advice} {where}"
+
+
+def last_line(text: str) -> str:
+    """Returns the last line that is not blank."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+def say(line: str) -> None:
+    """Talks to the user; stdout is for the answer."""
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

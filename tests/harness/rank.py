@@ -1,0 +1,113 @@
+"""What runs inside each rank of a `RankPool`: wait for a case, join a fresh process group, run the case, answer.
+
+The parent speaks first and each rank answers once per case, so one pipe per rank is the whole protocol.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+READY = ("ready",)
+
+
+def serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
+    """Answers cases until the parent closes the pipe. `folder` holds the rendezvous, output and stack files."""
+    # A session of its own: whatever processes a case starts are in this group and die with it (see RankPool.close).
+    os.setsid()
+    _send_output_to(Path(folder, f"output_{rank}"))
+    stack_file = open(Path(folder, f"stack_{rank}"), "w")  # noqa: SIM115  (stays open: the signal handler writes to it)
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
+    # Gloo asks for the address of the host name, which a machine without a network cannot answer.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+    import torch
+
+    torch.set_num_threads(1)
+    pipe.send_bytes(pickle.dumps(READY))
+    while True:
+        try:
+            case, timeout_s, job = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        pipe.send_bytes(_run_case(rank, num_ranks, Path(folder, f"rendezvous_{case}"), timeout_s, job))
+
+
+def _run_case(rank: int, num_ranks: int, rendezvous: Path, timeout_s: float, job: bytes) -> bytes:
+    """Returns the pickled answer: ("returned", value) or ("raised", one line, traceback, is it about communication)."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        function, args = pickle.loads(job)
+        torch.manual_seed(0)
+        random.seed(0)
+        # A group of its own for each case (0.03 s): a message that one case forgot cannot reach the next one, and
+        # the group's timeout, half of the case's, turns a hanging collective into a traceback that shows the line.
+        dist.init_process_group(
+            "gloo",
+            init_method=rendezvous.as_uri(),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=max(1.0, timeout_s / 2)),
+        )
+        value = function(rank, num_ranks, *args)
+        _same_number_of_collectives()
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            return pickle.dumps(("returned", value))
+        except Exception as error:
+            raise TypeError(f"the result of the case cannot be pickled: {error}") from error
+    except BaseException as error:  # also SystemExit: a case that leaves is a case that failed
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return pickle.dumps(("raised", line, traceback.format_exc(), _is_about_communication(error)))
+
+
+def _same_number_of_collectives() -> None:
+    """One more collective at the end of the case. Gloo numbers them, so a rank that made one fewer hangs here."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise RuntimeError("the case destroyed the default process group; that is the harness's to do")
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this rank finished, but not all do: one hangs, or they did not make the same collective calls ({error})"
+        ) from error
+
+
+def _is_about_communication(error: BaseException) -> bool:
+    """True for what a rank raises because ANOTHER rank went away or never came: named after the real cause."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("gloo", "connection", "timed out", "same collective calls", "socket", "store")
+    )
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _send_output_to(path: Path) -> None:
+    """Points file descriptors 1 and 2 at `path`: what C++ and child processes print is kept as well."""
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
