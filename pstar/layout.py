@@ -159,25 +159,32 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
     return Layout(chunk_elems, num_ranks, tuple(groups))
 
 
-def search_chunk_size(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
-                      num_candidates: int = 512) -> int:
-    """The chunk size whose chunks waste least, at most max_elems; among sizes that waste equally little the largest.
+def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
+                      num_candidates: int = 256) -> list[Layout]:
+    """Layouts with chunk sizes up to max_elems, from small ones in geometric and from middling ones in linear steps.
 
-    Only next-fit packings are computed, no tensor is made: GPT-2 XL takes a few tenths of a second.
-
-    Args:
-        modules: as for make_layout.
-        num_ranks: p.
-        max_elems: upper bound, from the room that a gathered group may take; default: the whole model in one chunk.
-        num_candidates: how many sizes between the largest module (or the bound) and the bound are tried.
+    max_elems defaults to the whole model in one chunk a rank. Only packings are computed, no tensor is made.
     """
     sizes = sorted(sum(align(numel) for _, numel in module.parameters) for module in modules if module.parameters)
     if not sizes:
         raise ConfigError("the model has no parameters: there is nothing to put into chunks")
-    high = align(-(-sum(sizes) // num_ranks)) if max_elems is None else max(align(max_elems), ALIGN_ELEMS)
-    low = min(sizes[len(sizes) // 2], high)    # the median module: what is larger may have a chunk of its own
-    step = max(align((high - low) // num_candidates), ALIGN_ELEMS)
-    waste = {size: make_layout(modules, size, num_ranks).total_elems for size in {*range(low, high, step), high, low}}
-    least = min(waste.values())
-    # Half a per cent of padding more is a good price for fewer, larger chunks: each costs a collective and a copy.
-    return max(size for size, elems in waste.items() if elems <= least * 1.005)
+    high = align(-(-sum(sizes) // num_ranks) if max_elems is None else max(max_elems, 1))
+    middle = min(align(sizes[len(sizes) // 2]), high)
+    step = max(align((high - middle) // num_candidates), ALIGN_ELEMS)
+    candidates = {high, *range(middle, high, step)}
+    while middle > ALIGN_ELEMS:
+        middle = align(middle * 3 // 4) if middle > 4 * ALIGN_ELEMS else middle - ALIGN_ELEMS
+        candidates.add(middle)
+    return [make_layout(modules, size, num_ranks) for size in sorted(candidates)]
+
+
+def least_waste(layouts: Sequence[Layout]) -> Layout:
+    """The layout that pads least. Half a per cent more padding is a good price for larger chunks: each costs a
+    collective and a copy."""
+    least = min(layout.total_elems for layout in layouts)
+    return max((layout for layout in layouts if layout.total_elems <= least * 1.005), key=lambda layout: layout.chunk_elems)
+
+
+def search_chunk_size(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None) -> int:
+    """The chunk size whose chunks waste least, at most max_elems."""
+    return least_waste(candidate_layouts(modules, num_ranks, max_elems)).chunk_elems

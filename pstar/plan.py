@@ -8,7 +8,7 @@ import torch
 from pstar.budget import Costs, largest_chunk_elems, model_data_bytes, smallest_near_budget
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError
-from pstar.layout import Layout, ModuleSpec, make_layout, search_chunk_size
+from pstar.layout import Layout, ModuleSpec, candidate_layouts, least_waste, make_layout
 from pstar.tiers import parse_bytes
 
 
@@ -38,37 +38,43 @@ class Plan:
         accumulate = config.gradient_accumulation_steps > 1
         self.grad_dtype = torch.float32 if accumulate else self.param_dtype
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, 10 if config.bf16.enabled else 8)
-        params = sum(size for spec in specs for _, size in spec.parameters)
-        self.layout = self._layout(specs, uses, num_ranks, params, default_near_bytes)
-        whole = model_data_bytes(self.layout, self.costs)
-        least, module_name = smallest_near_budget(self.layout, uses, self.costs)
-        near = config.near_budget
-        if near == "auto":
-            self.near_budget = default_near_bytes or whole
-        else:
-            self.near_budget = least if near == "min" else parse_bytes(near, whole)
-        self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
-        if self.near_budget < least:
+        self._default_near_bytes = default_near_bytes
+        layouts = self._candidates(specs, num_ranks)
+        # (layout, the least near bytes it needs, the module that needs them)
+        needs = [(layout, *smallest_near_budget(layout, uses, self.costs)) for layout in layouts]
+        fitting = [layout for layout, need, _ in needs if config.near_budget != "min" and need <= self._near_bytes(layout)]
+        least_layout, least, module_name = min(needs, key=lambda item: item[1])
+        if config.near_budget == "min":
+            fitting = [layout for layout, need, _ in needs if need == least]
+        if not fitting:
             raise BudgetError(
-                f"near budget {near}: {self.near_budget} bytes, but module '{module_name}' and its gradients need {least}"
-                f" (chunks of {self.layout.chunk_elems} elements, {num_ranks} process(es)): "
-                f"give at least {least}, that is {-(-100 * least // whole)}% of the model data, or min"
+                f"near budget {config.near_budget}: {self._near_bytes(least_layout)} bytes, but module '{module_name}' and "
+                f"its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
+                f"{-(-100 * least // model_data_bytes(least_layout, self.costs))}% of the model data, or min"
             )
+        self.layout = least_waste(fitting)
+        self.near_budget = least if config.near_budget == "min" else self._near_bytes(self.layout)
+        whole = model_data_bytes(self.layout, self.costs)
+        self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
 
-    def _layout(self, specs: list[ModuleSpec], uses: dict[str, tuple[str, ...]], num_ranks: int, params: int,
-                default_near_bytes: int | None) -> Layout:
+    def _near_bytes(self, layout: Layout) -> int:
+        whole = model_data_bytes(layout, self.costs)
+        if self.config.near_budget == "auto":
+            return self._default_near_bytes or whole
+        return parse_bytes(self.config.near_budget, whole)
+
+    def _candidates(self, specs: list[ModuleSpec], num_ranks: int) -> list[Layout]:
+        """The layout of the chunk size that was asked for, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
-            return make_layout(specs, config.default_chunk_size, num_ranks)
+            return [make_layout(specs, config.default_chunk_size, num_ranks)]
+        params = sum(size for spec in specs for _, size in spec.parameters)
         # At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
-        most = min(max(params // (4 * num_ranks), 1), 64 * 2**20)
-        if config.near_budget == "min":
-            most = min(most, max(sum(size for _, size in spec.parameters) for spec in specs) // num_ranks)
-        else:
-            whole = self.costs.total * params
-            near = default_near_bytes or whole if config.near_budget == "auto" else parse_bytes(config.near_budget, whole)
+        most = min(params // (4 * num_ranks), 64 * 2**20)
+        if config.near_budget not in ("auto", "min"):
+            near = parse_bytes(config.near_budget, self.costs.total * params)
             most = min(most, largest_chunk_elems(near, num_ranks, self.costs))
-        return make_layout(specs, search_chunk_size(specs, num_ranks, max(most, 1)), num_ranks)
+        return candidate_layouts(specs, num_ranks, most)
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,

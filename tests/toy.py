@@ -1,0 +1,104 @@
+"""A small model with a tied head, its data, and its oracle, a plain PyTorch loop: for tests of the engine, which knows no GPT."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pstar
+
+VOCAB, WIDTH, LAYERS, BATCH, LENGTH = 211, 48, 3, 12, 9
+LR, WEIGHT_DECAY, CLIP = 2e-3, 0.1, 1.0
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Toy(nn.Module):
+    """Embedding, residual blocks, tied head; returns the loss, or logits where there are no targets."""
+
+    def __init__(self, layers: int = LAYERS):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batch(number: int, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), each (BATCH, length), a function of the number alone."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCAB, (BATCH, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+def share(number: int, rank: int, num_ranks: int, micro: int = 0, num_micros: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's rows of one micro-batch of the global batch."""
+    size = BATCH // (num_ranks * num_micros)
+    first = (rank * num_micros + micro) * size
+    inputs, targets = batch(number)
+    return inputs[first : first + size], targets[first : first + size]
+
+
+def oracle(num_steps: int, num_micros: int = 1, clip: float = CLIP,
+           model_func=Toy) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """(losses, final weights, gradient norms) of plain PyTorch on one process."""
+    torch.manual_seed(0)
+    model = model_func()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    losses, norms = [], []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(num_micros):
+            loss = model(*share(step, 0, 1, micro, num_micros)) / num_micros
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: param.detach().clone() for name, param in model.named_parameters()}, norms
+
+
+def config(**keys) -> dict:
+    """A configuration with the oracle's optimizer."""
+    adamw = {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}}
+    return {"optimizer": adamw, "gradient_clipping": CLIP} | keys
+
+
+def build(model_func=Toy, **keys) -> tuple[pstar.Engine, pstar.optimizer.ChunkedAdam]:
+    torch.manual_seed(0)
+    return pstar.initialize_engine(model_func, 0, config(**keys))
+
+
+def train(model, optimizer, num_steps: int, rank: int = 0, num_ranks: int = 1, num_micros: int = 1,
+          first: int = 0) -> list[float]:
+    """This rank's losses of steps first, first + 1, ..."""
+    losses = []
+    for step in range(first, first + num_steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(num_micros):
+            loss = model(*share(step, rank, num_ranks, micro, num_micros))
+            model.backward(loss)
+            total += (loss / num_micros).item()
+        optimizer.step()
+        losses.append(total)
+    return losses

@@ -1,0 +1,117 @@
+"""Layouts and budgets are numbers: checked without a tensor."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pstar.budget import Costs, groups_at_home_near, model_data_bytes, smallest_near_budget
+from pstar.errors import ConfigError
+from pstar.layout import ALIGN_ELEMS, ModuleSpec, align, make_layout, search_chunk_size
+
+
+def gpt2(layers: int, width: int, vocab: int = 50257, context: int = 1024) -> list[ModuleSpec]:
+    """The modules of GPT-2 with a tied head."""
+    modules = [ModuleSpec("wte", (("wte", vocab * width),)), ModuleSpec("wpe", (("wpe", context * width),))]
+    for layer in range(layers):
+        for name, *sizes in (("ln_1", width, width), ("c_attn", 3 * width**2, 3 * width), ("attn.c_proj", width**2, width),
+                             ("ln_2", width, width), ("c_fc", 4 * width**2, 4 * width), ("mlp.c_proj", 4 * width**2, width)):
+            name = f"h.{layer}.{name}"
+            modules.append(ModuleSpec(name, tuple((f"{name}.{index}", size) for index, size in enumerate(sizes))))
+    return [*modules, ModuleSpec("ln_f", (("ln_f.0", width), ("ln_f.1", width)))]
+
+
+@pytest.mark.parametrize("layers, width, mega, chunks, utilisation", [
+    (12, 768, 64, 2, 0.927), (24, 1024, 64, 6, 0.881), (36, 1280, 64, 12, 0.961), (48, 1600, 128, 12, 0.967)])
+def test_the_published_packings_of_gpt2(layers, width, mega, chunks, utilisation):
+    layout = make_layout(gpt2(layers, width), mega * 2**20)
+    assert sum(group.num_chunks for group in layout.groups) == chunks
+    assert round(layout.utilisation, 3) == utilisation
+
+
+@pytest.mark.parametrize("layers, width", [(12, 768), (24, 1024), (36, 1280), (48, 1600)])
+def test_the_searched_chunk_size_wastes_at_most_one_per_cent(layers, width):
+    modules = gpt2(layers, width)
+    best = search_chunk_size(modules, max_elems=128 * 2**20)
+    assert make_layout(modules, best).utilisation >= 0.99
+    assert best <= 128 * 2**20
+
+
+modules_strategy = st.lists(st.lists(st.integers(1, 3000), max_size=4), min_size=1, max_size=12).filter(
+    lambda sizes: any(sizes)
+).map(lambda sizes: [ModuleSpec(f"m{i}", tuple((f"m{i}.{j}", n) for j, n in enumerate(own))) for i, own in enumerate(sizes)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(modules_strategy, st.integers(1, 5000), st.integers(1, 5))
+def test_every_element_has_one_place_and_one_owner(modules, chunk, num_ranks):
+    layout = make_layout(modules, chunk, num_ranks)
+    sizes = {name: numel for module in modules for name, numel in module.parameters}
+    assert {name: slot.numel for name, slot in layout.slots.items()} == sizes
+    for group in layout.groups:
+        assert group.num_chunks == num_ranks
+        end = 0
+        for slot in sorted(group.slots, key=lambda slot: slot.offset):
+            assert slot.offset >= end and slot.offset % ALIGN_ELEMS == 0
+            end = slot.offset + slot.numel
+        assert end <= group.elems
+        spans = [span for rank in range(num_ranks) for span in group.spans(rank)]
+        for slot in group.slots:
+            own = sorted((span.param_offset, span.numel) for span in spans if span.name == slot.name)
+            assert sum(numel for _, numel in own) == slot.numel
+            if align(slot.numel) <= layout.chunk_elems:
+                assert len(own) == 1, "a parameter that fits into a chunk has one owner"
+
+
+def test_a_module_is_not_split_while_it_fits_into_a_chunk():
+    layout = make_layout([ModuleSpec("a", (("a.w", 700),)), ModuleSpec("b", (("b.w", 320), ("b.b", 32)))], 1024)
+    assert [slot.group for slot in layout.slots.values()] == [0, 1, 1]
+
+
+def test_a_parameter_larger_than_a_chunk_is_cut_into_equal_pieces():
+    layout = make_layout([ModuleSpec("a", (("a.w", 1000),)), ModuleSpec("b", (("b.w", 64),))], 128, num_ranks=4)
+    assert layout.groups[0].chunk_elems == 256 and len(layout.groups[0].slots) == 1
+    assert [span.numel for rank in range(4) for span in layout.groups[0].spans(rank)] == [256, 256, 256, 232]
+
+
+def test_bytes_a_parameter():
+    layout = make_layout(gpt2(2, 64, 1000, 64), 100_000, 2)
+    assert model_data_bytes(layout, Costs(4, 4, 8)) == 16 * layout.total_elems
+    assert model_data_bytes(layout, Costs(2, 2, 10)) == 14 * layout.total_elems
+
+
+def test_the_smallest_budget_names_the_module_and_counts_the_modules_around_it():
+    modules = [ModuleSpec("", (("scale", 32),)), ModuleSpec("a", (("a.w", 1024),)), ModuleSpec("b", (("b.w", 64),))]
+    layout = make_layout(modules, 1024)
+    uses = {module.name: tuple(name for name, _ in module.parameters) for module in modules}
+    need, name = smallest_near_budget(layout, uses, Costs(4, 4, 8))
+    # a.w fills a chunk of its own; scale, a parameter of the module around it, is in use too, in another chunk
+    assert name == "a"
+    assert need == 4 * (layout.groups[0].elems + layout.groups[1].elems) + 4 * 1024
+
+
+def test_with_all_model_data_as_budget_every_group_is_updated_near():
+    for num_ranks in (1, 2, 4):
+        layout = make_layout(gpt2(2, 64, 1000, 64), 40_000, num_ranks)
+        near = groups_at_home_near(layout, 16 * layout.total_elems, Costs(4, 4, 8))
+        assert near == list(range(len(layout.groups)))
+        assert groups_at_home_near(layout, 4 * layout.total_elems, Costs(4, 4, 8)) == []
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_size_that_cannot_be(chunk):
+    with pytest.raises(ConfigError, match="chunk size"):
+        make_layout([ModuleSpec("a", (("a.w", 1),))], chunk)
+
+
+def test_a_model_without_parameters():
+    for function in (lambda: make_layout([ModuleSpec("a", ())], 8), lambda: search_chunk_size([ModuleSpec("a", ())])):
+        with pytest.raises(ConfigError, match="no parameters"):
+            function()
+
+
+def test_the_search_allocates_nothing_and_ends_soon():
+    start = time.process_time()
+    search_chunk_size(gpt2(48, 1600), 8, 128 * 2**20)
+    assert time.process_time() - start < 30, "a search that makes no tensor takes a second or so, not half a minute"

@@ -1,0 +1,115 @@
+"""The schedule is numbers: eviction against the brute-force optimum, traces, and what happens when a step differs."""
+
+import random
+
+import pytest
+
+from pstar.errors import ConfigError, StateError
+from pstar.schedule import NEVER, Schedule, Trace, count_loads
+
+
+def sweep(n: int) -> list[int]:
+    """n chunks forward, then backward."""
+    return [*range(n), *reversed(range(n))]
+
+
+@pytest.mark.parametrize("policy", ["next_use", "lru"])
+@pytest.mark.parametrize("n, room", [(10, 3), (10, 9), (7, 2), (40, 25)])
+def test_loads_of_a_step_equal_the_formula(policy, n, room):
+    assert count_loads(sweep(n), room, policy) == 2 * (n - room)
+
+
+def test_nothing_is_loaded_when_everything_fits():
+    assert count_loads(sweep(6), 6) == 0
+
+
+def optimum(accesses: list[int], room: int) -> int:
+    """Least loads of the second of two repetitions, by search over all choices of victims."""
+    sequence = accesses * 2
+    best = {frozenset(): (0, 0)}                       # resident set -> (loads in all, loads in the second repetition)
+    for moment, key in enumerate(sequence):
+        after: dict[frozenset, tuple[int, int]] = {}
+        for resident, (total, second) in best.items():
+            if key in resident:
+                choices = [(resident, 0)]
+            elif len(resident) < room:
+                choices = [(resident | {key}, 1)]
+            else:
+                choices = [((resident - {victim}) | {key}, 1) for victim in resident]
+            for chosen, load in choices:
+                cost = (total + load, second + load * (moment >= len(accesses)))
+                after[chosen] = min(after.get(chosen, (10**9, 0)), cost)
+        best = after
+    return min(total for total, _ in best.values())
+
+
+def test_next_use_equals_the_brute_force_optimum_on_random_traces():
+    generator = random.Random(0)
+    for _ in range(150):
+        accesses = [generator.randrange(5) for _ in range(generator.randrange(4, 12))]
+        accesses = [key for index, key in enumerate(accesses) if accesses[index - 1] != key]    # in a row is one moment
+        if not accesses:
+            continue
+        room = generator.randrange(1, 4)
+        # The engine's first step is traced without knowledge; give it the trace for both repetitions instead.
+        schedule, resident, loads = Schedule("next_use"), [], 0
+        schedule.trace = Trace(accesses * 2)
+        schedule.begin_step()
+        for key in accesses * 2:
+            schedule.touch(key)
+            if key not in resident:
+                if len(resident) >= room:
+                    resident.remove(schedule.victim(resident))
+                resident.append(key)
+                loads += 1
+        assert loads == optimum(accesses, room), accesses
+
+
+def test_next_use_wraps_around_the_end_of_the_step():
+    trace = Trace(["a", "b", "a", "c"])
+    assert [trace.next_use("a", moment) for moment in range(4)] == [2, 2, 4, 4]
+    assert trace.next_use("b", 1) == 5
+    assert trace.next_use("z", 0) == NEVER
+
+
+def run_step(schedule: Schedule, keys: str) -> None:
+    schedule.begin_step()
+    for key in keys:
+        schedule.touch(key)
+    schedule.end_step()
+
+
+def test_a_step_that_differs_is_traced_anew_and_never_run_on_the_wrong_schedule():
+    schedule = Schedule()
+    run_step(schedule, "abcba")
+    assert schedule.trace.accesses == tuple("abcba")
+    for other in ("abdba", "abc", "abcbab"):           # another block, a shorter step, a longer one
+        run_step(schedule, other)
+        assert schedule.trace is None, other
+        run_step(schedule, "abcba")
+        assert schedule.trace.accesses == tuple("abcba")
+    assert schedule.num_traced == 4
+
+
+def test_evaluation_inside_a_step_does_not_disturb_the_trace():
+    schedule = Schedule()
+    run_step(schedule, "abcba")
+    schedule.begin_step()
+    schedule.touch("a")
+    with schedule.paused():
+        schedule.touch("c")
+        schedule.touch("x")
+    for key in "bcba":
+        schedule.touch(key)
+    schedule.end_step()
+    assert schedule.trace.accesses == tuple("abcba") and schedule.num_traced == 1
+
+
+def test_illegal_uses():
+    schedule = Schedule()
+    schedule.begin_step()
+    with pytest.raises(StateError, match="begin_step inside a step"):
+        schedule.begin_step()
+    with pytest.raises(ConfigError, match="next_use, lru"):
+        Schedule("random")
+    assert schedule.victim([]) is None

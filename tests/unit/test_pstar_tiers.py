@@ -1,0 +1,167 @@
+"""The ledger and the residency: the budget after every operation, copies only where they are needed, loud mistakes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pstar.errors import BudgetError, ConfigError, StateError
+from pstar.residency import Residency
+from pstar.schedule import Schedule
+from pstar.tiers import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
+
+CPU = torch.device("cpu")
+
+
+def make(near: int | None = 100, far: int | None = None) -> tuple[Residency, list]:
+    left = []
+    return Residency(Tier(NEAR, CPU, near), Tier(FAR, CPU, far), Ledger(), Schedule("lru"), left.append), left
+
+
+def test_a_tier_counts_every_byte():
+    tier = Tier(NEAR, CPU, 1000)
+    first, second = tier.allocate(100, torch.float32, "param"), tier.allocate(100, torch.bfloat16, "grad")
+    assert (tier.used_bytes, tier.peak_bytes, dict(tier.used_by_kind)) == (600, 600, {"param": 400, "grad": 200})
+    tier.release(first)
+    assert (tier.used_bytes, tier.idle_bytes, tier.peak_bytes) == (200, 400, 600)
+    assert tier.has_room(800) and not tier.has_room(801)
+    tier.release(second)
+
+
+def test_fault_cache_hands_out_a_buffer_of_the_wrong_size():
+    tier = Tier(NEAR, CPU, 1000)
+    tier.release(tier.allocate(100, torch.float32, "param"))
+    assert tier.allocate(50, torch.float32, "param").numel() == 50
+    again = tier.allocate(100, torch.float32, "param")
+    assert again.nbytes == 400 and tier.idle_bytes == 0, "the idle buffer of the right size is used again"
+
+
+def test_fault_room_making_fails_although_there_is_room():
+    tier = Tier(NEAR, CPU, 1000)
+    for size in (100, 60, 90):                          # idle buffers of other sizes give way
+        tier.release(tier.allocate(size, torch.float32, "param"))
+    assert tier.allocate(250, torch.float32, "param").nbytes == 1000
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    tier = Tier(NEAR, CPU, 1000)
+    kept = tier.allocate(100, torch.float32, "param")
+    with pytest.raises(BudgetError, match="near: 800 bytes for grad do not fit: 400 of 1000"):
+        tier.allocate(200, torch.float32, "grad")
+    assert tier.used_bytes == 400
+    tier.release(kept)
+    with pytest.raises(StateError, match="not in use"):
+        tier.release(kept)
+
+
+def test_a_clean_block_leaves_without_a_copy_and_a_written_one_with():
+    residency, _ = make()
+    residency.create(("param", 0), 10, torch.float32, FAR).fill_(1)
+    residency.ensure(("param", 0), NEAR)
+    residency.send_far(("param", 0))
+    assert dict(residency.ledger.moves) == {"far to near": 1}
+    residency.ensure(("param", 0), NEAR).fill_(2)
+    residency.mark_written(("param", 0), NEAR)
+    residency.send_far(("param", 0))
+    assert dict(residency.ledger.moves) == {"far to near": 2, "near to far": 1}
+    assert residency.peek(("param", 0))[1].eq(2).all()
+
+
+def test_the_least_recently_used_leaves_and_a_pinned_one_never():
+    residency, left = make(near=80)
+    for group in range(3):
+        residency.create(("param", group), 10, torch.float32, FAR)
+    for group in (0, 1):
+        residency.schedule.touch(("param", group))
+        residency.ensure(("param", group), NEAR)
+    residency.pin(("param", 0))
+    residency.ensure(("param", 2), NEAR)
+    assert left == [("param", 1)]
+    residency.pin(("param", 2))
+    with pytest.raises(BudgetError, match="near: no room for param of group 1 .* give --near-budget at least"):
+        residency.ensure(("param", 1), NEAR)
+    with pytest.raises(StateError, match="in use"):
+        residency.drop(("param", 0))
+
+
+def test_far_gives_up_duplicates_before_it_gives_up():
+    residency, _ = make(near=200, far=80)
+    residency.create(("param", 0), 20, torch.float32, FAR).fill_(7)
+    residency.ensure(("param", 0), NEAR)                # a copy in both tiers
+    residency.create(("param", 1), 20, torch.float32, FAR)
+    assert residency.peek(("param", 0))[1].eq(7).all() and FAR not in residency.blocks[("param", 0)].copies
+    with pytest.raises(BudgetError, match="far: no room"):
+        residency.create(("param", 2), 20, torch.float32, FAR)
+
+
+def test_illegal_transitions_raise():
+    residency, _ = make()
+    residency.create(("param", 0), 10, torch.float32, FAR)
+    for call, message in [
+        (lambda: residency.create(("param", 0), 10, torch.float32, FAR), "exists already"),
+        (lambda: residency.mark_written(("param", 0), NEAR), "where it is not"),
+        (lambda: residency.unpin(("param", 0)), "unpinned more often"),
+        (lambda: residency.peek(("param", 9)), "there is no block"),
+    ]:
+        with pytest.raises(StateError, match=message):
+            call()
+
+
+operations = st.lists(st.tuples(st.sampled_from(["near", "write", "far", "drop", "new", "pin", "unpin"]), st.integers(0, 5)),
+                      max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(operations, st.integers(100, 400), st.lists(st.integers(5, 25), min_size=6, max_size=6))
+def test_the_budget_holds_and_no_content_is_lost_under_random_operations(steps, budget, sizes):
+    residency, _ = make(near=budget)
+    expected: dict[int, float] = {}
+    for clock, (operation, group) in enumerate(steps):
+        key = ("param", group)
+        try:
+            if operation == "new" and group not in expected:
+                residency.create(key, sizes[group], torch.float32, FAR).fill_(clock)
+                expected[group] = clock
+            elif group not in expected:
+                continue
+            elif operation in ("near", "write"):
+                residency.schedule.touch(key)
+                data = residency.ensure(key, NEAR)
+                assert data.eq(expected[group]).all() and data.numel() == sizes[group]
+                if operation == "write":
+                    data.fill_(clock)
+                    residency.mark_written(key, NEAR)
+                    expected[group] = clock
+            elif operation == "far" and not residency.blocks[key].pins:
+                residency.send_far(key)
+            elif operation == "drop" and not residency.blocks[key].pins:
+                residency.drop(key)
+                del expected[group]
+            elif operation == "pin" and residency.is_near(key):
+                residency.pin(key)
+            elif operation == "unpin" and residency.blocks[key].pins:
+                residency.unpin(key)
+        except BudgetError:
+            pass                                        # honest when the pinned blocks leave no room
+        near = residency.tiers[NEAR]
+        used = sum(block.num_bytes for block in residency.blocks.values() if NEAR in block.copies)
+        assert near.used_bytes == used and near.reserved_bytes <= budget
+    for group, value in expected.items():
+        assert residency.peek(("param", group))[1].eq(value).all()
+
+
+@pytest.mark.parametrize("text, value", [("64MiB", 64 * 2**20), ("1.5 GB", 1_500_000_000), ("25%", 250), (4096, 4096),
+                                         ("100", 100), ("2gib", 2 * 2**30)])
+def test_amounts_of_memory(text, value):
+    assert parse_bytes(text, 1000) == value
+
+
+@pytest.mark.parametrize("text", ["", "much", "-5MiB", "5 parsecs", "0", "0%", True, "1e3"])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(ConfigError, match="memory"):
+        parse_bytes(text, 1000)
+
+
+def test_amounts_for_people():
+    amounts = {12: "12 bytes", 2048: "2 KiB", 5.4 * 2**20: "5.4 MiB", 2**50: "1024 TiB"}
+    assert [format_bytes(number) for number in amounts] == list(amounts.values())
