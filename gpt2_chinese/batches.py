@@ -1,8 +1,8 @@
 """Batches as a pure function of (seed, step, global batch size), whatever the number of processes.
 
 The ids of the corpus are cut into windows of seq_len, each predicting the id after each of its own. Every epoch
-shuffles all windows anew. The global batch of a step is a run of `batch_size` windows in that order, cut like this (2 ranks, 2
-micro-batches each):
+shuffles all windows anew. The global batch of a step is a run of `batch_size` windows in that order, cut like this
+(2 ranks, 2 micro-batches each):
 
     windows of the step    | 17   3 | 42  11 |  8  29 |  5  36 |
                              rank 0   rank 0   rank 1   rank 1

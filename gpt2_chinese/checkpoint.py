@@ -7,8 +7,9 @@
         state.json              step, tokens, the settings that matter, versions, and what a chapter adds under "extra"
         manifest.json           size and SHA-256 of each file above
 
-Complete or absent: written to a folder beside, flushed to the disk, renamed. The manifest is checked before use, because
-a flipped byte in a safetensors file loads without a word. torch is imported late: finding a checkpoint must not need it.
+Complete or absent: written to a folder beside, flushed to the disk, renamed. The manifest is checked before use,
+because a flipped byte in a safetensors file loads without a word. torch is imported late: finding a checkpoint must not
+need it.
 """
 
 from __future__ import annotations

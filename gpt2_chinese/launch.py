@@ -76,8 +76,8 @@ class Ranks:
 def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
     """Starts the other processes if there are to be any, and returns this one's Ranks.
 
-    Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs torchrun
-    on the program with the same arguments and exits with its status: a rank that fails makes the whole job fail.
+    Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
+    torchrun on the program with the same arguments and exits with its status: a rank that fails makes the job fail.
 
     Args:
         settings: of the run.
@@ -130,7 +130,7 @@ def _torchrun(settings: Settings) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(
-            f"error: rank {rank} failed with status {failure.exitcode}; what it said stands above, all ranks were stopped",
+            f"error: rank {rank} failed with status {failure.exitcode}; what it said stands above",
             file=sys.stderr,
         )
         return 1

@@ -143,9 +143,7 @@ class Run:
         print(f"{settings.chapter}")
         print_rows(rows)
         if tokens.unknown > 0.01 * len(tokens):
-            print(
-                "  warning: more than 1 % of the tokens are unknown: make a vocabulary of this corpus (cache/make_vocab.sh)"
-            )
+            print("  warning: over 1 % of the tokens are unknown; cache/make_vocab.sh makes a vocabulary")
         print(flush=True)
 
     # -- the loop -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The settings of a run: one field per flag, resolved and checked before torch is loaded or a process is launched.
 
-A chapter adds flags by subclassing:
+A chapter adds flags by subclassing; one whose --nproc is 1 by default refuses more:
 
     @dataclass
     class Settings(BaseSettings):
@@ -168,6 +168,10 @@ class Settings:
             raise UserError(
                 f"--vocab {self.vocab} has {self.vocab_size} entries, but --model-config {self.model_config} says "
                 f"vocab_size {self.model.vocab_size}: they must be equal"
+            )
+        if self.nproc > 1 and self.flags()["nproc"].default == 1:
+            raise UserError(
+                f"--nproc {self.nproc}: {self.chapter or 'this'} is one process, the later chapters share the work"
             )
         if self.seq_len > self.model.n_positions:
             raise UserError(
