@@ -1,0 +1,53 @@
+"""Splits array-JSON files into a training and a validation folder, by the content of each item.
+
+    python data/split.py my_corpus/*.json --train data/mine/train --valid data/mine/valid [--percent 5]
+
+An item goes to the validation set when the SHA-256 of its text says so. The choice depends on nothing but the text: the
+same paragraph lands on the same side however the files are ordered, joined or extended, so a corpus can grow without
+leaking yesterday's validation text into today's training set.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+
+
+def is_validation(text: str, percent: float) -> bool:
+    """True for about `percent` per cent of all texts; a pure function of the text."""
+    number = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
+    return number % 10_000 < percent * 100
+
+
+def write_array(path: Path, items: list[str]) -> None:
+    """Writes an array-JSON file with one item a line, beside and renamed."""
+    beside = path.with_name(path.name + ".tmp")
+    lines = ",\n".join(json.dumps(item, ensure_ascii=False) for item in items)
+    beside.write_text(f"[\n{lines}\n]\n" if items else "[]\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, help="array-JSON files, one paragraph an item")
+    parser.add_argument("--train", type=Path, required=True, help="folder for the training part")
+    parser.add_argument("--valid", type=Path, required=True, help="folder for the validation part")
+    parser.add_argument("--percent", type=float, default=5.0, help="size of the validation part (default: 5)")
+    arguments = parser.parse_args()
+    for folder in (arguments.train, arguments.valid):
+        folder.mkdir(parents=True, exist_ok=True)
+    for file in arguments.files:
+        items = json.loads(file.read_text(encoding="utf-8-sig"))
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            parser.error(f"{file} is not a JSON array of strings")
+        parts: dict[bool, list[str]] = {True: [], False: []}
+        for item in items:
+            parts[is_validation(item, arguments.percent)].append(item)
+        write_array(arguments.train / file.name, parts[False])
+        write_array(arguments.valid / file.name, parts[True])
+        print(f"{file.name}: {len(parts[False])} for training, {len(parts[True])} for validation")
+
+
+if __name__ == "__main__":
+    main()

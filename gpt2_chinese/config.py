@@ -1,0 +1,179 @@
+"""The hyper-parameters of a GPT-2, as a Hugging Face `config.json` holds them, and the presets with their run defaults.
+
+Nothing here imports torch: a wrong configuration is answered before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gpt2_chinese.errors import UserError
+
+
+@dataclass
+class ModelConfig:
+    """A GPT-2. Field names are Hugging Face's, so that `config.json` goes both ways."""
+
+    n_layer: int = 4
+    n_embd: int = 128
+    n_head: int = 4
+    n_positions: int = 128
+    vocab_size: int | None = None  # None: not fixed, follows the vocabulary
+    n_inner: int | None = None  # None: 4 * n_embd
+    resid_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # keys we do not use, kept for the round trip
+
+    @property
+    def inner(self) -> int:
+        """Width of the hidden layer of the MLP."""
+        return self.n_inner or 4 * self.n_embd
+
+    def num_parameters(self) -> int:
+        """Number of parameters, the tied head counted once."""
+        width, inner = self.n_embd, self.inner
+        attention = width * 3 * width + 3 * width + width * width + width
+        mlp = width * inner + inner + inner * width + width
+        block = 4 * width + attention + mlp
+        return (self.vocab_size or 0) * width + self.n_positions * width + self.n_layer * block + 2 * width
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a `config.json` that `transformers.GPT2LMHeadModel.from_pretrained` reads."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        fixed = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "n_ctx": self.n_positions,
+            "tie_word_embeddings": True,
+        }
+        return {**self.extra, **fixed, **own}
+
+    @classmethod
+    def from_dict(cls, content: Any, source: str) -> ModelConfig:
+        """Reads what `to_dict` or transformers wrote; `source` names the origin in errors.
+
+        Raises:
+            UserError: a value of the wrong type or range, or a variant of GPT-2 that this model is not.
+        """
+        if not isinstance(content, dict):
+            raise UserError(f"{source} is not a JSON object: give a GPT-2 config.json")
+        content = {key: value for key, value in content.items() if key != "extra"}
+        if "n_ctx" in content and "n_positions" not in content:
+            content["n_positions"] = content["n_ctx"]
+        for key, (allowed, default) in _FIXED.items():
+            value = content.pop(key, default)
+            if value not in allowed:
+                raise UserError(f"{source}: {key} is {value!r}, this model has only {_one_of(allowed)}")
+        content.pop("architectures", None)
+        content.pop("n_ctx", None)
+        known = {f.name for f in fields(cls)} - {"extra"}
+        config = cls(**{key: value for key, value in content.items() if key in known})
+        config.extra = {key: value for key, value in content.items() if key not in known}
+        config.check(source)
+        return config
+
+    @classmethod
+    def from_file(cls, path: Path) -> ModelConfig:
+        """Reads a `config.json`, or the one in a folder. Raises UserError as `from_dict`."""
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (ValueError, OSError) as error:
+            raise UserError(f"cannot read the model configuration {path}: {error}") from None
+        return cls.from_dict(content, str(path))
+
+    def check(self, source: str) -> None:
+        """Raises UserError for values that no GPT-2 can have."""
+        for name in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner"):
+            value = getattr(self, name)
+            optional = name in ("vocab_size", "n_inner")
+            if not (optional and value is None) and (type(value) is not int or value < 1):
+                raise UserError(f"{source}: {name} must be a whole number of at least 1, not {value!r}")
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < 1:
+                raise UserError(f"{source}: {name} must be at least 0 and below 1, not {value!r}")
+        for name in ("layer_norm_epsilon", "initializer_range"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise UserError(f"{source}: {name} must be a positive number, not {value!r}")
+        if self.n_embd % self.n_head:
+            raise UserError(f"{source}: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+
+
+# what a config.json may say about the variants of GPT-2 that this model does not have: (allowed values, when absent)
+_FIXED: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "model_type": (("gpt2",), "gpt2"),
+    "activation_function": (("gelu_new", "gelu_pytorch_tanh"), "gelu_new"),
+    "tie_word_embeddings": ((True,), True),
+    "scale_attn_weights": ((True,), True),
+    "scale_attn_by_inverse_layer_idx": ((False,), False),
+    "add_cross_attention": ((False,), False),
+}
+
+
+def _one_of(values: tuple[Any, ...]) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
+@dataclass(frozen=True)
+class RunDefaults:
+    """The settings that follow the size of the model when the user does not give them."""
+
+    seq_len: int
+    batch_size: int
+    lr: float
+    warmup_steps: int
+    max_steps: int
+    eval_every: int
+    save_every: int
+    weight_decay: float = 0.1
+    clip_grad_norm: float = 1.0
+    log_every: int = 1
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(n_layer=4, n_embd=128, n_head=4, n_positions=128),
+    "small": ModelConfig(n_layer=12, n_embd=768, n_head=12, n_positions=1024),
+    "medium": ModelConfig(n_layer=24, n_embd=1024, n_head=16, n_positions=1024),
+    "large": ModelConfig(n_layer=36, n_embd=1280, n_head=20, n_positions=1024),
+    "xl": ModelConfig(n_layer=48, n_embd=1600, n_head=25, n_positions=1024),
+}
+
+# 24 divides by 1, 2, 3, 4, 6 and 8 processes; 800 steps of tiny take under four minutes on two cores
+RUN_DEFAULTS: dict[str, RunDefaults] = {
+    "tiny": RunDefaults(128, 24, 3e-3, 50, 800, 200, 200),
+    "small": RunDefaults(512, 16, 6e-4, 500, 10_000, 500, 500),
+    "medium": RunDefaults(512, 16, 3e-4, 500, 10_000, 500, 500),
+    "large": RunDefaults(512, 16, 2.5e-4, 500, 10_000, 500, 500),
+    "xl": RunDefaults(512, 16, 2e-4, 500, 10_000, 500, 500),
+}
+
+
+def resolve_model_config(name_or_path: str) -> tuple[ModelConfig, RunDefaults]:
+    """The model that --model-config names, and its run defaults.
+
+    A `config.json` takes the run defaults of the largest preset that is not wider than it.
+
+    Raises:
+        UserError: neither a preset nor a readable GPT-2 `config.json`.
+    """
+    if name_or_path in PRESETS:
+        content = {key: value for key, value in PRESETS[name_or_path].to_dict().items() if value is not None}
+        return ModelConfig.from_dict(content, name_or_path), RUN_DEFAULTS[name_or_path]
+    path = Path(name_or_path)
+    if not path.exists():
+        raise UserError(f"--model-config {name_or_path}: no such file, and not one of the presets {', '.join(PRESETS)}")
+    config = ModelConfig.from_file(path)
+    narrower = [name for name, preset in PRESETS.items() if preset.n_embd <= config.n_embd] or ["tiny"]
+    return config, RUN_DEFAULTS[narrower[-1]]

@@ -1,0 +1,51 @@
+"""Evaluation on held-out text: loss, perplexity, next-token accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt2_chinese.batches import IGNORED, Batches
+from gpt2_chinese.model import next_token_loss
+from gpt2_chinese.optim import autocast
+
+if TYPE_CHECKING:
+    from gpt2_chinese.launch import Ranks
+
+
+@torch.no_grad()
+def evaluate(
+    model: Callable[[torch.Tensor], torch.Tensor], batches: Batches, ranks: Ranks, precision: str = "fp32"
+) -> dict[str, float]:
+    """Every token of a corpus predicted once, the work shared by all ranks.
+
+    Args:
+        model: anything that gives logits (b, T, V) for inputs (b, T).
+        batches: of the validation corpus.
+        ranks: who takes part; all ranks must call this together.
+        precision: of the matrix products.
+
+    Returns:
+        valid_loss (nats per token), valid_ppl (its exponential), valid_acc (share of tokens guessed right, 0 to 1).
+    """
+    training = getattr(model, "training", False)
+    if isinstance(model, torch.nn.Module):
+        model.eval()
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, right guesses, tokens
+    try:
+        for inputs, targets in batches.eval_batches():
+            with autocast(batches.device, precision):
+                logits = model(inputs)
+            counted = targets != IGNORED
+            totals[0] += next_token_loss(logits, targets, reduction="sum").double().cpu()
+            totals[1] += ((logits.argmax(-1) == targets) & counted).sum().cpu()
+            totals[2] += counted.sum().cpu()
+    finally:
+        if isinstance(model, torch.nn.Module):
+            model.train(training)
+    loss, right, count = ranks.sum(totals).tolist()
+    mean = loss / count
+    return {"valid_loss": mean, "valid_ppl": math.exp(min(mean, 700.0)), "valid_acc": right / count}

@@ -1,0 +1,141 @@
+"""Starts the processes of a run and joins them. The only file of the package that knows torch.distributed.
+
+settings -> launch() --nproc 1-> Ranks of one, no process group at all
+                     --nproc N-> torchrun starts this program N times; each comes here again with RANK set and joins
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error
+
+if TYPE_CHECKING:
+    from gpt2_chinese.settings import Settings
+
+
+@dataclass
+class Ranks:
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank, num_ranks: which of how many.
+        local_rank: which on this machine.
+        device: where this rank computes.
+        group: the process group of all ranks, None when alone.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    group: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that prints and writes."""
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over all ranks, a new tensor on the same device; all ranks must call together."""
+        if self.group is None:
+            return tensor
+        total = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total.to(tensor.device)
+
+    def mean(self, value: torch.Tensor | float) -> float:
+        """Mean of a number over all ranks, in double precision; all ranks must call together."""
+        return self.sum(torch.as_tensor(value, dtype=torch.float64).detach()).item() / self.num_ranks
+
+    def max(self, value: float) -> float:
+        """Largest of a number over all ranks; all ranks must call together."""
+        if self.group is None:
+            return float(value)
+        largest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest.item()
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        self.max(0.0)
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        if self.group is not None:
+            dist.destroy_process_group()
+            self.group = None
+
+
+def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
+    """Starts the other processes if there are to be any, and returns this one's Ranks.
+
+    Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
+    torchrun on the program with the same arguments and exits with its status: a rank that fails makes the job fail.
+
+    Args:
+        settings: of the run.
+        launcher: "torchrun", or the name of what must have started the program ("horovodrun" and the like), which then
+            joins the ranks in its own way.
+    """
+    with exit_on_user_error():
+        _resolve_device(settings)
+        if "RANK" not in os.environ and settings.nproc > 1:
+            if launcher != "torchrun":
+                raise UserError(f"--nproc {settings.nproc} needs {launcher}: start this chapter with its train.sh")
+            raise SystemExit(_torchrun(settings))
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if settings.nproc == 1:
+        return Ranks(device=device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
+
+
+def _resolve_device(settings: Settings) -> None:
+    """Turns --device auto and the default of --precision into what this machine has."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.nproc))
+    if settings.device == "cuda" and num_gpus < local_ranks:
+        raise UserError(
+            f"--device cuda with --nproc {local_ranks}: this machine has {num_gpus} GPUs that torch can use"
+        )
+    if settings.device == "auto":
+        settings.device = "cuda" if 0 < local_ranks <= num_gpus else "cpu"
+    if settings.precision is None:
+        settings.precision = "bf16" if settings.device == "cuda" else "fp32"
+
+
+def _torchrun(settings: Settings) -> int:
+    """Runs the program under torchrun on this machine; returns the exit status of the job."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
+    os.environ[LAUNCHED_VARIABLE] = "1"
+    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
+    try:
+        main([*arguments, str(settings.program), *settings.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(
+            f"error: rank {rank} failed with status {failure.exitcode}; what it said stands above",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        os.environ.pop(LAUNCHED_VARIABLE, None)
+    return 0

@@ -1,0 +1,62 @@
+"""Progress: a bar that moves on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+SHARE_OF_STEPS = 0.05  # in a log file: a line at every twentieth of the steps ...
+SECONDS_AT_LEAST = 10.0  # ... or when this time, and a twentieth of all time so far, have gone by without one
+
+
+class Progress:
+    """Shows the step, the loss and tokens/s, the latter as a mean over the last steps."""
+
+    def __init__(self, done: int, total: int) -> None:
+        self.total, self.tokens, self.seconds, self.steps = total, 0, 0.0, 0
+        self._rate: float | None = None
+        self._begin = self._shown = time.perf_counter()
+        self._first, self._next = done, done + 1
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            form = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+            self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True, mininterval=0.2)
+
+    def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """Notes that a step is done, with the tokens it saw and the seconds it took."""
+        self.steps, self.tokens, self.seconds = self.steps + 1, self.tokens + tokens, self.seconds + seconds
+        rate = tokens / seconds
+        self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
+        said = f"loss {loss:.4f}, {self._rate:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(said, refresh=False)
+            self._bar.update(1)
+            return
+        now = time.perf_counter()
+        overdue = now - self._shown >= max(SECONDS_AT_LEAST, SHARE_OF_STEPS * (now - self._begin))
+        if step >= self._next or step == self.total or overdue:
+            left = (self.total - step) * (now - self._begin) / self.steps
+            self.write(f"step {step}/{self.total}: {said}, {left:.0f} s left")
+            self._shown = now
+            stride = max(1, round(self.total * SHARE_OF_STEPS))
+            self._next = step - step % stride + stride
+
+    def write(self, line: str) -> None:
+        """Prints a line without tearing the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def summary(self) -> str:
+        """Time spent in steps and the mean rate."""
+        if not self.steps:
+            return "no step"
+        return f"{self.seconds:.0f} s in {self.steps} steps at {self.tokens / self.seconds:,.0f} tokens/s"

@@ -1,0 +1,342 @@
+"""What every chapter says and leaves behind: header, progress, metrics, checkpoints, samples, summary.
+
+    run = Run(settings, ranks)
+    for step in run.steps():
+        ...
+        run.log(step, loss=loss, lr=lr, grad_norm=grad_norm)
+        if run.evaluate_now(step):
+            run.log_evaluation(step, evaluate(model, valid, ranks))
+        if run.save_now(step):
+            run.save(step, weights, moments)
+    run.finish(weights)
+
+Every rank makes the same calls; rank 0 alone prints and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gpt2_chinese
+from gpt2_chinese import checkpoint
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.generate import generate
+from gpt2_chinese.launch import Ranks
+from gpt2_chinese.progress import Progress
+from gpt2_chinese.settings import Settings, display
+from gpt2_chinese.weights import load_model
+
+PROMPTS = ("今天天气", "这家小店", "中国古代")
+Rows = list[tuple[str, Any]]
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Seeds torch for one step, so that dropout after a resume is what it would have been without the stop."""
+    torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {"gpt2_chinese": gpt2_chinese.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+class Run:
+    """One run of a chapter.
+
+    Args:
+        settings: resolved.
+        ranks: the processes.
+        about: what the chapter adds to the header, as (name, value) rows.
+
+    Attributes:
+        resume_from: the checkpoint to go on from, None at a fresh start.
+        first_step: the first step this process will take.
+    """
+
+    def __init__(self, settings: Settings, ranks: Ranks, about: Rows | None = None) -> None:
+        self.settings, self.ranks = settings, ranks
+        self.directory = Path(settings.output_dir)
+        self.resume_from = settings.resume_from
+        self.first_step = settings.resume_step + 1
+        if ranks.max(self.first_step) != -ranks.max(-self.first_step):
+            raise UserError("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
+        self.last_evaluation: dict[str, float] = {}
+        self._row: dict[str, Any] = {}
+        self._progress: Progress | None = None
+        self._step_start = time.perf_counter()
+        self._start = time.perf_counter()
+        if ranks.is_main:
+            self._prepare_folder()
+            self._print_header(about or [])
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _prepare_folder(self) -> None:
+        settings = self.settings
+        self.directory.mkdir(parents=True, exist_ok=True)
+        folder = self.directory / "checkpoints"
+        if settings.resume == "never" and folder.exists():
+            aside = next(p for n in range(1, 10**6) if not (p := self.directory / f"checkpoints.old{n}").exists())
+            os.rename(folder, aside)
+            print(f"--resume never: earlier checkpoints moved to {display(aside)}")
+        checkpoint.write_json(
+            self.directory / "config.json",
+            {
+                "chapter": settings.chapter,
+                **settings.values(),
+                "model": settings.model.to_dict(),
+                "vocab_size": settings.vocab_size,
+                "num_parameters": settings.model.num_parameters(),
+                "resumed_from": str(self.resume_from) if self.resume_from else None,
+                "versions": versions(),
+            },
+        )
+        metrics = self.directory / "metrics.jsonl"
+        keep = _rows_before(metrics, self.first_step) if self.resume_from else []
+        self.last_evaluation = next((_evaluation(row) for row in reversed(keep) if "valid_loss" in row), {})
+        beside = metrics.with_name("metrics.jsonl.tmp")
+        beside.write_text("".join(json.dumps(row) + "\n" for row in keep), encoding="utf-8")
+        os.replace(beside, metrics)
+        self._metrics = metrics.open("a", encoding="utf-8", buffering=1)
+
+        from torch.utils.tensorboard import SummaryWriter  # late: it takes a second to import
+
+        self._board = SummaryWriter(str(self.directory / "tensorboard"), purge_step=self.first_step)
+        if not self.resume_from:
+            listed = "\n".join(f"    {name}: {value}" for name, value in settings.values().items())
+            self._board.add_text("settings", listed, 0)
+
+    def _print_header(self, about: Rows) -> None:
+        settings, ranks, model = self.settings, self.ranks, self.settings.model
+        tokens, valid = settings.train_tokens, settings.valid_tokens
+        per_step = settings.batch_size * settings.seq_len
+        each = settings.batch_size // (ranks.num_ranks * settings.grad_accum)
+        shape = f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads, context {model.n_positions}"
+        unknown = f"{tokens.unknown / len(tokens):.2%} in training, {valid.unknown / len(valid):.2%} in validation"
+        split = f"{ranks.num_ranks} ranks x {settings.grad_accum} micro-batches x {each}"
+        passes = settings.max_steps * per_step / len(tokens)
+        schedule = f"peak lr {settings.lr:g} after {settings.warmup_steps} steps of warm-up"
+        rows: Rows = [
+            ("model", f"{_name(settings.model_config)}: {shape}, {model.num_parameters():,} parameters"),
+            ("corpus", f"{len(tokens):,} tokens to train on, {len(valid):,} to evaluate on"),
+            (
+                "vocabulary",
+                f"{settings.vocab_size:,} entries, ln = {math.log(settings.vocab_size):.2f}; unknown {unknown}",
+            ),
+            ("batch", f"{settings.batch_size} sequences of {settings.seq_len} tokens a step = {split}"),
+            ("steps", f"{settings.max_steps}, {passes:.1f} passes over the corpus; {schedule}"),
+            ("computing", f"{settings.precision} on {settings.device}, {torch.get_num_threads()} threads per rank"),
+            *about,
+            ("output", display(self.directory)),
+        ]
+        if self.resume_from:
+            rows.append(("resuming", f"{display(self.resume_from)}, next is step {self.first_step}"))
+        print(f"{settings.chapter}")
+        print_rows(rows)
+        if tokens.unknown > 0.01 * len(tokens):
+            print("  warning: over 1 % of the tokens are unknown; cache/make_vocab.sh makes a vocabulary")
+        print(flush=True)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """The steps to take, counted from 1; seeds torch before each and moves the progress bar."""
+        last = self.settings.max_steps
+        if self.ranks.is_main:
+            self._progress = Progress(self.first_step - 1, last)
+        try:
+            for step in range(self.first_step, last + 1):
+                seed_step(self.settings.seed, step, self.ranks.rank)
+                self._step_start = time.perf_counter()
+                yield step
+        finally:
+            if self._progress:
+                self._flush_row()
+                self._progress.close()
+
+    def log(
+        self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None = None, **more: float
+    ) -> None:
+        """Notes one step. `loss` is the mean over the GLOBAL batch, nats per token; `more` goes along as it is."""
+        if not self.ranks.is_main:
+            return
+        settings = self.settings
+        if settings.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._step_start
+        tokens = settings.batch_size * settings.seq_len
+        self._flush_row()
+        self._row = {
+            "step": step,
+            "loss": float(loss),
+            "lr": lr,
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "tokens": step * tokens,
+            "tokens_per_s": tokens / seconds,
+            "step_s": seconds,
+            "peak_bytes": peak_bytes(self.ranks.device),
+            **{name: float(value) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
+        }
+        self._progress.step(step, self._row["loss"], tokens, seconds)
+        if not math.isfinite(self._row["loss"]):
+            self._progress.write(f"warning: the loss of step {step} is {self._row['loss']}: a smaller --lr may help")
+        if not self.evaluate_now(step):
+            self._flush_row()
+
+    def _flush_row(self) -> None:
+        """Writes the line of the last step; it waits for the evaluation that belongs to it."""
+        row, self._row = self._row, {}
+        if not row:
+            return
+        step = row["step"]
+        due = step % self.settings.log_every == 0 or step in (1, self.settings.max_steps) or "valid_loss" in row
+        if not due:
+            return
+        row = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
+        self._metrics.write(json.dumps(row) + "\n")
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "step":
+                self._board.add_scalar(("valid/" if name.startswith("valid_") else "train/") + name, value, step)
+
+    def evaluate_now(self, step: int) -> bool:
+        """True at the steps of --eval-every and at the last."""
+        return step % self.settings.eval_every == 0 or step == self.settings.max_steps
+
+    def save_now(self, step: int) -> bool:
+        """True at the steps of --save-every and at the last."""
+        return step % self.settings.save_every == 0 or step == self.settings.max_steps
+
+    def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Notes valid_loss, valid_ppl and valid_acc of a step."""
+        self.last_evaluation = dict(results)
+        if self.ranks.is_main:
+            self._row = {**(self._row or {"step": step}), **results}
+            self._flush_row()
+            self._progress.write(
+                f"step {step}: validation loss {results['valid_loss']:.4f}, perplexity {results['valid_ppl']:.1f}, "
+                f"next token right {results['valid_acc']:.1%}"
+            )
+
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        moments: Mapping[str, torch.Tensor],
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes the checkpoint of a step (rank 0); all ranks wait until it is complete.
+
+        Args:
+            step: the step that is done.
+            weights, moments: by name as checkpoint.py describes; other ranks may pass anything.
+            extra: JSON content that the chapter wants back on resume.
+        """
+        if self.ranks.is_main:
+            settings = self.settings
+            state = {
+                "chapter": settings.chapter,
+                "tokens": step * settings.batch_size * settings.seq_len,
+                "model": settings.model.to_dict(),
+                "settings": settings.values(),
+                "versions": versions(),
+                "extra": extra or {},
+            }
+            checkpoint.save(self.directory / "checkpoints", step, weights, moments, state)
+        self.ranks.barrier()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self, weights: Mapping[str, torch.Tensor], table: Rows | None = None) -> None:
+        """Writes final/, generates from it, prints the summary, and leaves the process group.
+
+        Args:
+            weights: all of them on rank 0; other ranks may pass anything.
+            table: rows of the chapter's own, printed in the summary.
+        """
+        if self.ranks.is_main:
+            settings = self.settings
+            about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
+            final = checkpoint.export_final(self.directory / "final", settings.model, weights, settings.vocab, about)
+            self._print_samples(final)
+            self._print_summary(table or [])
+            self._board.add_hparams(
+                {k: v for k, v in settings.values().items() if isinstance(v, int | float | str)},
+                {f"hparam/{k}": v for k, v in self.last_evaluation.items()},
+                run_name=".",
+            )
+            self._board.close()
+            self._metrics.close()
+        self.ranks.barrier()
+        self.ranks.close()
+
+    def _print_samples(self, final: Path) -> None:
+        """Three continuations, from what was written: final/ is read back as anyone would."""
+        model, vocabulary = load_model(final, self.ranks.device)
+        generator = torch.Generator(self.ranks.device).manual_seed(self.settings.seed)
+        print("\nThree continuations (the prompt in 「」):")
+        for prompt in PROMPTS:
+            ids = torch.tensor([vocabulary.encode_prompt(prompt)], device=self.ranks.device)
+            new = generate(model, ids, 60, temperature=0.8, top_k=40, generator=generator, eos_id=vocabulary.end_id)[0]
+            text = vocabulary.decode(new)
+            print(f"  「{prompt}」{text}")
+            self._board.add_text(f"samples/{prompt}", f"「{prompt}」{text}", self.settings.max_steps)
+
+    def _print_summary(self, table: Rows) -> None:
+        rows: Rows = [("time", f"{time.perf_counter() - self._start:.0f} s, of which {self._progress.summary()}")]
+        if self.last_evaluation:
+            e = self.last_evaluation
+            rows.append(("validation", f"loss {e['valid_loss']:.4f}, perplexity {e['valid_ppl']:.1f}"))
+        for name in ("final", "checkpoints", "metrics.jsonl", "tensorboard"):
+            rows.append((name, display(self.directory / name)))
+        print("\nDone.")
+        print_rows(rows)
+        if table:
+            print()
+            print_rows(table)
+        print(f"\nTo go on:\n{self.settings.what_next()}", flush=True)
+
+
+def print_rows(rows: Rows) -> None:
+    """Prints (name, value) rows in two columns."""
+    width = max(len(str(name)) for name, _ in rows)
+    for name, value in rows:
+        print(f"  {name!s:<{width}}  {value}")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory held so far: by torch on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def _name(model_config: str) -> str:
+    return model_config if not os.path.exists(model_config) else str(display(Path(model_config)))
+
+
+def _evaluation(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: row[name] for name in ("valid_loss", "valid_ppl", "valid_acc")}
+
+
+def _rows_before(metrics: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl before a step; a last line cut short by a kill is left out."""
+    rows = []
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row.get("step", step) < step:
+            rows.append(row)
+    return rows
