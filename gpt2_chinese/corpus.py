@@ -57,6 +57,7 @@ def _read_file(file: Path) -> Iterator[str]:
         item += 1
         reader.skip_blank()
         if reader.peek() == "]" and item == 1:
+            reader.take()
             break
         if reader.peek() != '"':
             what = (

@@ -34,7 +34,7 @@ def learning_rate(step: int, settings: Settings) -> float:
     """Learning rate of a step, from 1 on: linear warm-up to the peak, then a cosine down to 1 % at the last step."""
     peak, warmup, last = settings.lr, settings.warmup_steps, settings.max_steps
     if step <= warmup:
-        return peak * step / warmup
+        return peak * (step / warmup)
     progress = min(1.0, (step - warmup) / max(1, last - warmup))
     return peak * (LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
 

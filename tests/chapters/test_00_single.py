@@ -1,0 +1,195 @@
+"""Chapter 00 as a program: what it prints, what it leaves, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chapters.program import ROOT, Chapter, environment, run
+
+STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
+    """A run of ten steps, and what it printed."""
+    chapter = Chapter("00_single", tmp_path_factory.mktemp("finished"))
+    return chapter, chapter.train(*STEPS)
+
+
+def copy_of(chapter: Chapter, folder: Path) -> Chapter:
+    shutil.copytree(chapter.output, folder / "run")
+    return Chapter(chapter.name, folder)
+
+
+def test_metrics_have_a_row_a_step_with_all_the_contract_names(finished) -> None:
+    rows = finished[0].metrics()
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    for row in rows:
+        names = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_bytes"}
+        evaluated = {"valid_loss", "valid_ppl", "valid_acc"} if row["step"] in (5, 10) else set()
+        assert set(row) == names | evaluated
+        assert row["tokens"] == row["step"] * 12 * 32 and row["peak_bytes"] > 1 << 20 and row["step_s"] > 0
+    assert rows[0]["loss"] == pytest.approx(math.log(3980), abs=0.1)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert rows[-1]["lr"] <= 0.01 * 1e-2 * (1 + 1e-9)
+    assert rows[-1]["valid_ppl"] == pytest.approx(math.exp(rows[-1]["valid_loss"]))
+
+
+def test_what_a_run_leaves_behind(finished) -> None:
+    output = finished[0].output
+    assert {p.name for p in output.iterdir()} == {"metrics.jsonl", "tensorboard", "checkpoints", "config.json", "final"}
+    assert {p.name for p in (output / "checkpoints").iterdir()} == {"step_000005", "step_000010"}
+    settings = json.loads((output / "config.json").read_text())
+    assert settings["max_steps"] == 10 and settings["precision"] == "fp32" and settings["versions"]["torch"]
+    assert {"model.safetensors", "config.json", "vocab.txt"} <= {p.name for p in (output / "final").iterdir()}
+
+
+def test_tensorboard_has_curves_settings_and_samples(finished) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(finished[0].output / "tensorboard"))
+    board.Reload()
+    assert {"train/loss", "train/lr", "valid/valid_loss"} <= set(board.Tags()["scalars"])
+    assert [e.step for e in board.Scalars("train/loss")] == list(range(1, 11))
+    rows = finished[0].metrics()
+    assert [e.value for e in board.Scalars("train/loss")] == pytest.approx([row["loss"] for row in rows])
+    assert any("samples" in tag for tag in board.Tags()["tensors"])
+
+
+def test_what_it_says(finished) -> None:
+    said = finished[1]
+    for words in (
+        "2 layers, 32 wide",
+        "unknown 0.00% in training",
+        "tokens/s",
+        "perplexity",
+        "「今天天气」",
+        "step 10/10",
+    ):
+        assert words in said, said
+    assert f"--logdir {finished[0].output}/tensorboard" in said
+    assert f"bash {ROOT}/chapters/00_single/generate.sh --model {finished[0].output}" in said.replace(
+        "bash chapters", f"bash {ROOT}/chapters"
+    )
+    assert "\r" not in said, "no bar in a log file"
+    assert "Warning" not in said and "Traceback" not in said
+
+
+def test_resuming_continues_the_curve_bit_for_bit(finished, tmp_path: Path) -> None:
+    chapter = copy_of(finished[0], tmp_path)
+    straight = chapter.metrics()
+    shutil.rmtree(chapter.output / "checkpoints" / "step_000010")
+    said = chapter.train(*STEPS)
+    assert "step_000005, next is step 6" in said
+    resumed = chapter.metrics()
+    for name in ("step", "loss", "lr", "grad_norm", "tokens"):
+        assert [row[name] for row in resumed] == [row[name] for row in straight]
+    weights = "checkpoints/step_000010/model.safetensors"
+    assert (chapter.output / weights).read_bytes() == (finished[0].output / weights).read_bytes()
+    final = "final/model.safetensors"
+    assert (chapter.output / final).read_bytes() == (finished[0].output / final).read_bytes()
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    flags = ("--max-steps", 100, "--save-every", 10, "--eval-every", 100)
+    straight = Chapter("00_single", tmp_path / "straight")
+    killed = Chapter("00_single", tmp_path / "killed")
+    for chapter in (straight, killed):
+        chapter.folder.mkdir()
+    process = subprocess.Popen(killed.command(*flags), env=environment(), stdout=subprocess.DEVNULL)
+    while not (killed.output / "checkpoints" / "step_000010").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert "next is step" in killed.train(*flags)
+    straight.train(*flags)
+    assert killed.losses() == straight.losses() and len(straight.losses()) == 100
+
+
+def test_a_complete_run_says_so(finished) -> None:
+    chapter = finished[0]
+    before = (chapter.output / "metrics.jsonl").read_bytes()
+    said = chapter.train(*STEPS)
+    assert said.startswith("This run is complete: 10 steps") and "generate.sh" in said and "tensorboard" in said
+    assert (chapter.output / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_lost_final_is_made_again_from_the_last_checkpoint(finished, tmp_path: Path) -> None:
+    chapter = copy_of(finished[0], tmp_path)
+    shutil.rmtree(chapter.output / "final")
+    said = chapter.train(*STEPS)
+    assert "perplexity" in said and "「今天天气」" in said
+    final = "final/model.safetensors"
+    assert (chapter.output / final).read_bytes() == (finished[0].output / final).read_bytes()
+
+
+def test_resume_never_starts_anew_and_keeps_the_old_checkpoints_aside(finished, tmp_path: Path) -> None:
+    chapter = copy_of(finished[0], tmp_path)
+    said = chapter.train(*STEPS[:2], "--save-every", 10, "--lr", "1e-2", "--resume", "never")
+    assert "moved to" in said
+    assert {p.name for p in (chapter.output / "checkpoints.old1").iterdir()} == {"step_000005", "step_000010"}
+    assert {p.name for p in (chapter.output / "checkpoints").iterdir()} == {"step_000010"}
+    assert chapter.losses() == finished[0].losses()
+
+
+def test_accumulation_gives_the_same_curve(finished, tmp_path: Path) -> None:
+    chapter = Chapter("00_single", tmp_path)
+    chapter.train(*STEPS, "--grad-accum", 3)
+    assert chapter.losses() == pytest.approx(finished[0].losses(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_resumes(tmp_path: Path, precision: str) -> None:
+    chapter = Chapter("00_single", tmp_path)
+    flags = ("--max-steps", 6, "--save-every", 3, "--lr", "1e-2", "--precision", precision)
+    chapter.train(*flags)
+    straight = chapter.losses()
+    assert straight[-1] < straight[0] - 0.3
+    shutil.rmtree(chapter.output / "checkpoints" / "step_000006")
+    chapter.train(*flags)
+    assert chapter.losses() == straight
+
+
+def test_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
+    chapter = Chapter("00_single", tmp_path)
+    config = tmp_path / "dropout.json"
+    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    config.write_text(json.dumps({"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, **dropout}))
+    flags = (*STEPS, "--model-config", config)
+    chapter.train(*flags)
+    straight = chapter.losses()
+    shutil.rmtree(chapter.output / "checkpoints" / "step_000010")
+    chapter.train(*flags)
+    assert chapter.losses() == straight
+
+
+@pytest.mark.parametrize("where", ["", "final", "checkpoints/step_000005", "final/model.safetensors"])
+def test_generate_takes_a_run_its_final_or_a_checkpoint(finished, where: str) -> None:
+    command = [sys.executable, "-m", "gpt2_chinese.generate", "--model", str(finished[0].output / where)]
+    said = run([*command, "--prompt", "今天", "--length", "20", "--num", "2", "--seed", "3"])
+    assert said.count("今天") >= 2
+    if not where:
+        assert said == run([*command, "--prompt", "今天", "--length", "20", "--num", "2", "--seed", "3"])
+
+
+def test_generate_says_what_is_wrong(finished, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpt2_chinese.generate", "--model"]
+    assert "no trained model in" in run([*command, str(tmp_path)], status=2)
+    assert "--top-p 1.5 is out of range" in run([*command, str(finished[0].output), "--top-p", "1.5"], status=2)
+
+
+def test_an_error_is_one_line_and_status_2(tmp_path: Path) -> None:
+    chapter = Chapter("00_single", tmp_path)
+    said = chapter.train("--train-data", tmp_path / "none", status=2, timeout=30)
+    assert said == f"error: corpus {tmp_path}/none does not exist: give an array-JSON file or a folder of them\n"
+    assert not chapter.output.exists()

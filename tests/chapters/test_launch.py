@@ -1,0 +1,65 @@
+"""launch(): --nproc starts that many ranks of a program, and one that fails fails them all."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chapters.program import run
+
+PROGRAM = '''"""A program of two ranks."""
+from dataclasses import dataclass
+from gpt2_chinese.settings import Settings as Base, flag
+
+@dataclass
+class Settings(Base):
+    nproc: int = flag(2, "Processes on this machine.")
+    fail: bool = flag(False, "Rank 1 fails.")
+
+settings = Settings.from_command_line(__file__, __doc__)
+
+import os
+import torch
+from gpt2_chinese.launch import launch
+
+ranks = launch(settings)
+if settings.fail and ranks.rank == 1:
+    raise RuntimeError("rank 1 gives up")
+total = ranks.sum(torch.tensor([ranks.rank + 1.0, 1.0]))
+found = total.tolist(), ranks.mean(float(ranks.rank)), ranks.max(ranks.rank), ranks.is_main, str(ranks.device)
+print(f"rank {ranks.rank} of {ranks.num_ranks}: {found} threads {os.environ['OMP_NUM_THREADS']}\\n", end="", flush=True)
+ranks.barrier()
+ranks.close()
+assert ranks.group is None
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[str]:
+    file = tmp_path / "90_two" / "train.py"
+    file.parent.mkdir()
+    file.write_text(PROGRAM)
+    return [sys.executable, str(file), "--output-dir", str(tmp_path / "run"), "--device", "cpu"]
+
+
+def test_two_ranks_meet(program: list[str]) -> None:
+    said = run(program)
+    assert "rank 0 of 2: ([3.0, 2.0], 0.5, 1.0, True, 'cpu') threads 1" in said
+    assert "rank 1 of 2: ([3.0, 2.0], 0.5, 1.0, False, 'cpu') threads 1" in said
+
+
+def test_a_failing_rank_fails_the_job(program: list[str]) -> None:
+    said = run([*program, "--fail"], status=1)
+    assert "rank 1 gives up" in said and "error: rank 1 failed with status 1" in said
+
+
+def test_one_rank_has_no_group(program: list[str]) -> None:
+    with_one = run([*program, "--nproc", "1"])
+    assert "rank 0 of 1: ([1.0, 1.0], 0.0, 0.0, True, 'cpu')" in with_one
+
+
+def test_errors_come_before_any_process(program: list[str]) -> None:
+    said = run([*program, "--batch-size", "7"], status=2, timeout=30)
+    assert said.startswith("error: --batch-size 7 is not divisible") and said.count("\n") == 1

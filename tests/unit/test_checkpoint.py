@@ -1,0 +1,159 @@
+"""Checkpoints: complete or absent, checked before use, the same state back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2_chinese import checkpoint
+from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, newest_complete, weights_of
+from gpt2_chinese.config import ModelConfig
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.optim import weight_decay_groups
+
+CONFIG = ModelConfig(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=31)
+
+
+def made(seed: int = 0) -> tuple[GPT2LMHeadModel, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(CONFIG)
+    return model, torch.optim.AdamW(weight_decay_groups(model, 0.1), lr=1e-2)
+
+
+def step(model: GPT2LMHeadModel, optimizer: torch.optim.AdamW, number: int) -> float:
+    ids = torch.randint(0, 31, (4, 9), generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    loss = model(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def save(folder: Path, number: int, model, optimizer) -> Path:
+    state = {"tokens": number * 10, "model": CONFIG.to_dict(), "extra": {"note": "好"}}
+    return checkpoint.save(folder, number, weights_of(model), adamw_moments(model, optimizer), state)
+
+
+def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = made()
+    for number in range(3):
+        step(model, optimizer, number)
+    path = save(tmp_path, 3, model, optimizer)
+    expected = [step(model, optimizer, number) for number in range(3, 7)]
+
+    again, fresh = made(seed=9)
+    weights, moments, state = load(path)
+    load_weights(again, weights)
+    load_adamw_moments(again, fresh, moments)
+    assert (state["step"], state["tokens"], state["extra"]) == (3, 30, {"note": "好"})
+    assert [step(again, fresh, number) for number in range(3, 7)] == expected
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_files_are_plain(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    model, optimizer = made()
+    step(model, optimizer, 0)
+    path = save(tmp_path, 1, model, optimizer)
+    assert path == tmp_path / "step_000001"
+    names = {"model.safetensors", "optimizer.safetensors", "config.json", "state.json", "manifest.json"}
+    assert {file.name for file in path.iterdir()} == names
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(model.state_dict()) - {"lm_head.weight"}
+        assert all(file.get_tensor(name).dtype == torch.float32 for name in file.keys())  # noqa: SIM118
+    with safe_open(path / "optimizer.safetensors", "pt") as file:
+        assert {n.split(".", 1)[0] for n in file.keys()} == {"exp_avg", "exp_avg_sq", "step"}  # noqa: SIM118
+    assert json.loads((path / "config.json").read_text())["n_embd"] == 16
+
+
+@pytest.mark.parametrize("harm", ["flip model.safetensors", "cut optimizer.safetensors", "remove state.json",
+                                  "remove manifest.json", "flip config.json", "cut manifest.json"])  # fmt: skip
+def test_a_damaged_one_is_passed_over_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+    model, optimizer = made()
+    step(model, optimizer, 0)
+    older, newer = save(tmp_path, 5, model, optimizer), save(tmp_path, 10, model, optimizer)
+    assert newest_complete(tmp_path) == newer
+    how, name = harm.split()
+    file = newer / name
+    content = bytearray(file.read_bytes())
+    if how == "flip":
+        content[-3] ^= 1
+        file.write_bytes(content)
+    elif how == "cut":
+        file.write_bytes(content[:-20])
+    else:
+        file.unlink()
+    capsys.readouterr()
+    assert newest_complete(tmp_path) == older
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "passing over" in said and "step_000010" in said and name in said
+    with pytest.raises(UserError, match="cannot be used"):
+        load(newer)
+    save(tmp_path, 10, model, optimizer)
+    assert newest_complete(tmp_path) == newer, "the next save replaces it"
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from gpt2_chinese import checkpoint
+left = int(sys.argv[2])
+def counted(function):
+    def call(*args, **more):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **more)
+    return call
+# dies before the n-th thing that touches the disk
+for name in ("_save_tensors", "write_json", "_flush"):
+    setattr(checkpoint, name, counted(getattr(checkpoint, name)))
+os.rename = counted(os.rename)
+checkpoint.save(Path(sys.argv[1]), 2, {"a": torch.ones(5)}, {"step.a": torch.ones(())}, {"model": {}})
+print("saved")
+"""
+
+
+def test_killed_anywhere_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    """Saves step 2 twice, killed at each point in turn; what is found is always whole."""
+    checkpoint.save(tmp_path, 1, {"a": torch.zeros(5)}, {}, {"model": {}})
+    program = (
+        "import os, sys\n"
+        "source = sys.argv[1]\n"
+        "import torch, gpt2_chinese.checkpoint, safetensors.torch\n"
+        "for n in range(40):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        sys.argv = ['x', sys.argv[2], str(n)]\n"
+        "        exec(source); os._exit(0)\n"
+        "    status = os.waitpid(child, 0)[1]\n"
+        "    found = gpt2_chinese.checkpoint.newest_complete(__import__('pathlib').Path(sys.argv[2]))\n"
+        "    print(status, found.name if found else None, flush=True)\n"
+        "    if status == 0: break\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    lines = [line.split() for line in done.stdout.splitlines() if line != "saved"]
+    assert len(lines) > 8, done.stdout + done.stderr
+    assert all(status == str(signal.SIGKILL.value) for status, _ in lines[:-1]) and lines[-1][0] == "0"
+    assert {found for _, found in lines[:-1]} <= {"step_000001", "step_000002"}
+    assert lines[0][1] == "step_000001" and lines[-1][1] == "step_000002"
+    assert {folder.name for folder in tmp_path.iterdir()} == {"step_000001", "step_000002"}, "no leftovers"
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert newest_complete(tmp_path / "none") is None
+    (tmp_path / "step_000007.tmp123").mkdir()
+    (tmp_path / "step_abc").mkdir()
+    assert newest_complete(tmp_path) is None

@@ -1,0 +1,107 @@
+"""The vocabulary: shipped file, training, decoding, foreign formats."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2_chinese.corpus import read_paragraphs
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.tokens import load_tokens
+from gpt2_chinese.vocabulary import SPECIAL_TOKENS, Vocabulary, tidy, train, vocabulary_size
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_shipped_vocabulary_is_what_make_vocab_makes(vocab: Path) -> None:
+    shipped = vocab.read_text(encoding="utf-8").splitlines()
+    assert train(ROOT / "data/train", 4096) == shipped
+    assert shipped[:5] == SPECIAL_TOKENS
+    assert len(set(shipped)) == len(shipped) == vocabulary_size(vocab)
+    assert math.log(len(shipped)) == pytest.approx(8.3, abs=0.05)
+
+
+def test_training_is_the_same_in_every_process(corpus: Path) -> None:
+    program = "import sys; from gpt2_chinese.vocabulary import train; print(train(sys.argv[1], 30))"
+    said = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(corpus)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        said.add(done.stdout)
+    assert len(said) == 1
+
+
+def test_a_small_vocabulary_keeps_the_most_frequent_characters(corpus: Path) -> None:
+    entries = train(corpus, 12)
+    assert len(entries) == 12 and entries[:5] == SPECIAL_TOKENS and "，" in entries and "天" in entries
+
+
+def test_unknown_tokens_of_the_shipped_corpus_are_few(vocab: Path) -> None:
+    assert load_tokens(ROOT / "data/train", vocab).unknown == 0
+    valid = load_tokens(ROOT / "data/valid", vocab)
+    assert valid.unknown < 0.005 * len(valid)
+
+
+def test_decoding_gives_the_text_back(vocab: Path) -> None:
+    vocabulary = Vocabulary.load(vocab)
+    for text in read_paragraphs(ROOT / "data/train/news.json"):
+        assert vocabulary.decode(vocabulary.encode(text)) == tidy(text.lower())
+    ids = vocabulary.encode_documents(["今天1918年"])[0]
+    assert ids[0] == vocabulary.begin_id and ids[-1] == vocabulary.end_id and len(ids) == 9
+    assert vocabulary.decode(ids) == "今天1918年"
+
+
+@pytest.mark.parametrize(
+    "left, text",
+    [
+        ("今 天 的 天 气", "今天的天气"),
+        ("1 9 1 8 年", "1918年"),
+        ("用 hello world 写", "用hello world写"),
+        ("a 4 纸", "a4纸"),
+        ("well , it is . yes", "well, it is. yes"),
+        ("3 . 5", "3.5"),
+    ],
+)
+def test_blanks_stand_only_between_latin_words(left: str, text: str) -> None:
+    assert tidy(left) == text
+
+
+def test_a_tokenizer_json_reads_like_its_vocab_txt(vocab: Path, tmp_path: Path) -> None:
+    plain = Vocabulary.load(vocab)
+    plain.save(tmp_path)
+    (tmp_path / "vocab.txt").unlink()
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        other = Vocabulary.load(path)
+        text = "今天天气很好，1918年。"
+        assert other.encode_prompt(text) == plain.encode_prompt(text)
+        assert (other.size, other.begin_id, other.end_id) == (plain.size, plain.begin_id, plain.end_id)
+        assert other.decode(plain.encode(text)) == text
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        vocabulary_size(tmp_path / "none.txt")
+    (tmp_path / "words.txt").write_text("一\n二\n")
+    with pytest.raises(UserError, match=r"lacks \[UNK\], \[CLS\], \[SEP\]"):
+        vocabulary_size(tmp_path / "words.txt")
+    (tmp_path / "t.json").write_text("[1, 2]")
+    with pytest.raises(UserError, match="is not a tokenizer.json"):
+        vocabulary_size(tmp_path / "t.json")
+
+
+def test_special_ids_are_read_not_assumed(vocab: Path, tmp_path: Path) -> None:
+    entries = vocab.read_text(encoding="utf-8").splitlines()
+    moved = [*entries[5:300], "[SEP]", "[CLS]", "[UNK]", "[PAD]", "[MASK]"]
+    (tmp_path / "vocab.txt").write_text("\n".join(moved), encoding="utf-8")  # no newline at the end, as some have it
+    vocabulary = Vocabulary.load(tmp_path / "vocab.txt")
+    assert (vocabulary.size, vocabulary.begin_id, vocabulary.end_id, vocabulary.unk_id) == (300, 296, 295, 297)
