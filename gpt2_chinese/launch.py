@@ -126,7 +126,7 @@ def _torchrun(settings: Settings) -> int:
     os.environ[LAUNCHED_VARIABLE] = "1"
     arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
     try:
-        main([*arguments, str(settings.program), *settings.argv])
+        main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(

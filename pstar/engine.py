@@ -19,7 +19,7 @@ from pstar.optimizer import ChunkedAdam
 from pstar.plan import Plan
 from pstar.residency import Residency
 from pstar.schedule import Schedule
-from pstar.tiers import FAR, NEAR, Ledger, Tier, format_bytes
+from pstar.tiers import FAR, MOVES, NEAR, Ledger, Tier, format_bytes
 
 
 class Engine(torch.nn.Module):
@@ -69,6 +69,7 @@ class Engine(torch.nn.Module):
         training = torch.is_grad_enabled() and self.training
         if training and not self.schedule.in_step:
             self.schedule.begin_step()
+            self.ledger.begin_step()
         args, kwargs = self._cast(args), {name: self._cast(value) for name, value in kwargs.items()}
         with self._hooks.forward() if torch.is_grad_enabled() else nullcontext():
             if training:
@@ -112,24 +113,36 @@ class Engine(torch.nn.Module):
         """Bytes of model data that exist on this rank now, each counted once, padding included."""
         return self._residency.model_bytes()
 
-    def memory_table(self, num_steps: int = 1) -> list[tuple[str, str]]:
-        """(name, value) rows for people: chunks, tiers, and what was moved per step since the ledger's last reset."""
-        layout, moved = self.layout, self.ledger.moved_bytes
-        chunks = sum(group.num_chunks for group in layout.groups)
-        near_homes = sum(tier == NEAR for tier in self._chunks.home)
-        rows = [
-            ("chunks", f"{chunks} in {len(layout.groups)} groups, {layout.chunk_elems:,} elements each "
-                       f"(larger parameters apart), {layout.utilisation:.1%} used"),
-            ("model data", f"{format_bytes(model_data_bytes(layout, self.costs))} in all, "
-                           f"{self.costs.total} bytes a parameter, on {layout.num_ranks} process(es)"),
-        ]
+    def memory_plan(self) -> list[tuple[str, str]]:
+        """(name, value) rows for people: the chunks and the budgets, as they are before the first step."""
+        layout, budgets = self.layout, []
         for tier in (self.near, self.far):
-            budget = "no bound" if tier.budget_bytes is None else f"budget {format_bytes(tier.budget_bytes)}"
-            rows.append((tier.name, f"{budget}, peak {format_bytes(tier.peak_bytes)}, now {format_bytes(tier.used_bytes)}"))
-        rows.append(("Adam", f"{near_homes} groups updated near, {len(layout.groups) - near_homes} far"))
-        for kind in ("far to near", "near to far", "gather", "reduce"):
-            rows.append((f"{kind}, a step", format_bytes(moved[kind] / max(num_steps, 1))))
+            bound = "no bound" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)
+            budgets.append(f"{tier.name} {bound}")
+        whole = model_data_bytes(layout, self.costs)
+        return [
+            ("chunks", f"{sum(group.num_chunks for group in layout.groups)} in {len(layout.groups)} groups, "
+                       f"{layout.chunk_elems:,} elements each (larger parameters apart), {layout.utilisation:.1%} used"),
+            ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a parameter"),
+            ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
+                        f"eviction by {self.schedule.policy}"),
+        ]
+
+    def memory_table(self) -> list[tuple[str, str]]:
+        """(name, value) rows for people: what the tiers held at most, and what the last step moved, on this rank."""
+        near_homes = sum(tier == NEAR for tier in self._chunks.home)
+        rows = self.memory_plan()
+        for tier in (self.near, self.far):
+            rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
+        rows.append(("Adam", f"{near_homes} groups updated near, {len(self.layout.groups) - near_homes} far"))
+        rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES]
         return rows
+
+    def step_scalars(self) -> dict[str, int]:
+        """Numbers of the last step for a metrics log, in bytes, of this rank."""
+        moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in MOVES}
+        return {"near_bytes": self.near.used_bytes, "near_peak_bytes": self.near.peak_bytes,
+                "far_bytes": self.far.used_bytes} | moved
 
 
 def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int = 0,

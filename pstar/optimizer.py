@@ -65,6 +65,7 @@ class ChunkedAdam(torch.optim.Optimizer):
                 self._update(group, scale, used, options)
         self.chunks.drop_grads()
         self.residency.schedule.end_step()
+        self.residency.ledger.end_step()
 
     def _norms(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 norm of each parameter's gradient in the model's order, names of those that have one).

@@ -17,17 +17,29 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+MOVES = ("far to near", "near to far", "gather", "reduce")
+
+
 class Ledger:
-    """What happened: bytes and counts of copies between tiers and of collectives, since the last reset."""
+    """What happened: bytes and counts of copies between tiers and of collectives, in all and in the last whole step."""
 
     def __init__(self) -> None:
         self.moved_bytes: Counter[str] = Counter()
         self.moves: Counter[str] = Counter()
+        self.step_bytes: Counter[str] = Counter()
+        """moved_bytes of the last step that was ended."""
+        self._at_begin: Counter[str] = Counter()
 
     def add(self, kind: str, num_bytes: int) -> None:
-        """One movement of num_bytes; kind is 'far to near', 'near to far', 'gather' or 'reduce'."""
+        """One movement of num_bytes; kind is one of MOVES."""
         self.moved_bytes[kind] += num_bytes
         self.moves[kind] += 1
+
+    def begin_step(self) -> None:
+        self._at_begin = self.moved_bytes.copy()
+
+    def end_step(self) -> None:
+        self.step_bytes = self.moved_bytes - self._at_begin
 
     def reset(self) -> None:
         self.moved_bytes.clear()

@@ -1,4 +1,4 @@
-"""A small model with a tied head, its data, and its oracle, a plain PyTorch loop: for tests of the engine, which knows no GPT."""
+"""A small model with a tied head, its data, and its oracle, a plain PyTorch loop: for tests of the engine."""
 
 from __future__ import annotations
 

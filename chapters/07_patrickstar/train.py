@@ -1,0 +1,65 @@
+"""Chapter 07: PatrickStar. Parameters, gradients and optimizer states live in chunks that move between near and far.
+
+bash chapters/07_patrickstar/train.sh                              # two processes, near room for a quarter of the model data
+bash chapters/07_patrickstar/train.sh --nproc 1 --near-budget min
+bash chapters/07_patrickstar/train.sh --help
+"""
+# ruff: noqa: E402
+
+PARENT = "00_single"
+
+# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from engine_settings import Settings
+
+settings = Settings.from_command_line(__file__, __doc__)
+
+import torch
+
+import pstar
+from gpt2_chinese.batches import Batches
+from gpt2_chinese.checkpoint import load
+from gpt2_chinese.evaluate import evaluate
+from gpt2_chinese.launch import launch
+from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.optim import learning_rate, set_learning_rate, weight_decay_groups
+from gpt2_chinese.runlog import Run
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+ranks = launch(settings)
+
+# -- model: the seed decides the weights; the technique: its weights, gradients and moments move into chunks -----------
+torch.manual_seed(settings.seed)
+model, optimizer = pstar.initialize_engine(
+    lambda: GPT2LMHeadModel(settings.model), ranks.local_rank, settings.engine_config(), device=ranks.device,
+    group=ranks.group, param_groups=lambda module: weight_decay_groups(module, settings.weight_decay),
+)  # fmt: skip
+run = Run(settings, ranks, about=model.memory_plan())
+
+# -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
+train, valid = Batches.of(settings, ranks)
+if run.resume_from:
+    weights, moments, state = load(run.resume_from)
+    model.load_state(weights, moments)
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+for step in run.steps():
+    lr = learning_rate(step, settings)
+    set_learning_rate(optimizer, lr)
+    optimizer.zero_grad()
+
+    loss = torch.zeros((), device=ranks.device)
+    for inputs, targets in train.micro_batches(step):
+        micro_loss = model(inputs, targets)
+        model.backward(micro_loss)
+        loss += micro_loss.detach() / settings.grad_accum
+
+    optimizer.step()
+
+    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=optimizer.grad_norm, **model.step_scalars())
+    if run.evaluate_now(step):
+        run.log_evaluation(step, evaluate(model, valid, ranks))
+    if run.save_now(step):
+        run.save(step, *model.gather_state())
+
+# -- end ---------------------------------------------------------------------------------------------------------------
+run.finish(model.gather_state()[0], table=model.memory_table())
