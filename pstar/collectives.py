@@ -21,13 +21,17 @@ class Collectives:
 
     def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger):
         self.alone = group is None and not (dist.is_available() and dist.is_initialized())
-        self.group, self.ledger = group, ledger
+        # The default group is looked up at each call: a reference here would keep its threads alive after
+        # destroy_process_group, and a process that ends with gloo threads running aborts.
+        self.group = None if group is None or group is dist.group.WORLD else group
+        self.ledger = ledger
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.num_ranks = 1 if self.alone else dist.get_world_size(group)
         # Checkpoints travel between host memories, which NCCL cannot do.
-        self._host_group = group
-        if not self.alone and dist.get_backend(group) != "gloo":
-            self._host_group = dist.new_group(dist.get_process_group_ranks(group) if group else None, backend="gloo")
+        self._host_group = self.group
+        if not self.alone and dist.get_backend(self.group) != "gloo":
+            members = dist.get_process_group_ranks(self.group) if self.group else None
+            self._host_group = dist.new_group(members, backend="gloo")
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""

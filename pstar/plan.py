@@ -48,8 +48,8 @@ class Plan:
             fitting = [layout for layout, need, _ in needs if need == least]
         if not fitting:
             raise BudgetError(
-                f"near budget {config.near_budget}: {self._near_bytes(least_layout)} bytes, but module '{module_name}' and "
-                f"its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
+                f"near budget {config.near_budget} ({self._near_bytes(least_layout)} bytes) is too small: module "
+                f"'{module_name}' and its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
                 f"{-(-100 * least // model_data_bytes(least_layout, self.costs))}% of the model data, or min"
             )
         self.layout = least_waste(fitting)

@@ -63,4 +63,7 @@ def test_patrickstar_follows_the_curve(train, curve, nproc, near):
     rows = train("07_patrickstar", "--nproc", nproc, "--near-budget", near, "--grad-accum", accumulate)
     assert_same_curve(rows, curve(accumulate), rel=0 if nproc == 1 else 1e-4)
     moved = sum(row["far_to_near_bytes"] for row in rows[1:])
-    assert (moved == 0) == (nproc == 1 and near == "100%"), "chunks move wherever they do not all fit"
+    if near == "min":
+        assert moved > 0, "chunks move where they do not all fit"
+    if near == "100%" and nproc == 1:
+        assert moved == 0, "and stay where they do"
