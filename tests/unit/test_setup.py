@@ -214,13 +214,14 @@ def test_no_python_is_one_line(checkout, tmp_path):
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """The module, with a checkout in `tmp_path` that looks installed in the running environment."""
-    spec = importlib.util.spec_from_file_location("setup_environment", REPO / "scripts" / "setup_environment.py")
+    """The module as it is in a checkout at `tmp_path`, which looks installed in the running environment."""
+    script = tmp_path / "scripts" / "setup_environment.py"  # a copy: all its paths are then below tmp_path
+    script.parent.mkdir()
+    shutil.copy(REPO / "scripts" / script.name, script)
+    spec = importlib.util.spec_from_file_location("setup_environment", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "REPO", tmp_path)
-    monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(module, "MINE", tmp_path / ".venv" / "mine")
+    assert tmp_path / ".venv" == module.VENV
     monkeypatch.setattr(module, "PROJECT", "pretended-project")
     monkeypatch.setattr(module, "PACKAGE", "pretended_package")
     monkeypatch.syspath_prepend(str(tmp_path))
