@@ -55,7 +55,7 @@ class SetupError(Exception):
 
 def choose_python(extras: set[str]) -> str:
     """Returns the interpreter to use: the running one if its environment is complete, else that of `.venv`."""
-    in_venv = Path(sys.prefix).resolve() == VENV
+    in_venv = Path(sys.prefix).resolve() == VENV.resolve() and MINE.exists()
     note = ""
     if not in_venv:
         lacks = what_is_missing(extras)
@@ -69,7 +69,7 @@ def choose_python(extras: set[str]) -> str:
                 f'to use it: cd "{REPO}" && "{sys.executable}" -m pip install -e "{wish}"'
             )
     if not is_complete(extras):
-        if note:
+        if note and not STAMP.exists():
             say(note)
         with only_one_at_a_time():
             if not is_complete(extras):  # another start may have made it while this one waited
@@ -126,11 +126,12 @@ def only_one_at_a_time():
         lock = os.open(REPO / ".venv.lock", os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise SetupError(f"cannot write in {REPO} ({error.strerror}); clone it where you may write") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say("setup: another start is making .venv; waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):  # a file system without locks: go on without
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("setup: another start is making .venv; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
     os.set_inheritable(lock, True)  # pip holds it too, should this process be killed before pip ends
     try:
         yield
@@ -167,7 +168,7 @@ def start_empty_venv() -> None:
     if VENV.exists() or VENV.is_symlink():
         if not MINE.exists():
             raise SetupError(
-                f"{VENV} exists but was not made by this script; activate it and run: pip install -e . (or remove it)"
+                f"{VENV} was not made by this script: activate it and run pip install -e '.[dev,docs]', or remove it"
             )
         say(f"setup: {VENV} is half-made or broken; starting anew")
         shutil.rmtree(VENV)
@@ -185,9 +186,10 @@ def start_empty_venv() -> None:
     MINE.write_text(f"made by {Path(__file__).relative_to(REPO)}; it may remove this folder and make it anew\n")
     # Not from inside the .venv that was just removed: its base interpreter makes the new one.
     base = getattr(sys, "_base_executable", None) or sys.executable
-    made = subprocess.run([base, "-m", "venv", VENV], capture_output=True, text=True)
-    if made.returncode != 0:
-        raise SetupError(f"{base} -m venv failed: {last_line(made.stdout + made.stderr)}")
+    for command in ([base, "-m", "venv", "--without-pip", VENV], [VENV_PYTHON, "-m", "ensurepip", "--default-pip"]):
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode != 0:
+            raise SetupError(f"{command[0]} -m {command[2]} failed: {last_line(made.stdout + made.stderr)}")
 
 
 def run_with_progress(command: list) -> int:

@@ -1,0 +1,221 @@
+"""The floor plan as tables, and functions that read a checkout against it. Each returns the problems it finds.
+
+Imports are read from the syntax tree, so nothing is executed and an import inside a function counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+# ---- the tables
+
+# A folder, and what no file in it may import.
+FORBIDDEN = {
+    "gpt2_chinese": ("pstar", "chapters", "tests"),
+    "pstar": ("gpt2_chinese", "chapters", "tests", "transformers"),
+}
+
+# Rows of pstar from bottom to top: a module imports from lower rows only. Modules of a row stand side by side and do
+# not import each other, except in SHARED_ROWS, where they may as long as there is no circle.
+PSTAR_ROWS = {
+    "errors": 0,
+    "config": 1,
+    "layout": 1,
+    "kernels": 1,
+    "tiers": 1,
+    "schedule": 1,
+    "collectives": 1,
+    "residency": 2,
+    "hooks": 3,
+    "optimizer": 4,
+    "checkpoint": 4,
+    "engine": 4,
+    "cli": 5,
+    "__init__": 6,
+    "__main__": 6,
+}
+SHARED_ROWS = {4}
+# Pure functions of numbers.
+PSTAR_WITHOUT_TORCH = ("errors", "layout", "schedule")
+
+# The only places where torch.distributed appears, besides the technique files of chapters.
+KNOWS_RANKS = ("gpt2_chinese/launch.py", "pstar/collectives.py")
+
+# These answer a wrong flag or a wrong corpus before torch is loaded.
+QUICK_MODULES = ("settings", "errors", "config", "corpus", "tokens")
+
+CODE = {".py", ".sh", ".cpp", ".cu", ".cuh", ".h"}
+NOT_OURS = {"build", "dist", "site", "runs", "node_modules", "__pycache__"}
+
+
+def line_budget(path: Path) -> int:
+    """Returns the number of lines that the file at `path` (relative to the repository) may have."""
+    if path.parts[0] == "chapters" and path.suffix == ".py":
+        return 200 if path.name == "train.py" else 300
+    if path.as_posix() == "gpt2_chinese/model.py":
+        return 330
+    return 600 if path.parts[0] == "tests" else 500
+
+
+# ---- reading
+
+
+def code_files(repo: Path, folder: str = ".", suffixes: set[str] = CODE) -> list[Path]:
+    """Returns the code files below `repo/folder`, relative to `repo`; environments and generated folders left out."""
+    found = []
+    for path in sorted((repo / folder).rglob("*")):
+        relative = path.relative_to(repo)
+        ours = not any(part in NOT_OURS or part.startswith(".") for part in relative.parts)
+        if ours and path.suffix in suffixes and path.is_file():
+            found.append(relative)
+    return found
+
+
+def python_files(repo: Path, folder: str) -> list[Path]:
+    """Returns the Python files below `repo/folder`, relative to `repo`."""
+    return code_files(repo, folder, {".py"})
+
+
+def imports(repo: Path, file: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of all that `file` imports; `from a import b` yields a.b, for b may be a module.
+
+    Also found: relative imports, `importlib.import_module("a.b")`, `__import__("a")`.
+    """
+    for node in ast.walk(ast.parse((repo / file).read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            package = file.parts[: len(file.parts) - node.level] if node.level else ()
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def attributes(repo: Path, file: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of attribute accesses such as `torch.distributed.barrier`."""
+    for node in ast.walk(ast.parse((repo / file).read_text(), str(file))):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+def is_or_below(name: str, module: str) -> bool:
+    """True for `module` itself and for what is inside it."""
+    return name == module or name.startswith(module + ".")
+
+
+# ---- checking
+
+
+def forbidden_imports(repo: Path) -> list[str]:
+    """The two packages know neither each other nor the chapters."""
+    return [
+        f"{file}:{line}: {folder} must not import {name}"
+        for folder, modules in FORBIDDEN.items()
+        for file in python_files(repo, folder)
+        for line, name in imports(repo, file)
+        if any(is_or_below(name, module) for module in modules)
+    ]
+
+
+def chapters_that_reach_out(repo: Path) -> list[str]:
+    """No chapter imports another, nor bends the import path so that it could."""
+    problems = []
+    chapters = sorted({file.parts[1] for file in python_files(repo, "chapters") if len(file.parts) > 2})
+    modules = {chapter: {file.stem for file in python_files(repo, f"chapters/{chapter}")} for chapter in chapters}
+    for chapter in chapters:
+        elsewhere = set().union(*(modules[other] for other in chapters if other != chapter)) - modules[chapter]
+        for file in python_files(repo, f"chapters/{chapter}"):
+            for line, name in imports(repo, file):
+                if name.partition(".")[0] in elsewhere | {"chapters", "tests"}:
+                    problems.append(f"{file}:{line}: a chapter must not import {name}, which is another's")
+            for line, name in attributes(repo, file):
+                last = name.rpartition(".")[2]
+                if name == "sys.path" or last in ("spec_from_file_location", "run_path"):
+                    problems.append(f"{file}:{line}: a chapter must not use {name} (no chapter imports another)")
+    return problems
+
+
+def strangers_to_ranks(repo: Path) -> list[str]:
+    """torch.distributed appears in KNOWS_RANKS and in the technique files of chapters only."""
+    problems = []
+    for folder in ("gpt2_chinese", "pstar", "chapters"):
+        for file in python_files(repo, folder):
+            if file.as_posix() in KNOWS_RANKS or (folder == "chapters" and file.name != "train.py"):
+                continue
+            seen = {line for line, name in [*imports(repo, file), *attributes(repo, file)] if _is_distributed(name)}
+            problems += [f"{file}:{line}: torch.distributed does not belong here" for line in sorted(seen)]
+    return problems
+
+
+def _is_distributed(name: str) -> bool:
+    return is_or_below(name, "torch.distributed")
+
+
+def pstar_out_of_order(repo: Path) -> list[str]:
+    """Inside pstar imports go down the rows of PSTAR_ROWS, without circles."""
+    problems = []
+    edges: dict[str, set[str]] = {}
+    for file in python_files(repo, "pstar"):
+        module = file.parts[1].removesuffix(".py")
+        if module not in PSTAR_ROWS:
+            problems.append(f"{file}: unknown module of pstar; add it to the table PSTAR_ROWS in {_here()}")
+            continue
+        for line, name in imports(repo, file):
+            if is_or_below(name, "torch") and module in PSTAR_WITHOUT_TORCH:
+                problems.append(f"{file}:{line}: {module} is made of numbers only and must not import {name}")
+            if not is_or_below(name, "pstar"):
+                continue
+            # `from pstar import layout` is about the module, `from pstar import initialize_engine` about the package.
+            target = name.split(".")[1] if name.count(".") else "__init__"
+            if not ((repo / "pstar" / target).is_dir() or (repo / "pstar" / f"{target}.py").exists()):
+                target = "__init__"
+            if target == module or target not in PSTAR_ROWS:
+                continue
+            row, target_row = PSTAR_ROWS[module], PSTAR_ROWS[target]
+            if target_row > row or (target_row == row and row not in SHARED_ROWS):
+                where = "above" if target_row > row else "beside"
+                rule = f"{module} (row {row}) must not import {target} (row {target_row}, {where})"
+                problems.append(f"{file}:{line}: {rule}")
+            edges.setdefault(module, set()).add(target)
+    return problems + [f"pstar: the imports go in a circle: {' -> '.join(circle)}" for circle in _circles(edges)]
+
+
+def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Returns at most one circle, as the names along it."""
+
+    def walk(path: list[str]) -> list[str] | None:
+        for target in sorted(edges.get(path[-1], ())):
+            if target in path:
+                return [*path[path.index(target) :], target]
+            if circle := walk([*path, target]):
+                return circle
+        return None
+
+    for start in sorted(edges):
+        if circle := walk([start]):
+            return [circle]
+    return []
+
+
+def _here() -> str:
+    return "tests/layers/floor_plan.py"
+
+
+def over_budget(repo: Path) -> list[str]:
+    """When a file outgrows its budget it is usually two ideas."""
+    problems = []
+    for file in code_files(repo):
+        lines = len((repo / file).read_text().splitlines())
+        if lines > line_budget(file):
+            problems.append(f"{file}: {lines} lines, its budget is {line_budget(file)}; is it two ideas?")
+    return problems
+
+
+CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, pstar_out_of_order, over_budget)

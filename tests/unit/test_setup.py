@@ -1,0 +1,261 @@
+"""scripts/setup.sh as its callers see it, with a pip that only pretends; the real one runs in tests/run.sh itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+
+# Shadows the real modules through PYTHONPATH. Each call is noted; FAKE_PIP says how it goes.
+FAKE_PIP = """
+import os, signal, sys, time
+with open(os.environ["PIP_CALLS"], "a") as calls:
+    print(*sys.argv[1:], file=calls)
+with open(os.environ["PIP_CALLS"] + ".parent", "w") as parent:
+    print(os.getppid(), file=parent)
+how = os.environ.get("FAKE_PIP", "works")
+time.sleep(float(os.environ.get("FAKE_PIP_SECONDS", 0)))
+if how == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif how == "is offline":
+    print("WARNING: Retrying ... NewConnectionError: [Errno -3] Temporary failure in name resolution")
+    sys.exit("ERROR: No matching distribution found for torch==2.13.0")
+elif how == "fills the disk":
+    sys.exit("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device")
+elif how == "finds nothing":
+    sys.exit("ERROR: No matching distribution found for torch==2.13.0")
+"""
+CALLER = """
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"EXTRAS
+echo "$PYTHON" "$*"
+"""
+
+
+class Checkout:
+    """A copy of what setup.sh needs, in a folder with a space in its name, and programs that source it."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "a path with spaces" / "checkout"
+        self.venv = self.root / ".venv"
+        self.calls = folder / "pip_calls"
+        self.fakes = folder / "fakes"
+        for module, source in (("pip", FAKE_PIP), ("ensurepip", "")):
+            (self.fakes / module).mkdir(parents=True)
+            (self.fakes / module / "__init__.py").write_text("")
+            (self.fakes / module / "__main__.py").write_text(source)
+        chapter = self.root / "chapters" / "00_single"
+        chapter.mkdir(parents=True)
+        (chapter / "train.sh").write_text(CALLER.replace("EXTRAS", ""))
+        (chapter / "with_extras.sh").write_text(CALLER.replace("EXTRAS", " dev,docs"))
+        shutil.copytree(REPO / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(REPO / name, self.root)
+
+    def start(self, *flags: str, program: str = "train.sh", **environment: str) -> subprocess.Popen:
+        """Starts a chapter's train.sh from another folder."""
+        path = {"PYTHON": sys.executable, "PYTHONPATH": str(self.fakes), "PIP_CALLS": str(self.calls)}
+        return subprocess.Popen(
+            ["bash", self.root / "chapters" / "00_single" / program, *flags],
+            cwd="/",
+            env={**os.environ, **path, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *flags: str, **options: str) -> tuple[int, list[str], str]:
+        """Returns the status, the lines of stderr, and stdout."""
+        process = self.start(*flags, **options)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, err.splitlines(), out.strip()
+
+    def pip_calls(self) -> list[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def test_the_first_start_makes_an_environment_and_the_second_is_one_line(checkout):
+    status, lines, out = checkout.run("--nproc", "2")
+    assert status == 0, lines
+    assert out == f"{checkout.venv}/bin/python --nproc 2"  # and the caller's flags are still the caller's
+    assert checkout.pip_calls() == ["install --progress-bar off -c constraints.txt -e ."]
+    assert any(line.startswith(f"setup: making {checkout.venv} with torch") and "minutes" in line for line in lines)
+
+    begin = time.monotonic()
+    status, lines, out = checkout.run("--nproc", "2")
+    assert time.monotonic() - begin < 1 + os.getloadavg()[0]  # 0.1 s on an idle machine
+    assert (status, lines) == (0, [f"setup: using {checkout.venv}"])
+    assert len(checkout.pip_calls()) == 1
+
+
+def test_an_environment_with_torch_but_without_this_checkout_is_told_how_to_get_it(checkout):
+    (checkout.fakes / "torch").mkdir()
+    (checkout.fakes / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    _, lines, _ = checkout.run()
+    assert "has torch but lacks" in lines[0] and "-m pip install -e" in lines[0]
+
+
+def test_extras_are_added_once_and_kept(checkout):
+    checkout.run()
+    checkout.run(program="with_extras.sh")
+    checkout.run(program="with_extras.sh")
+    checkout.run()
+    assert [call.split()[-1] for call in checkout.pip_calls()] == [".", ".[dev,docs]"]
+    (checkout.root / "constraints.txt").write_text("# others\n")
+    checkout.run()  # asks for no extras, but those that are there are brought up to date with the rest
+    assert checkout.pip_calls()[-1].endswith(".[dev,docs]")
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml"])
+def test_a_change_of_the_recipe_is_followed(checkout, name):
+    checkout.run()
+    with open(checkout.root / name, "a") as file:
+        file.write("# changed\n")
+    _, lines, _ = checkout.run()
+    assert lines[0].startswith("setup: updating")
+    assert len(checkout.pip_calls()) == 2
+
+
+def test_a_moved_checkout_is_installed_anew(checkout):
+    checkout.run()
+    checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
+    assert checkout.run()[1][0].startswith("setup: updating")
+
+
+@pytest.mark.parametrize(
+    "how, line",
+    [
+        ("is killed", "error: pip was killed by signal 9; the next start begins anew"),
+        ("is offline", "error: pip cannot reach the package index"),
+        ("fills the disk", "error: the disk is full"),
+        ("finds nothing", "error: pip failed: No matching distribution found for torch==2.13.0; there may be none for"),
+    ],
+)
+def test_a_failing_pip_ends_with_one_line_and_the_next_start_recovers(checkout, how, line):
+    status, lines, out = checkout.run(FAKE_PIP=how)
+    assert status == 2 and out == ""
+    assert lines[-1].startswith(line) and len([text for text in lines if text.startswith("error")]) == 1
+    status, lines, _ = checkout.run()
+    assert status == 0 and "half-made" in lines[0] + lines[1]
+    assert len(checkout.pip_calls()) == 2
+
+
+def test_an_update_that_cannot_reach_the_index_leaves_the_old_environment(checkout):
+    checkout.run()
+    (checkout.root / "constraints.txt").write_text("# others\n")
+    assert checkout.run(FAKE_PIP="is offline")[0] == 2
+    assert checkout.run()[1][0].startswith("setup: updating")  # not made anew
+
+
+def test_two_starts_at_once_install_once(checkout):
+    starts = [checkout.start(FAKE_PIP_SECONDS="2") for _ in range(2)]
+    errors = [start.communicate(timeout=60)[1] for start in starts]
+    assert [start.returncode for start in starts] == [0, 0]
+    assert len(checkout.pip_calls()) == 1
+    assert sum("another start is making .venv; waiting" in text for text in errors) == 1
+
+
+def test_a_killed_start_leaves_no_stale_lock(checkout):
+    start = checkout.start(FAKE_PIP_SECONDS="2")
+    parent = Path(f"{checkout.calls}.parent")
+    while not (parent.exists() and parent.read_text().endswith("\n")):
+        time.sleep(0.05)
+    os.kill(int(parent.read_text()), signal.SIGKILL)
+    start.communicate(timeout=60)
+    assert start.returncode == 2
+    status, lines, _ = checkout.run()
+    assert status == 0
+    assert "waiting for it" in "".join(lines)  # for the pip that is still running
+    assert "half-made" in "".join(lines)
+
+
+def test_somebody_elses_folder_is_refused_and_untouched(checkout):
+    checkout.venv.mkdir()
+    (checkout.venv / "precious").write_text("")
+    status, lines, _ = checkout.run()
+    assert status == 2 and "was not made by this script" in lines[-1]
+    assert [path.name for path in checkout.venv.iterdir()] == ["precious"]
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(checkout):
+    checkout.run()
+    (checkout.venv / "bin" / "python").unlink()
+    status, lines, _ = checkout.run()
+    assert status == 0 and "half-made or broken" in "".join(lines)
+
+
+def test_no_python_is_one_line(checkout, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    status, lines, _ = checkout.run(PATH=str(tools), PYTHON="")
+    assert status == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("error: no Python 3.11 or newer found; install one, or name it: PYTHON=")
+
+
+# ---- inside setup_environment.py
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """The module as it is in a checkout at `tmp_path`, which looks installed in the running environment."""
+    script = tmp_path / "scripts" / "setup_environment.py"  # a copy: all its paths are then below tmp_path
+    script.parent.mkdir()
+    shutil.copy(REPO / "scripts" / script.name, script)
+    spec = importlib.util.spec_from_file_location("setup_environment", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert tmp_path / ".venv" == module.VENV
+    monkeypatch.setattr(module, "PROJECT", "pretended-project")
+    monkeypatch.setattr(module, "PACKAGE", "pretended_package")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "pretended_package").mkdir()
+    (tmp_path / "pretended_package" / "__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "pretended_project-1.dist-info").mkdir()
+    (tmp_path / "pretended_project-1.dist-info" / "METADATA").write_text(
+        "Name: pretended-project\nVersion: 1\nRequires-Dist: pytest>=8\n"
+        'Requires-Dist: not-there>=1; extra == "dev"\nRequires-Dist: pluggy; extra == "docs"\n'
+    )
+    return module
+
+
+def test_an_active_environment_is_used_when_it_holds_all(environment, capsys):
+    assert environment.what_is_missing(set()) == []
+    assert environment.what_is_missing({"docs"}) == []
+    assert environment.what_is_missing({"dev", "docs"}) == ["not-there"]
+    assert environment.choose_python({"docs"}) == sys.executable
+    assert capsys.readouterr().err == f"setup: using the active environment, {sys.executable}\n"
+
+
+def test_the_package_of_another_checkout_does_not_count(environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "REPO", tmp_path / "other")
+    assert "this checkout" in environment.what_is_missing(set())[0]
+
+
+def test_a_python_without_venv_names_the_debian_package(environment, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(environment.SetupError, match=r"apt install python3\.\d+-venv"):
+        environment.make_venv(set())
+
+
+def test_a_disk_that_is_nearly_full_is_noticed_before_anything_is_made(environment, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 2**29}))
+    with pytest.raises(environment.SetupError, match=r"not enough disk space .* 0\.5 GiB free, 3 needed"):
+        environment.make_venv(set())
+    assert not environment.VENV.exists()
