@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
-SHARE_OF_STEPS = 0.05  # in a log file: a line at every twentieth of the steps ...
+SHARE_OF_STEPS = 0.05  # in a log file: a line after a twentieth of the steps ...
 SECONDS_AT_LEAST = 10.0  # ... or when this time, and a twentieth of all time so far, have gone by without one
 
 
@@ -16,13 +17,16 @@ class Progress:
         self.total, self.tokens, self.seconds, self.steps = total, 0, 0.0, 0
         self._rate: float | None = None
         self._begin = self._shown = time.perf_counter()
-        self._first, self._next = done, done + 1
+        self._next = done + 1
         self._bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
             form = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-            self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True, mininterval=0.2)
+            # some terminals give their size as 0 x 0, and tqdm would then draw nothing
+            sized = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            width = {"dynamic_ncols": True} if sized else {"ncols": 80, "nrows": 24}
+            self._bar = tqdm(total=total, initial=done, bar_format=form, mininterval=0.2, **width)
 
     def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Notes that a step is done, with the tokens it saw and the seconds it took."""
@@ -40,8 +44,7 @@ class Progress:
             left = (self.total - step) * (now - self._begin) / self.steps
             self.write(f"step {step}/{self.total}: {said}, {left:.0f} s left")
             self._shown = now
-            stride = max(1, round(self.total * SHARE_OF_STEPS))
-            self._next = step - step % stride + stride
+            self._next = step + max(1, round(self.total * SHARE_OF_STEPS))
 
     def write(self, line: str) -> None:
         """Prints a line without tearing the bar."""

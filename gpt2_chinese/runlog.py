@@ -122,7 +122,7 @@ class Run:
         each = settings.batch_size // (ranks.num_ranks * settings.grad_accum)
         shape = f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads, context {model.n_positions}"
         unknown = f"{tokens.unknown / len(tokens):.2%} in training, {valid.unknown / len(valid):.2%} in validation"
-        split = f"{ranks.num_ranks} ranks x {settings.grad_accum} micro-batches x {each}"
+        split = f"{_count(ranks.num_ranks, 'rank')} x {_count(settings.grad_accum, 'micro-batch')} x {each}"
         passes = settings.max_steps * per_step / len(tokens)
         schedule = f"peak lr {settings.lr:g} after {settings.warmup_steps} steps of warm-up"
         rows: Rows = [
@@ -134,7 +134,10 @@ class Run:
             ),
             ("batch", f"{settings.batch_size} sequences of {settings.seq_len} tokens a step = {split}"),
             ("steps", f"{settings.max_steps}, {passes:.1f} passes over the corpus; {schedule}"),
-            ("computing", f"{settings.precision} on {settings.device}, {torch.get_num_threads()} threads per rank"),
+            (
+                "computing",
+                f"{settings.precision} on {settings.device}, {_count(torch.get_num_threads(), 'thread')} per rank",
+            ),
             *about,
             ("output", display(self.directory)),
         ]
@@ -319,6 +322,10 @@ def peak_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('h') else 's'}"
 
 
 def _name(model_config: str) -> str:

@@ -43,7 +43,8 @@ if run.resume_from:
     weights, moments, state = load(run.resume_from)
     load_weights(model, weights)
     load_adamw_moments(model, optimizer, moments)
-    scaler.load_state_dict(state["extra"].get("scaler", {}))
+    if scaler.is_enabled() and state["extra"].get("scaler"):
+        scaler.load_state_dict(state["extra"]["scaler"])
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():

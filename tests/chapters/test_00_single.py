@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -82,6 +83,31 @@ def test_what_it_says(finished) -> None:
     )
     assert "\r" not in said, "no bar in a log file"
     assert "Warning" not in said and "Traceback" not in said
+
+
+def test_a_bar_moves_on_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = Chapter("00_single", tmp_path).command("--max-steps", 40)
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        said += piece
+    assert process.wait() == 0
+    assert said.count(b"\r") > 2 and b"step 40/40" in said and b"loss " in said and b"tokens/s" in said
+
+
+def test_a_checkpoint_of_another_precision_resumes(finished, tmp_path: Path) -> None:
+    chapter = copy_of(finished[0], tmp_path)
+    shutil.rmtree(chapter.output / "checkpoints" / "step_000010")
+    chapter.train("--max-steps", 7, "--precision", "fp16")
+    assert [row["step"] for row in chapter.metrics()] == list(range(1, 8))
 
 
 def test_resuming_continues_the_curve_bit_for_bit(finished, tmp_path: Path) -> None:
