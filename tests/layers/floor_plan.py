@@ -26,19 +26,22 @@ PSTAR_ROWS = {
     "kernels": 1,
     "tiers": 1,
     "schedule": 1,
-    "collectives": 1,
+    "budget": 2,
+    "collectives": 2,
     "residency": 2,
-    "hooks": 3,
-    "optimizer": 4,
-    "checkpoint": 4,
-    "engine": 4,
-    "cli": 5,
-    "__init__": 6,
-    "__main__": 6,
+    "plan": 3,
+    "chunks": 3,
+    "hooks": 4,
+    "optimizer": 5,
+    "checkpoint": 5,
+    "engine": 5,
+    "cli": 6,
+    "__init__": 7,
+    "__main__": 7,
 }
-SHARED_ROWS = {4}
+SHARED_ROWS = {5}
 # Pure functions of numbers.
-PSTAR_WITHOUT_TORCH = ("errors", "layout", "schedule")
+PSTAR_WITHOUT_TORCH = ("errors", "config", "layout", "schedule", "budget")
 
 # The only places where torch.distributed appears, besides the technique files of chapters.
 KNOWS_RANKS = ("gpt2_chinese/launch.py", "pstar/collectives.py")
