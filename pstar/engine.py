@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pstar.budget import groups_at_home_near, model_data_bytes
+from pstar.budget import model_data_bytes
 from pstar.checkpoint import gather_state, load_state
 from pstar.chunks import Chunks
 from pstar.collectives import Collectives
@@ -43,7 +43,7 @@ class Engine(torch.nn.Module):
         self._params = dict(module.named_parameters())
         self._chunks = Chunks(plan.layout, self._params, self._residency, collectives, plan.param_dtype, plan.grad_dtype,
                               device)
-        for group in groups_at_home_near(plan.layout, plan.near_budget, plan.costs):
+        for group in plan.near_homes:
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
             self._residency.create(("param", group.index), group.chunk_elems, plan.param_dtype, FAR).zero_()

@@ -46,7 +46,5 @@ class Settings(BaseSettings):
 
         try:
             pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
-        except pstar.BudgetError as error:
-            raise UserError(f"--near-budget: {error}") from error
-        except pstar.ConfigError as error:
+        except pstar.PstarError as error:
             raise UserError(f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: {error}") from error
