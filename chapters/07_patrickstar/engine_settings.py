@@ -13,7 +13,8 @@ from gpt2_chinese.settings import flag
 @dataclass
 class Settings(BaseSettings):
     nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
-    near_budget: str = flag("25%", "Device memory for chunks: 64MiB, 25% of all model data, or min, the least of all.")
+    near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min, the least that works, or "
+                            "auto: 25%, or min where a quarter is too little.")
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
     chunk_size: str = flag("auto", "Elements in a chunk, or auto, the size that wastes least within the near budget.")
     policy: str = flag("next_use", "Which chunk leaves when room is short.", choices=("next_use", "lru"))
@@ -44,7 +45,16 @@ class Settings(BaseSettings):
         import pstar
         from gpt2_chinese.model import GPT2LMHeadModel
 
-        try:
+        def plan() -> None:
             pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
+
+        try:
+            if self.near_budget == "auto":
+                self.near_budget = "25%"
+                try:
+                    plan()
+                except pstar.BudgetError:  # a large vocabulary on a small model: the embedding alone is more than that
+                    self.near_budget = "min"
+            plan()
         except pstar.PstarError as error:
             raise UserError(f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -96,6 +97,14 @@ def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, fla
     said = Chapter("07_patrickstar", tmp_path).train(*flags, status=2)
     assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
     assert not (tmp_path / "run").exists()
+
+
+def test_the_default_budget_is_a_quarter_or_the_least_that_works(tmp_path: Path) -> None:
+    for flags, budget in ((("--model-config", "tiny"), "25%"), ((), "min")):    # the small test model is mostly embedding
+        chapter = Chapter("07_patrickstar", tmp_path / budget)
+        chapter.folder.mkdir()
+        chapter.train("--max-steps", 1, "--nproc", 1, "--seq-len", 16, *flags)
+        assert json.loads((chapter.output / "config.json").read_text())["near_budget"] == budget
 
 
 def test_in_bf16_the_curve_stays_within_one_per_cent(tmp_path: Path) -> None:
