@@ -139,12 +139,14 @@ class Chunks:
         slot = self.slots[name]
         spec = self.layout.groups[slot.group]
         key = self._grad_key(slot.group)
-        if key not in self.residency:
-            self.residency.schedule.touch(key)
-            data = self.residency.create(key, spec.elems, self.grad_dtype, NEAR)
-        else:
-            self.residency.schedule.touch(key)
+        self.residency.schedule.touch(key)
+        if key in self.residency:
             data = self.residency.ensure(key, NEAR)
+        elif self._arrived[slot.group] and self._reduced(slot.group):
+            raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several ranks "
+                             "a layer that is used twice needs checkpoint(..., use_reentrant=False)")
+        else:
+            data = self.residency.create(key, spec.elems, self.grad_dtype, NEAR)
         place = data[slot.offset : slot.offset + slot.numel].view(grad.shape)
         if name in self._arrived[slot.group]:
             place.add_(grad)
@@ -163,6 +165,9 @@ class Chunks:
                     len(summed) < self._num_trainable(group)):
                 self._complete(group)
             summed.clear()
+
+    def _reduced(self, group: int) -> bool:
+        return self.collectives.num_ranks > 1 and ("grad", group) in self.residency
 
     def _grad_key(self, group: int) -> Key:
         return ("grad", group) if self.collectives.num_ranks == 1 else ("grad_full", group)

@@ -71,11 +71,8 @@ class Engine(torch.nn.Module):
             self.schedule.begin_step()
             self.ledger.begin_step()
         args, kwargs = self._cast(args), {name: self._cast(value) for name, value in kwargs.items()}
-        with self._hooks.forward() if torch.is_grad_enabled() else nullcontext():
-            if training:
-                return self.module(*args, **kwargs)
-            with self.schedule.paused():
-                return self.module(*args, **kwargs)
+        with nullcontext() if training else self.schedule.paused():
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks."""
