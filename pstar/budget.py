@@ -76,8 +76,8 @@ def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs) -> list[
         per_elem = costs.total
     near = []
     for group in layout.groups:
-        if per_elem * group.chunk_elems <= margin:
-            margin -= per_elem * group.chunk_elems
+        if per_elem * group.piece_elems <= margin:
+            margin -= per_elem * group.piece_elems
             near.append(group.index)
     return near
 
@@ -90,7 +90,7 @@ def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs,
     """
     near = set(near_homes)
     pieces = sum(
-        group.chunk_elems * (costs.param if group.index in near else costs.total) for group in layout.groups
+        group.piece_elems * (costs.param if group.index in near else costs.total) for group in layout.groups
     )
     waiting = [costs.grad * group.elems for group in layout.groups] if layout.num_ranks > 1 else [0]
     return pieces + (sum(waiting) if accumulates else max(waiting))

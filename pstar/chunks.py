@@ -81,7 +81,7 @@ class Chunks:
         spec = self.layout.groups[group]
         data = self.residency.create(("gathered", group), spec.elems, self.param_dtype, NEAR, derived=True)
         tier, own = self.residency.peek(("param", group))
-        self.residency.copy(data.view(spec.num_chunks, -1)[self.collectives.rank], own, tier, NEAR)
+        self.residency.copy(data.view(spec.num_ranks, -1)[self.collectives.rank], own, tier, NEAR)
         self.collectives.all_gather(data)
         return data
 
@@ -184,7 +184,7 @@ class Chunks:
                 if slot.name not in self._arrived[group]:
                     full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have one
             self.residency.pin(("grad_full", group))
-            piece = self.residency.create(("grad", group), spec.chunk_elems, self.grad_dtype, NEAR)
+            piece = self.residency.create(("grad", group), spec.piece_elems, self.grad_dtype, NEAR)
             self.collectives.reduce_scatter_mean(piece, full)
             self.residency.unpin(("grad_full", group))
             self.residency.drop(("grad_full", group))

@@ -47,6 +47,9 @@ class Config:
     """Backward passes per optimizer step; the gradients are averaged over them, and reduced once."""
     default_chunk_size: int | str = "auto"
     """Elements of a chunk, or auto: searched for the least padding within the near budget."""
+    ownership: str = "whole"
+    """whole: each rank owns every p-th chunk, p chunks are gathered at once (PatrickStar). sharded: each chunk is cut into
+    p pieces and gathered alone, which needs less room near (Gemini)."""
     near_budget: int | str = "auto"
     """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data, min (the least that works), or auto
     (40 % of the GPU's memory; without a GPU, all model data)."""
@@ -68,6 +71,8 @@ class Config:
             raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; give at least 1")
         if self.eviction_policy not in ("next_use", "lru"):
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use or lru")
+        if self.ownership not in ("whole", "sharded"):
+            raise ConfigError(f"ownership is {self.ownership!r}; choose whole or sharded")
         size = self.default_chunk_size
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"default_chunk_size is {size!r}; give a positive number of elements, or auto")

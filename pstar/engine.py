@@ -46,7 +46,7 @@ class Engine(torch.nn.Module):
         for group in plan.near_homes:
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
-            self._residency.create(("param", group.index), group.chunk_elems, plan.param_dtype, FAR).zero_()
+            self._residency.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
         self._optimizer: ChunkedAdam | None = None
         self._micro_step = 0
 
@@ -118,8 +118,9 @@ class Engine(torch.nn.Module):
             budgets.append(f"{tier.name} {bound}")
         whole = model_data_bytes(layout, self.costs)
         return [
-            ("chunks", f"{sum(group.num_chunks for group in layout.groups)} in {len(layout.groups)} groups, "
-                       f"{layout.chunk_elems:,} elements each (larger parameters apart), {layout.utilisation:.1%} used"),
+            ("chunks", f"{layout.chunk_elems:,} elements each (larger parameters apart), in {len(layout.groups)} groups of "
+                       f"{layout.num_ranks} {'' if self.config.ownership == 'whole' else 'pieces of one '}(one a rank), "
+                       f"{layout.utilisation:.1%} used"),
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a parameter"),
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),

@@ -82,14 +82,15 @@ class Plan:
         """The layout of the chunk size that was asked for, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
-            return [make_layout(specs, config.default_chunk_size, num_ranks)]
+            return [make_layout(specs, config.default_chunk_size, num_ranks, config.ownership)]
         params = sum(size for spec in specs for _, size in spec.parameters)
+        chunks_a_group = num_ranks if config.ownership == "whole" else 1
         # At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
-        most = min(params // (4 * num_ranks), 64 * 2**20)
+        most = min(params // (4 * chunks_a_group), 64 * 2**20)
         if config.near_budget not in ("auto", "min"):
             near = parse_bytes(config.near_budget, self.costs.total * params)
-            most = min(most, largest_chunk_elems(near, num_ranks, self.costs))
-        return candidate_layouts(specs, num_ranks, most)
+            most = min(most, largest_chunk_elems(near, num_ranks, self.costs) * num_ranks // chunks_a_group)
+        return candidate_layouts(specs, num_ranks, most, config.ownership)
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,

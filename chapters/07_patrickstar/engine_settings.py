@@ -17,6 +17,7 @@ class Settings(BaseSettings):
                             "auto: 25%, or min where a quarter is too little.")
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
     chunk_size: str = flag("auto", "Elements in a chunk, or auto, the size that wastes least within the near budget.")
+    ownership: str = flag("whole", "Whole chunks per rank, or every chunk sharded over them.", choices=("whole", "sharded"))
     policy: str = flag("next_use", "Which chunk leaves when room is short.", choices=("next_use", "lru"))
 
     def engine_config(self) -> dict[str, Any]:
@@ -27,6 +28,7 @@ class Settings(BaseSettings):
             "gradient_clipping": self.clip_grad_norm,
             "gradient_accumulation_steps": self.grad_accum,
             "default_chunk_size": self.chunk_size if self.chunk_size == "auto" else int(self.chunk_size),
+            "ownership": self.ownership,
             "near_budget": self.near_budget,
             "far_budget": self.far_budget,
             "eviction_policy": self.policy,
