@@ -59,6 +59,8 @@ class Config:
     """next_use (Belady on the traced step) or lru."""
 
     def __post_init__(self) -> None:
+        self.given: frozenset[str] = frozenset()
+        """The keys that were given, dotted; filled by load_config."""
         if self.optimizer.type not in ("Adam", "AdamW"):
             raise ConfigError(f"optimizer.type is {self.optimizer.type!r}; choose Adam or AdamW")
         if self.optimizer.params.lr < 0 or self.optimizer.params.eps < 0 or self.optimizer.params.weight_decay < 0:
@@ -96,7 +98,16 @@ def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
     if source is not None and not isinstance(source, dict):
         raise ConfigError(f"{where}: expected a JSON object, found {type(source).__name__}")
-    return _build(Config, source or {}, where, "")
+    config = _build(Config, source or {}, where, "")
+    config.given = frozenset(_dotted(source or {}))
+    return config
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for key, value in values.items():
+        names += [prefix + key, *(_dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else ())]
+    return names
 
 
 def _build(cls: type, values: dict[str, Any], where: str, prefix: str) -> Any:

@@ -99,6 +99,34 @@ def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, fla
     assert not (tmp_path / "run").exists()
 
 
+def test_a_configuration_file_says_what_flags_say(tmp_path: Path) -> None:
+    values = json.loads((ROOT / "chapters/07_patrickstar/config.json").read_text()) | {"near_budget": "min"}
+    values["optimizer"]["params"]["betas"] = [0.8, 0.9]
+    curves = []
+    for betas, flags in (([0.8, 0.9], ()), ([0.9, 0.95], ()), (None, ("--near-budget", "min"))):
+        chapter = Chapter("07_patrickstar", tmp_path / str(len(curves)))
+        chapter.folder.mkdir()
+        if betas:
+            values["optimizer"]["params"]["betas"] = betas
+            (tmp_path / "c.json").write_text(json.dumps(values))
+            flags = ("--config", tmp_path / "c.json")
+        chapter.train("--max-steps", 3, "--nproc", 1, *flags)
+        curves.append(chapter.losses())
+    assert curves[1] == curves[2] != curves[0], "the shipped file says the defaults; other betas make another curve"
+
+
+@pytest.mark.parametrize("text, flags, line", [
+    ('{"near_bugdet": "min"}', (), "c.json: unknown key 'near_bugdet'; did you mean 'near_budget'?"),
+    ('{"near_budget": "min"', (), "c.json: not valid JSON"),
+    ('{"near_budget": "min"}', ("--near-budget", "25%"), "--near-budget and 'near_budget' in --config"),
+    ('{"optimizer": {"params": {"lr": 1}}}', ("--lr=1",), "--lr and 'optimizer.params.lr' in --config"),
+])
+def test_a_configuration_file_that_is_refused(tmp_path: Path, text: str, flags, line: str) -> None:
+    (tmp_path / "c.json").write_text(text)
+    said = Chapter("07_patrickstar", tmp_path).train("--config", tmp_path / "c.json", *flags, status=2)
+    assert len(said.strip().splitlines()) == 1 and line in said, said
+
+
 def test_the_default_budget_is_a_quarter_or_the_least_that_works(tmp_path: Path) -> None:
     for flags, budget in ((("--model-config", "tiny"), "25%"), ((), "min")):    # the small test model is mostly embedding
         chapter = Chapter("07_patrickstar", tmp_path / budget)
