@@ -45,20 +45,38 @@ def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
     ]
     if wrong:
         raise ConfigError(f"the weights do not fit the model: {'; '.join(wrong)}")
-    sources = [("param", "", weights)]
-    if moments:
-        sources += [(EXP_AVG, "exp_avg.", moments), (EXP_AVG_SQ, "exp_avg_sq.", moments)]
-        for name in optimizer.steps:
+    for name in chunks.shapes:
+        write(optimizer, "param", name, weights[name])
+        if moments:
+            for kind in (EXP_AVG, EXP_AVG_SQ):
+                if f"{kind}.{name}" in moments:
+                    write(optimizer, kind, name, moments[f"{kind}.{name}"])
             optimizer.steps[name] = int(moments.get(f"step.{name}", torch.tensor(0.0)))
-    for group in chunks.layout.groups:
-        chunks.drop_gathered(group.index)
-        for kind, prefix, source in sources:
-            piece = _read_piece(optimizer, kind, group.index).cpu()
-            for span in group.spans(chunks.collectives.rank):
-                if prefix + span.name in source:
-                    values = source[prefix + span.name].reshape(-1)[span.param_offset : span.param_offset + span.numel]
-                    piece[span.piece_offset : span.piece_offset + span.numel] = values.to("cpu", torch.float32)
-            _write_piece(optimizer, kind, group.index, piece)
+
+
+@torch.no_grad()
+def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor) -> None:
+    """Puts one parameter (kind 'param') or one of its moments into its place; this rank takes its own part of it.
+
+    values: the whole tensor, in any floating dtype, on any device; stored as the fp32 master where there is one.
+    """
+    chunks, residency = optimizer.chunks, optimizer.residency
+    group = chunks.slots[name].group
+    chunks.drop_gathered(group)
+    tier, data = residency.peek((kind, group))
+    for span in chunks.layout.groups[group].spans(chunks.collectives.rank):
+        if span.name != name:
+            continue
+        part = slice(span.piece_offset, span.piece_offset + span.numel)
+        mine = values.reshape(-1)[span.param_offset : span.param_offset + span.numel].to(data.device, torch.float32)
+        if kind == "param" and optimizer.split:
+            low = residency.peek((LOW, group))[1]
+            high, rest = torch.empty_like(mine, dtype=data.dtype), torch.empty_like(mine, dtype=low.dtype)
+            split_master(mine.contiguous(), high, rest)
+            data[part], low[part] = high, rest.to(low.device)
+        else:
+            data[part] = mine
+    residency.mark_written((kind, group), tier)
 
 
 def _read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
@@ -69,16 +87,3 @@ def _read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
         _, low = residency.peek((LOW, group))
         return join_master(data.to(low.device), low)
     return data.to(torch.float32, copy=True)
-
-
-def _write_piece(optimizer: ChunkedAdam, kind: str, group: int, piece: torch.Tensor) -> None:
-    residency = optimizer.residency
-    tier, data = residency.peek((kind, group))
-    if kind == "param" and optimizer.split:
-        high, low = torch.empty_like(piece, dtype=torch.bfloat16), torch.empty_like(piece, dtype=torch.int16)
-        split_master(piece, high, low)
-        data.copy_(high)
-        residency.peek((LOW, group))[1].copy_(low)
-    else:
-        data.copy_(piece)
-    residency.mark_written((kind, group), tier)

@@ -1,5 +1,7 @@
 """initialize_engine: a model and a configuration become an engine and its optimizer."""
 
+import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -9,12 +11,13 @@ from typing import Any
 import torch
 
 from pstar.budget import model_data_bytes
-from pstar.checkpoint import gather_state, load_state
+from pstar.checkpoint import gather_state, load_state, write
 from pstar.chunks import Chunks
 from pstar.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import ConfigError, StateError
 from pstar.hooks import Hooks
+from pstar.lazy import Recipe, record, storage_key
 from pstar.optimizer import ChunkedAdam
 from pstar.plan import Plan
 from pstar.residency import Residency
@@ -50,12 +53,15 @@ class Engine(torch.nn.Module):
         self._optimizer: ChunkedAdam | None = None
         self._micro_step = 0
 
-    def _take_over(self, param_groups: list[dict]) -> ChunkedAdam:
-        """Moves the module's weights into chunks and installs the hooks: the module has no memory of its own any more."""
+    def _take_over(self, param_groups: list[dict], recipe: Recipe | None) -> ChunkedAdam:
+        """Fills the chunks with the initial weights and installs the hooks: the module has no memory of its own any more."""
         settings = self.config.optimizer
         self._optimizer = ChunkedAdam(param_groups, self._chunks, settings.type == "AdamW", self.config.gradient_clipping,
                                       asdict(settings.params))
-        load_state(self._optimizer, {name: param.data for name, param in self._params.items()})
+        if recipe is None:
+            load_state(self._optimizer, {name: param.data for name, param in self._params.items()})
+        else:
+            self._materialise(recipe)
         for group in self.layout.groups:
             self._chunks.release_data(group.index)
         for buffer in self.module.buffers():
@@ -63,6 +69,27 @@ class Engine(torch.nn.Module):
         self._hooks = Hooks(self.module, self._chunks)
         self.ledger.reset()
         return self._optimizer
+
+    def _materialise(self, recipe: Recipe) -> None:
+        """Lazy start: each parameter is made, this rank's part of it goes into its chunk, and it is forgotten."""
+        wanted: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in [*self._params.items(), *(("", buffer) for buffer in self.module.buffers())]:
+            if tensor.device.type == "meta":
+                wanted.setdefault(storage_key(tensor), []).append((name, tensor))
+
+        def take(tensors: list[tuple[str, torch.Tensor]], memory: torch.Tensor) -> None:
+            for name, tensor in tensors:
+                made = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                if name:
+                    write(self._optimizer, "param", name, made)
+                    made = torch.nn.Parameter(torch.empty(0), requires_grad=tensor.requires_grad)
+                made.__dict__.update(tensor.__dict__)
+                torch.utils.swap_tensors(tensor, made)    # the same object, wherever it is referenced
+
+        recipe.replay(wanted, take)
+        for name, param in self._params.items():    # real ones, which model_func took from elsewhere
+            if param.numel() and all(name != other for tensors in wanted.values() for other, _ in tensors):
+                write(self._optimizer, "param", name, param.data)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients it is part of a training step; without, it leaves the schedule alone."""
@@ -169,7 +196,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     default_near = None
     if device.type == "cuda":
         default_near = int(0.4 * torch.cuda.get_device_properties(device).total_memory)
-    module = model_func()
+    module, recipe = _build(model_func)
     collectives = Collectives(group, Ledger())
     plan = Plan(module, config, collectives.num_ranks, default_near)
     engine = Engine(module, plan, collectives, device)
@@ -177,4 +204,18 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     listed = sum(len(entry["params"]) for entry in groups)
     if listed != len(list(module.parameters())):
         raise ConfigError(f"param_groups lists {listed} parameters, the model has {len(list(module.parameters()))}")
-    return engine, engine._take_over(groups)
+    return engine, engine._take_over(groups, recipe)
+
+
+def _build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
+    """The model without memory and the recipe of its weights; where that cannot be, the model and None, with a warning."""
+    try:
+        module, recipe = record(model_func)
+        if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
+        return module, recipe
+    except Exception as error:    # whatever the model's own code raises when it computes with shapes alone
+        module = model_func()     # a mistake of the model's own is raised again here
+        reason = str(error).split("\n")[0]
+        warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)
+        return module, None

@@ -16,6 +16,7 @@ from pstar.budget import (
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError
 from pstar.layout import Layout, ModuleSpec, candidate_layouts, least_waste, make_layout
+from pstar.lazy import record
 from pstar.tiers import parse_bytes
 
 
@@ -99,6 +100,4 @@ def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str |
 
     Raises what initialize_engine would raise.
     """
-    with torch.device("meta"):
-        module = model_func()
-    return Plan(module, load_config(config), num_ranks)
+    return Plan(record(model_func)[0], load_config(config), num_ranks)

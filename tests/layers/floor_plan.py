@@ -27,6 +27,7 @@ PSTAR_ROWS = {
     "tiers": 1,
     "schedule": 1,
     "shared_memory": 1,
+    "lazy": 1,
     "budget": 2,
     "collectives": 2,
     "residency": 2,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pstar
+from pstar.lazy import record, storage_key
 
 STEPS, LR = 4, 1e-3
 
@@ -113,7 +114,8 @@ class Convolutional(nn.Module):
 
 
 def test_convolutions_batch_norm_gru_and_bilinear() -> None:
-    compare(Convolutional, lambda step: {"tokens": ids(step, 50)}, lambda out: out, chunk=100)
+    with pytest.warns(UserWarning, match="lazy start is not possible .* referenced weakly"):
+        compare(Convolutional, lambda step: {"tokens": ids(step, 50)}, lambda out: out, chunk=100)
 
 
 class Checkpointed(nn.Module):
@@ -155,3 +157,61 @@ def test_a_parameter_borrowed_by_the_module_around_its_owner() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_both_variants_of_activation_checkpointing(use_reentrant: bool, near: str) -> None:
     compare(lambda: Checkpointed(use_reentrant), lambda step: {"tokens": ids(step, 50)}, lambda out: out, near, chunk=700)
+
+
+class Deep(nn.Module):
+    """Forty layers, initialised twice as Hugging Face's models are: when made, and once more at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(40))
+        self.register_buffer("steps", torch.arange(5.0) / 4)
+        self.apply(lambda module: nn.init.trunc_normal_(module.weight) if isinstance(module, nn.Linear) else None)
+        with torch.no_grad():
+            self.layers[3].weight[5].zero_()          # a part of a parameter, after all
+            self.layers[4].weight.mul_(0.5)
+        nn.init.orthogonal_(self.layers[5].weight)
+        nn.init.xavier_normal_(self.layers[6].weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.steps.sum()).pow(2).sum()
+
+
+def deep_inputs(step: int) -> dict:
+    return {"x": torch.randn(3, 64, generator=torch.Generator().manual_seed(step))}
+
+
+def test_lazy_start_makes_the_same_weights_and_never_holds_the_model() -> None:
+    torch.manual_seed(7)
+    plain = Deep()
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    module, recipe = record(Deep)
+    assert all(tensor.device.type == "meta" for tensor in module.parameters())
+    expected, made = dict(plain.named_parameters()) | dict(plain.named_buffers()), []
+    wanted = {storage_key(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+    def take(name: str, memory: torch.Tensor) -> None:
+        assert torch.equal(memory.view(torch.float32), expected[name].flatten()), name
+        made.append(name)
+
+    recipe.replay(wanted, take)
+    assert sorted(made) == sorted(expected)
+    assert torch.equal(torch.get_rng_state(), state), "the random generator stands where a plain start leaves it"
+    assert recipe.peak_bytes < sum(param.nbytes for param in plain.parameters()) / 8
+    compare(Deep, deep_inputs, lambda out: out)
+
+
+def test_a_model_that_looks_at_its_values_starts_plainly_and_says_so() -> None:
+    class Looking(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = float(self.layers[0].weight.detach().std())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    with pytest.warns(UserWarning, match="lazy start is not possible"):
+        compare(Looking, deep_inputs, lambda out: out)

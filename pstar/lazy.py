@@ -1,0 +1,202 @@
+"""Lazy start: a model is built without memory, and its initial weights are made one parameter at a time.
+
+`record` runs model_func on the meta device and writes down every operation that touches a tensor. `Recipe.replay` runs
+them again, for real and in the same order, so that the random generator gives each parameter the very numbers that a plain
+start with the same seed gives it. A parameter is handed over, and forgotten, as soon as its last operation is done. What
+is overwritten later (torch initialises a layer when it is made, most models once more at the end) is computed into
+scratch memory only as far as it draws random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import init
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pstar.errors import StateError
+
+# In-place operations that write every element of their first argument and read none of it.
+OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_", "copy_",
+              "geometric_", "bernoulli_"}
+
+# Initialisations of torch.nn.init that look at values, or do nothing at all when they see the meta device.
+NOT_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A meta tensor: which storage, and which view of it."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage_bytes: int
+
+
+@dataclass
+class Op:
+    func: Any
+    leaves: list[Any]
+    """Flattened (args, kwargs), with a Ref for each meta tensor."""
+    spec: Any
+    outputs: list[Ref]
+    reads: set[int]
+    writes: set[int]
+    overwrites: bool
+    random: bool
+
+
+class _Recorder(TorchDispatchMode):
+    """Makes every new tensor on the meta device, and writes down what is done to it.
+
+    Not `with torch.device("meta")`: some libraries see that and leave out their initialisation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.kept: dict[int, Any] = {}    # storages stay alive, so that an address means one storage
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(self.recorded(leaf) for leaf in inputs):
+            return self._follow(func, leaves, spec)
+        if not inputs and any(argument.name == "device" for argument in func._schema.arguments):
+            device = (kwargs or {}).get("device")
+            if device is None or device.type != "meta":    # somebody's own meta tensor is not ours to make
+                leaves, spec = tree_flatten((args, {**(kwargs or {}), "device": torch.device("meta")}))
+                return self._follow(func, leaves, spec)
+        return func(*args, **(kwargs or {}))
+
+    def whole(self, function: Callable) -> Callable:
+        """Wraps an initialisation that must be written down as one operation, because it looks at values."""
+        def write_down(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not self.recorded(tensor):
+                return function(tensor, *args, **kwargs)
+            ref = self._ref(tensor)
+            leaves, spec = tree_flatten(((ref, *args), kwargs))
+            covers = ref.storage_bytes == math.prod(ref.size) * ref.dtype.itemsize
+            reads = set() if covers else {ref.storage}
+            self.ops.append(Op(function, leaves, spec, [ref], reads, {ref.storage}, covers, random=True))
+            return tensor
+
+        return write_down
+
+    def recorded(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "meta" and storage_key(tensor) in self.kept
+
+    def _follow(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """Runs an operation on shapes alone and writes it down; a real tensor among its inputs is written down itself."""
+        shapes = [torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
+                  and leaf.dim() else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(shapes, spec)
+        result = func(*args, **kwargs)
+        refs = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and self.recorded(leaf) else leaf for leaf in leaves]
+        inputs = {leaf.storage for leaf in refs if isinstance(leaf, Ref)}
+        outputs = [self._ref(value) for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+        mutates = func._schema.is_mutable
+        if not mutates and outputs and all(output.storage in inputs for output in outputs):
+            return result    # a view: every use of it tells its own size and stride
+        target = refs[0] if isinstance(refs[0], Ref) else None
+        whole = mutates and target is not None and func._schema.name.split("::")[1] in OVERWRITES and (
+            target.storage_bytes == math.prod(target.size) * target.dtype.itemsize)
+        reads = inputs - ({target.storage} if whole else set())
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self.ops.append(Op(func, refs, spec, outputs, reads, {ref.storage for ref in outputs}, whole or not mutates, random))
+        return result
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        storage = tensor.untyped_storage()
+        self.kept[storage._cdata] = storage
+        return Ref(storage._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(),
+                   storage.nbytes())
+
+
+@dataclass
+class Recipe:
+    """How to make a model's initial weights."""
+
+    ops: list[Op]
+    kept: dict[int, Any]
+    peak_bytes: int = 0
+    """The most that was in memory at once during replay, handed-over parameters not counted."""
+
+    def replay(self, wanted: dict[int, Any], take: Callable[[Any, torch.Tensor], None]) -> None:
+        """Makes every wanted storage and hands it over, in the order in which they are finished.
+
+        Args:
+            wanted: storage (storage_key of a meta tensor) -> what to call it.
+            take: called with that name and the storage's bytes as a flat uint8 tensor in host memory.
+        """
+        live, last_use = self._liveness(set(wanted))
+        made: dict[int, torch.UntypedStorage] = {}
+        for index, op in enumerate(self.ops):
+            if live[index]:
+                self._run(op, made)
+            elif op.random:
+                self._run(op, {key: made[key] for key in op.reads if key in made})    # draws its numbers, keeps nothing
+            self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in made.values()))
+            for key in [key for key in made if last_use.get(key, -1) <= index]:
+                storage = made.pop(key)
+                if key in wanted:
+                    take(wanted[key], torch.empty(0, dtype=torch.uint8).set_(storage))
+                    wanted = {other: name for other, name in wanted.items() if other != key}
+        if wanted:
+            raise StateError(f"the model's start does not say how these are made: {list(wanted.values())}")
+
+    def _liveness(self, needed: set[int]) -> tuple[list[bool], dict[int, int]]:
+        """(which operations matter for what is needed in the end, the last operation that matters for each storage)."""
+        live, last_use = [False] * len(self.ops), {}
+        for index in reversed(range(len(self.ops))):
+            op = self.ops[index]
+            if not op.writes & needed:
+                continue
+            live[index] = True
+            for key in op.reads | op.writes:
+                last_use.setdefault(key, index)
+            if op.overwrites:
+                needed = needed - op.writes
+            needed = needed | op.reads
+        return live, last_use
+
+    def _run(self, op: Op, made: dict[int, torch.UntypedStorage]) -> None:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu") if leaf.type == "meta" else leaf
+            if not isinstance(leaf, Ref):
+                return leaf
+            if leaf.storage not in made:
+                made[leaf.storage] = torch.UntypedStorage(leaf.storage_bytes)
+            return torch.empty(0, dtype=leaf.dtype).set_(made[leaf.storage], leaf.offset, leaf.size, leaf.stride)
+
+        args, kwargs = tree_unflatten([real(leaf) for leaf in op.leaves], op.spec)
+        results = [value for value in tree_flatten(op.func(*args, **kwargs))[0] if isinstance(value, torch.Tensor)]
+        for ref, value in zip(op.outputs, results, strict=True):
+            made.setdefault(ref.storage, value.untyped_storage())
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What identifies a meta tensor's memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe]:
+    """(the model on the meta device, how to make its weights). Draws no random number."""
+    recorder = _Recorder()
+    with ExitStack() as stack:
+        for name in NOT_ON_META:
+            stack.enter_context(mock.patch.object(init, name, recorder.whole(getattr(init, name))))
+        stack.enter_context(recorder)
+        module = model_func()
+    return module, Recipe(recorder.ops, recorder.kept)
