@@ -65,6 +65,9 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     plain = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     save_file(plain, path, metadata={"format": "pt"})
+    umask = os.umask(0)  # there is no other way to read it
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner may read
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -6,10 +6,12 @@ settings -> launch() --nproc 1-> Ranks of one, no process group at all
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -90,6 +92,8 @@ def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
             if launcher != "torchrun":
                 raise UserError(f"--nproc {settings.nproc} needs {launcher}: start this chapter with its train.sh")
             raise SystemExit(_torchrun(settings))
+    # Ctrl-C reaches every process of a terminal. Under a launcher the ranks die quietly and the launcher says the line.
+    signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _say_interrupted)
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -118,9 +122,11 @@ def _resolve_device(settings: Settings) -> None:
 
 def _torchrun(settings: Settings) -> int:
     """Runs the program under torchrun on this machine; returns the exit status of the job."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    logging.disable(logging.CRITICAL)  # this process only launches; torchrun logs in 40 lines what is said below in one
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
@@ -134,8 +140,14 @@ def _torchrun(settings: Settings) -> int:
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except (KeyboardInterrupt, SignalException):
+        _say_interrupted()
     finally:
         os.environ.pop(LAUNCHED_VARIABLE, None)
     return 0
+
+
+def _say_interrupted(*_: Any) -> NoReturn:
+    """Ends the program as Ctrl-C is meant to: what was saved is whole, and the run can go on."""
+    print("\ninterrupted: the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
+    raise SystemExit(130)

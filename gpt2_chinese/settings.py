@@ -254,7 +254,8 @@ class Settings:
 
     def what_next(self) -> str:
         """The commands to go on with, ready to paste."""
-        tensorboard = "tensorboard" if shutil.which("tensorboard") else f"{sys.executable} -m tensorboard.main"
+        beside = Path(sys.executable).with_name("tensorboard")  # a .venv that is not active is not on the PATH
+        tensorboard = "tensorboard" if shutil.which("tensorboard") else shlex.quote(str(display_link(beside)))
         default = self.output_dir.resolve() == ROOT / "runs" / self.chapter
         model = "" if default else f" --model {shlex.quote(str(display(self.output_dir)))}"
         script = display(self.program.with_name("generate.sh"))
@@ -283,6 +284,12 @@ _LEAST = {
 def dashed(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
+
+
+def display_link(path: Path) -> Path:
+    """Like display, for a path whose links must not be followed."""
+    path, here = Path(os.path.abspath(path)), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def display(path: Path) -> Path:

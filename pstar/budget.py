@@ -1,6 +1,6 @@
 """What must be near at once, and what may be near as well: pure functions of numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pstar.layout import Layout
@@ -76,7 +76,21 @@ def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs) -> list[
         per_elem = costs.total
     near = []
     for group in layout.groups:
-        if per_elem * group.chunk_elems <= margin:
-            margin -= per_elem * group.chunk_elems
+        if per_elem * group.piece_elems <= margin:
+            margin -= per_elem * group.piece_elems
             near.append(group.index)
     return near
+
+
+def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs, accumulates: bool) -> int:
+    """Bytes that far must be able to hold on each rank, whatever the near budget: what near never has to keep.
+
+    These are this rank's pieces of all parameters, and of the gradients and states of groups whose update is computed
+    far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated).
+    """
+    near = set(near_homes)
+    pieces = sum(
+        group.piece_elems * (costs.param if group.index in near else costs.total) for group in layout.groups
+    )
+    waiting = [costs.grad * group.elems for group in layout.groups] if layout.num_ranks > 1 else [0]
+    return pieces + (sum(waiting) if accumulates else max(waiting))

@@ -81,7 +81,7 @@ class Chunks:
         spec = self.layout.groups[group]
         data = self.residency.create(("gathered", group), spec.elems, self.param_dtype, NEAR, derived=True)
         tier, own = self.residency.peek(("param", group))
-        self.residency.copy(data.view(spec.num_chunks, -1)[self.collectives.rank], own, tier, NEAR)
+        self.residency.copy(data.view(spec.num_ranks, -1)[self.collectives.rank], own, tier, NEAR)
         self.collectives.all_gather(data)
         return data
 
@@ -139,12 +139,14 @@ class Chunks:
         slot = self.slots[name]
         spec = self.layout.groups[slot.group]
         key = self._grad_key(slot.group)
-        if key not in self.residency:
-            self.residency.schedule.touch(key)
-            data = self.residency.create(key, spec.elems, self.grad_dtype, NEAR)
-        else:
-            self.residency.schedule.touch(key)
+        self.residency.schedule.touch(key)
+        if key in self.residency:
             data = self.residency.ensure(key, NEAR)
+        elif self._arrived[slot.group] and self._reduced(slot.group):
+            raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several ranks "
+                             "a layer that is used twice needs checkpoint(..., use_reentrant=False)")
+        else:
+            data = self.residency.create(key, spec.elems, self.grad_dtype, NEAR)
         place = data[slot.offset : slot.offset + slot.numel].view(grad.shape)
         if name in self._arrived[slot.group]:
             place.add_(grad)
@@ -164,6 +166,9 @@ class Chunks:
                 self._complete(group)
             summed.clear()
 
+    def _reduced(self, group: int) -> bool:
+        return self.collectives.num_ranks > 1 and ("grad", group) in self.residency
+
     def _grad_key(self, group: int) -> Key:
         return ("grad", group) if self.collectives.num_ranks == 1 else ("grad_full", group)
 
@@ -179,7 +184,7 @@ class Chunks:
                 if slot.name not in self._arrived[group]:
                     full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have one
             self.residency.pin(("grad_full", group))
-            piece = self.residency.create(("grad", group), spec.chunk_elems, self.grad_dtype, NEAR)
+            piece = self.residency.create(("grad", group), spec.piece_elems, self.grad_dtype, NEAR)
             self.collectives.reduce_scatter_mean(piece, full)
             self.residency.unpin(("grad_full", group))
             self.residency.drop(("grad_full", group))

@@ -1,8 +1,13 @@
 """Collectives on groups of chunks: the only file of the engine that talks to torch.distributed."""
 
+import os
+import platform
+
 import torch
 import torch.distributed as dist
 
+from pstar import shared_memory
+from pstar.shared_memory import SharedMemory
 from pstar.tiers import Ledger
 
 # torch 2.13 renamed the two and warns of the old names; 2.11 has only these.
@@ -17,9 +22,11 @@ class Collectives:
         group: a torch.distributed process group; None means the default group where one is initialised, and otherwise one
             process, for which every collective is a no-op.
         ledger: where received bytes are written.
+        through_memory: exchange chunks through shared memory where all ranks are on one host without a GPU; else, and with
+            False, through the process group.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger):
+    def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True):
         self.alone = group is None and not (dist.is_available() and dist.is_initialized())
         # The default group is looked up at each call: a reference here would keep its threads alive after
         # destroy_process_group, and a process that ends with gloo threads running aborts.
@@ -32,13 +39,47 @@ class Collectives:
         if not self.alone and dist.get_backend(self.group) != "gloo":
             members = dist.get_process_group_ranks(self.group) if self.group else None
             self._host_group = dist.new_group(members, backend="gloo")
+        self._memory = self._share_memory() if through_memory and self.num_ranks > 1 else None
+
+    @property
+    def through_memory(self) -> bool:
+        """Whether chunks are exchanged through shared memory."""
+        return self._memory is not None
+
+    def _share_memory(self) -> SharedMemory | None:
+        """The staging area, where every rank is on this host and computes without a GPU; decided by all ranks alike."""
+        host = (shared_memory.available() and dist.get_backend(self.group) == "gloo", platform.node())
+        if not self._all_ranks(host[0]) or len(set(self._from_all(host))) > 1:
+            return None
+        path: list = [None]
+        if self.rank == 0:
+            path[0] = shared_memory.make_file(self.num_ranks)
+        dist.broadcast_object_list(path, group_src=0, group=self.group)
+        # Containers of one host may each have a /dev/shm of their own: then the file is not there for all.
+        seen = self._all_ranks(path[0] is not None and os.path.exists(path[0]))
+        memory = SharedMemory(path[0], self.rank, self.num_ranks) if seen else None
+        dist.barrier(self.group)
+        if self.rank == 0 and path[0] is not None:
+            os.unlink(path[0])
+        return memory
+
+    def _from_all(self, value: object) -> list:
+        values: list = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _all_ranks(self, value: bool) -> bool:
+        return all(self._from_all(value))
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""
         if self.num_ranks == 1:
             return
         piece = flat.view(self.num_ranks, -1)[self.rank]
-        _all_gather(flat, piece, group=self.group)
+        if self._memory:
+            self._memory.all_gather(flat)
+        else:
+            _all_gather(flat, piece, group=self.group)
         self.ledger.add("gather", flat.nbytes - piece.nbytes)
 
     def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> None:
@@ -46,12 +87,17 @@ class Collectives:
 
         Divides before it adds: a sum of p gradients may overflow 16 bits where their mean does not.
         """
-        flat.div_(self.num_ranks)
-        _reduce_scatter(piece, flat, group=self.group)
+        if self._memory:
+            self._memory.reduce_scatter_mean(piece, flat)
+        else:
+            flat.div_(self.num_ranks)
+            _reduce_scatter(piece, flat, group=self.group)
         self.ledger.add("reduce", flat.nbytes - piece.nbytes)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of values over the ranks, on every rank."""
+        if self._memory:
+            return self._memory.sum(values)
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self.group)
         return values

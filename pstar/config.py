@@ -47,6 +47,9 @@ class Config:
     """Backward passes per optimizer step; the gradients are averaged over them, and reduced once."""
     default_chunk_size: int | str = "auto"
     """Elements of a chunk, or auto: searched for the least padding within the near budget."""
+    ownership: str = "whole"
+    """whole: each rank owns every p-th chunk, p chunks are gathered at once (PatrickStar). sharded: each chunk is cut into
+    p pieces and gathered alone, which needs less room near (Gemini)."""
     near_budget: int | str = "auto"
     """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data, min (the least that works), or auto
     (40 % of the GPU's memory; without a GPU, all model data)."""
@@ -56,6 +59,8 @@ class Config:
     """next_use (Belady on the traced step) or lru."""
 
     def __post_init__(self) -> None:
+        self.given: frozenset[str] = frozenset()
+        """The keys that were given, dotted; filled by load_config."""
         if self.optimizer.type not in ("Adam", "AdamW"):
             raise ConfigError(f"optimizer.type is {self.optimizer.type!r}; choose Adam or AdamW")
         if self.optimizer.params.lr < 0 or self.optimizer.params.eps < 0 or self.optimizer.params.weight_decay < 0:
@@ -68,6 +73,8 @@ class Config:
             raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; give at least 1")
         if self.eviction_policy not in ("next_use", "lru"):
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use or lru")
+        if self.ownership not in ("whole", "sharded"):
+            raise ConfigError(f"ownership is {self.ownership!r}; choose whole or sharded")
         size = self.default_chunk_size
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"default_chunk_size is {size!r}; give a positive number of elements, or auto")
@@ -91,7 +98,16 @@ def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
     if source is not None and not isinstance(source, dict):
         raise ConfigError(f"{where}: expected a JSON object, found {type(source).__name__}")
-    return _build(Config, source or {}, where, "")
+    config = _build(Config, source or {}, where, "")
+    config.given = frozenset(_dotted(source or {}))
+    return config
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for key, value in values.items():
+        names += [prefix + key, *(_dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else ())]
+    return names
 
 
 def _build(cls: type, values: dict[str, Any], where: str, prefix: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pstar.budget import groups_at_home_near, model_data_bytes
+from pstar.budget import model_data_bytes
 from pstar.checkpoint import gather_state, load_state
 from pstar.chunks import Chunks
 from pstar.collectives import Collectives
@@ -43,10 +43,10 @@ class Engine(torch.nn.Module):
         self._params = dict(module.named_parameters())
         self._chunks = Chunks(plan.layout, self._params, self._residency, collectives, plan.param_dtype, plan.grad_dtype,
                               device)
-        for group in groups_at_home_near(plan.layout, plan.near_budget, plan.costs):
+        for group in plan.near_homes:
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
-            self._residency.create(("param", group.index), group.chunk_elems, plan.param_dtype, FAR).zero_()
+            self._residency.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
         self._optimizer: ChunkedAdam | None = None
         self._micro_step = 0
 
@@ -71,11 +71,8 @@ class Engine(torch.nn.Module):
             self.schedule.begin_step()
             self.ledger.begin_step()
         args, kwargs = self._cast(args), {name: self._cast(value) for name, value in kwargs.items()}
-        with self._hooks.forward() if torch.is_grad_enabled() else nullcontext():
-            if training:
-                return self.module(*args, **kwargs)
-            with self.schedule.paused():
-                return self.module(*args, **kwargs)
+        with nullcontext() if training else self.schedule.paused():
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks."""
@@ -121,8 +118,9 @@ class Engine(torch.nn.Module):
             budgets.append(f"{tier.name} {bound}")
         whole = model_data_bytes(layout, self.costs)
         return [
-            ("chunks", f"{sum(group.num_chunks for group in layout.groups)} in {len(layout.groups)} groups, "
-                       f"{layout.chunk_elems:,} elements each (larger parameters apart), {layout.utilisation:.1%} used"),
+            ("chunks", f"{layout.chunk_elems:,} elements each (larger parameters apart), in {len(layout.groups)} groups of "
+                       f"{layout.num_ranks} {'' if self.config.ownership == 'whole' else 'pieces of one '}(one a rank), "
+                       f"{layout.utilisation:.1%} used"),
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a parameter"),
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),

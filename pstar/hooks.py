@@ -6,10 +6,12 @@ Backward needs no module hooks at all. Autograd saves tensors for backward; thos
 a handle (a `saved_tensors_hooks` pair), so the graph never holds a chunk's memory, and turning the handle back into a
 tensor *is* the moment at which backward needs the parameter. The parameter stays in use until another node of the graph
 runs. And when its gradient has been accumulated, all of its uses are over: the gradient moves into its chunk.
+
+The pair is set around each module, on top of whatever pair is in force there: activation checkpointing
+(torch.utils.checkpoint) has one of its own, and its recomputation in backward runs these modules again.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +31,10 @@ class SavedView:
     stride: tuple[int, ...]
 
 
+def _same(value: object) -> object:
+    return value
+
+
 class Hooks:
     """Installs itself on a module; `last_micro_step` tells the chunks whether gradients are complete after this backward."""
 
@@ -37,12 +43,12 @@ class Hooks:
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
+        self._pairs: list[AbstractContextManager] = []
         names = {id(param): name for name, param in chunks.params.items()}
         for child in module.modules():
             own = tuple(dict.fromkeys(names[id(param)] for param in child.parameters(recurse=False)))
-            if own:
-                child.register_forward_pre_hook(self._before_forward(own), prepend=True)
-                child.register_forward_hook(self._after_forward(own), always_call=True)
+            child.register_forward_pre_hook(self._before_forward(own), prepend=True)
+            child.register_forward_hook(self._after_forward(own), always_call=True)
         for name, param in chunks.params.items():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._after_grad(name))
@@ -50,11 +56,15 @@ class Hooks:
     def _before_forward(self, names: tuple[str, ...]):
         def acquire(module: torch.nn.Module, args: tuple) -> None:
             self.chunks.acquire(names)
+            pair = self._saving() if torch.is_grad_enabled() else nullcontext()
+            pair.__enter__()
+            self._pairs.append(pair)
 
         return acquire
 
     def _after_forward(self, names: tuple[str, ...]):
         def release(module: torch.nn.Module, args: tuple, output: object) -> None:
+            self._pairs.pop().__exit__(None, None, None)
             self.chunks.release(names)
 
         return release
@@ -67,25 +77,33 @@ class Hooks:
 
         return take
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward whose graph will be walked backward."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
+    def _saving(self) -> AbstractContextManager:
+        """A pair of saved-tensor hooks that replaces views of chunks and leaves all else to the pair in force below it."""
+        below = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        below = getattr(below[0], "below", below) if below else (_same, _same)    # pairs of our own need no chain
+        pack_below, unpack_below = below
 
-    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | SavedView":
+        def pack(tensor: torch.Tensor) -> object:
+            view = self._pack(tensor)
+            return pack_below(tensor) if view is None else view
+
+        def unpack(saved: object) -> torch.Tensor:
+            return self._unpack(saved) if isinstance(saved, SavedView) else unpack_below(saved)
+
+        pack.below = below
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> SavedView | None:
         group = self.chunks.group_of(tensor)
         if group is None:
-            return tensor
+            return None
         start = tensor.storage_offset()
         for slot in self.chunks.layout.groups[group].slots:
             if slot.offset <= start < slot.offset + slot.numel:
                 return SavedView(slot.name, start - slot.offset, tensor.size(), tensor.stride())
         raise StateError(f"a tensor saved for backward begins at element {start} of group {group}, in no parameter")
 
-    def _unpack(self, saved: "torch.Tensor | SavedView") -> torch.Tensor:
-        if not isinstance(saved, SavedView):
-            return saved
+    def _unpack(self, saved: SavedView) -> torch.Tensor:
         node = torch._C._current_autograd_node()
         if node is not self._node or node is None:
             self._leave_node()

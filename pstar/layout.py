@@ -8,6 +8,10 @@ one collective (section 7). All offsets below are inside the group's flat space 
     | chunk 0 (rank 0)    | chunk 1 (rank 1)    | | chunk 2 (rank 0)    | chunk 3 (rank 1)    |
     | wte ........... pad | wpe h.0 h.1 .. pad  | | h.2 ............pad | h.3 ... ln_f    pad |
 
+That is the ownership "whole" of PatrickStar. With the ownership "sharded" (ColossalAI's Gemini) every chunk is a group of
+its own, cut into p equal pieces, one a rank: a gathered group is then one chunk, not p of them, and a parameter may lie on
+several ranks.
+
 Parameters are packed in construction order, module by module, and a module's parameters are never split over two chunks
 while they fit into one ("module-atomic next-fit"). A parameter larger than a chunk gets a group of its own, cut into p
 equal pieces: there the owner of a piece holds a part of the parameter.
@@ -21,6 +25,8 @@ from pstar.errors import ConfigError
 # Offsets are multiples of 32 elements, 64 bytes in 16 bit and 128 in fp32, so that every parameter starts on a cache line
 # whatever the chunk size: matrix libraries may choose another code path, and so other roundings, for unaligned operands.
 ALIGN_ELEMS = 32
+
+OWNERSHIPS = ("whole", "sharded")
 
 # What the start of one more collective and copy costs, in elements that could have travelled meanwhile: some 100
 # microseconds at 0.6 GB/s between two processes without a GPU. On a faster link it is more, and matters less.
@@ -61,20 +67,20 @@ class Span:
 
 @dataclass(frozen=True)
 class Group:
-    """p chunks that are gathered and reduced together."""
+    """What is gathered and reduced together: p pieces of equal size, one a rank (whole chunks, or parts of one)."""
 
     index: int
-    chunk_elems: int
-    num_chunks: int
+    piece_elems: int
+    num_ranks: int
     slots: tuple[Slot, ...]
 
     @property
     def elems(self) -> int:
-        return self.chunk_elems * self.num_chunks
+        return self.piece_elems * self.num_ranks
 
     def spans(self, rank: int) -> list[Span]:
         """The parts of parameters inside rank's piece, in order of offset."""
-        low, high = rank * self.chunk_elems, (rank + 1) * self.chunk_elems
+        low, high = rank * self.piece_elems, (rank + 1) * self.piece_elems
         spans = []
         for slot in self.slots:
             start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
@@ -120,11 +126,13 @@ def align(elems: int) -> int:
     return -(-elems // ALIGN_ELEMS) * ALIGN_ELEMS
 
 
-def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int = 1) -> Layout:
+def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int = 1, ownership: str = "whole") -> Layout:
     """Packs the parameters of modules into chunks of chunk_elems elements, module-atomic next-fit.
 
-    Raises ConfigError for a chunk size below one and for a model without parameters.
+    Raises ConfigError for a chunk size below one, an unknown ownership, and a model without parameters.
     """
+    if ownership not in OWNERSHIPS:
+        raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
     if chunk_elems < 1:
         raise ConfigError(f"the chunk size is {chunk_elems} elements; give at least 1, or 'auto'")
     chunk_elems = align(chunk_elems)
@@ -146,25 +154,29 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
             chunks[-1].append(Slot(name, numel, -1, fill))
             fill += align(numel)
 
-    groups = []
+    groups: list[Group] = []
+
+    def add_group(piece_elems: int, parts: list[tuple[int, list[Slot]]]) -> None:
+        """A group of one or more chunks: (first element in the group's flat space, slots) of each."""
+        slots = [Slot(slot.name, slot.numel, len(groups), start + slot.offset) for start, own in parts for slot in own]
+        groups.append(Group(len(groups), piece_elems, num_ranks, tuple(slots)))
+
     for name, numel in oversized:
-        piece = align(-(-numel // num_ranks))
-        groups.append(Group(len(groups), piece, num_ranks, (Slot(name, numel, len(groups), 0),)))
-    for first in range(0, len(chunks), num_ranks):
-        index = len(groups)
-        slots = tuple(
-            Slot(slot.name, slot.numel, index, position * chunk_elems + slot.offset)
-            for position, chunk in enumerate(chunks[first : first + num_ranks])
-            for slot in chunk
-        )
-        groups.append(Group(index, chunk_elems, num_ranks, slots))
+        add_group(align(-(-numel // num_ranks)), [(0, [Slot(name, numel, -1, 0)])])
+    if ownership == "sharded":
+        for chunk in chunks:
+            add_group(align(-(-chunk_elems // num_ranks)), [(0, chunk)])
+    else:
+        for first in range(0, len(chunks), num_ranks):
+            together = chunks[first : first + num_ranks]
+            add_group(chunk_elems, [(position * chunk_elems, chunk) for position, chunk in enumerate(together)])
     if not groups:
         raise ConfigError("the model has no parameters: there is nothing to put into chunks")
     return Layout(chunk_elems, num_ranks, tuple(groups))
 
 
 def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
-                      num_candidates: int = 128) -> list[Layout]:
+                      ownership: str = "whole", num_candidates: int = 128) -> list[Layout]:
     """Layouts with chunk sizes up to max_elems, from small ones in geometric and from middling ones in linear steps.
 
     max_elems defaults to the whole model in one chunk a rank. Only packings are computed, no tensor is made.
@@ -179,7 +191,7 @@ def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_ele
     while middle > ALIGN_ELEMS:
         middle = align(middle * 3 // 4) if middle > 4 * ALIGN_ELEMS else middle - ALIGN_ELEMS
         candidates.add(middle)
-    return [make_layout(modules, size, num_ranks) for size in sorted(candidates)]
+    return [make_layout(modules, size, num_ranks, ownership) for size in sorted(candidates)]
 
 
 def least_waste(layouts: Sequence[Layout]) -> Layout:

@@ -39,7 +39,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         for group in chunks.layout.groups:
             for kind, dtype in self.state_kinds.items():
                 key = (kind, group.index)
-                self.residency.create(key, group.chunk_elems, dtype, chunks.home[group.index]).zero_()
+                self.residency.create(key, group.piece_elems, dtype, chunks.home[group.index]).zero_()
                 self.residency.pin(key)    # states stay where their update is computed
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 
-from pstar.budget import Costs, largest_chunk_elems, model_data_bytes, smallest_near_budget
+from pstar.budget import (
+    Costs,
+    groups_at_home_near,
+    largest_chunk_elems,
+    model_data_bytes,
+    smallest_far_budget,
+    smallest_near_budget,
+)
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError
 from pstar.layout import Layout, ModuleSpec, candidate_layouts, least_waste, make_layout
@@ -55,7 +62,15 @@ class Plan:
         self.layout = least_waste(fitting)
         self.near_budget = least if config.near_budget == "min" else self._near_bytes(self.layout)
         whole = model_data_bytes(self.layout, self.costs)
+        self.near_homes = groups_at_home_near(self.layout, self.near_budget, self.costs)
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
+        least_far = smallest_far_budget(self.layout, self.near_homes, self.costs, accumulate)
+        if self.far_budget is not None and self.far_budget < least_far:
+            raise BudgetError(
+                f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of {num_ranks} "
+                f"process(es) need {least_far}: give at least {least_far}, that is {-(-100 * least_far // whole)}% of the "
+                f"model data, or auto"
+            )
 
     def _near_bytes(self, layout: Layout) -> int:
         whole = model_data_bytes(layout, self.costs)
@@ -67,14 +82,15 @@ class Plan:
         """The layout of the chunk size that was asked for, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
-            return [make_layout(specs, config.default_chunk_size, num_ranks)]
+            return [make_layout(specs, config.default_chunk_size, num_ranks, config.ownership)]
         params = sum(size for spec in specs for _, size in spec.parameters)
+        chunks_a_group = num_ranks if config.ownership == "whole" else 1
         # At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
-        most = min(params // (4 * num_ranks), 64 * 2**20)
+        most = min(params // (4 * chunks_a_group), 64 * 2**20)
         if config.near_budget not in ("auto", "min"):
             near = parse_bytes(config.near_budget, self.costs.total * params)
-            most = min(most, largest_chunk_elems(near, num_ranks, self.costs))
-        return candidate_layouts(specs, num_ranks, most)
+            most = min(most, largest_chunk_elems(near, num_ranks, self.costs) * num_ranks // chunks_a_group)
+        return candidate_layouts(specs, num_ranks, most, config.ownership)
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,

@@ -7,29 +7,69 @@ from typing import Any
 
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.settings import Settings as BaseSettings
-from gpt2_chinese.settings import flag
+from gpt2_chinese.settings import dashed, flag
+
+# Configuration key -> the setting that says the same. The optimizer's other keys have no flag and go through as they are.
+SAME_AS = {
+    "near_budget": "near_budget",
+    "far_budget": "far_budget",
+    "default_chunk_size": "chunk_size",
+    "ownership": "ownership",
+    "eviction_policy": "policy",
+    "gradient_clipping": "clip_grad_norm",
+    "gradient_accumulation_steps": "grad_accum",
+}
 
 
 @dataclass
 class Settings(BaseSettings):
     nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
-    near_budget: str = flag("25%", "Device memory for chunks: 64MiB, 25% of all model data, or min, the least of all.")
+    near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min, the least that works, or "
+                            "auto: 25%, or min where a quarter is too little.")
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
     chunk_size: str = flag("auto", "Elements in a chunk, or auto, the size that wastes least within the near budget.")
+    ownership: str = flag("whole", "Whole chunks per rank, or every chunk sharded over them.", choices=("whole", "sharded"))
     policy: str = flag("next_use", "Which chunk leaves when room is short.", choices=("next_use", "lru"))
+    config: str | None = flag(None, "A JSON file with pstar's configuration keys, instead of the flags that say the same.",
+                              shown="none")
 
     def engine_config(self) -> dict[str, Any]:
         """These settings as pstar's configuration (DeepSpeed's keys where DeepSpeed has one)."""
-        return {
-            "optimizer": {"type": "AdamW", "params": {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8}},
-            "bf16": {"enabled": self.precision == "bf16"},
-            "gradient_clipping": self.clip_grad_norm,
-            "gradient_accumulation_steps": self.grad_accum,
-            "default_chunk_size": self.chunk_size if self.chunk_size == "auto" else int(self.chunk_size),
-            "near_budget": self.near_budget,
-            "far_budget": self.far_budget,
-            "eviction_policy": self.policy,
-        }
+        same = {key: getattr(self, name) for key, name in SAME_AS.items()}
+        if str(self.chunk_size) != "auto":
+            same["default_chunk_size"] = int(self.chunk_size)
+        params = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8} | getattr(self, "_optimizer_params", {})
+        optimizer = {"type": getattr(self, "_optimizer_type", "AdamW"), "params": params}
+        return {"optimizer": optimizer, "bf16": {"enabled": self.precision == "bf16"}} | same
+
+    def read_config(self) -> None:
+        """Takes over what --config says. A setting that is given there and by a flag is refused, with both named."""
+        import pstar
+
+        try:
+            config = pstar.load_config(self.config)
+        except pstar.PstarError as error:
+            raise UserError(f"--config {error}") from error
+        given = config.given
+        for key, name in SAME_AS.items():
+            if key in given:
+                self._take(name, key, getattr(config, key))
+        if "optimizer" in given:
+            self._optimizer_type = config.optimizer.type
+            self._optimizer_params = {
+                key: value for key, value in vars(config.optimizer.params).items() if key in ("betas", "eps")
+                and f"optimizer.params.{key}" in given
+            }
+            for name in ("lr", "weight_decay"):
+                if f"optimizer.params.{name}" in given:
+                    self._take(name, f"optimizer.params.{name}", getattr(config.optimizer.params, name))
+        if "bf16" in given:
+            self._take("precision", "bf16", "bf16" if config.bf16.enabled else "fp32")
+
+    def _take(self, name: str, key: str, value: Any) -> None:
+        if any(word == dashed(name) or word.startswith(dashed(name) + "=") for word in self.argv):
+            raise UserError(f"{dashed(name)} and '{key}' in --config {self.config} say the same: give one of them")
+        setattr(self, name, str(value) if isinstance(getattr(self, name), str) else value)
 
     def validate(self) -> None:
         super().validate()
@@ -40,13 +80,22 @@ class Settings(BaseSettings):
 
     def resolve(self) -> None:
         """Adds what only the model's shapes can tell: whether its largest module fits into the near budget."""
+        if self.config is not None:
+            self.read_config()
         super().resolve()
         import pstar
         from gpt2_chinese.model import GPT2LMHeadModel
 
-        try:
+        def plan() -> None:
             pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
-        except pstar.BudgetError as error:
-            raise UserError(f"--near-budget: {error}") from error
-        except pstar.ConfigError as error:
+
+        try:
+            if self.near_budget == "auto":
+                self.near_budget = "25%"
+                try:
+                    plan()
+                except pstar.BudgetError:  # a large vocabulary on a small model: the embedding alone is more than that
+                    self.near_budget = "min"
+            plan()
+        except pstar.PstarError as error:
             raise UserError(f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: {error}") from error

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import run
+from tests.chapters.program import Chapter, environment, run
 
 PROGRAM = '''"""A program of two ranks."""
 from dataclasses import dataclass
@@ -63,3 +67,20 @@ def test_one_rank_has_no_group(program: list[str]) -> None:
 def test_errors_come_before_any_process(program: list[str]) -> None:
     said = run([*program, "--batch-size", "7"], status=2, timeout=30)
     assert said.startswith("error: --batch-size 7 is not divisible") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
+    chapter = Chapter("07_patrickstar", tmp_path)
+    command = chapter.command("--max-steps", 100_000, "--near-budget", "min", "--nproc", nproc)
+    # A terminal sends SIGINT to the whole foreground group; a group of its own stands for it.
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    metrics = chapter.output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert said.strip() == "interrupted: the same command goes on from the newest checkpoint", said

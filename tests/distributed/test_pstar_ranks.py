@@ -51,8 +51,9 @@ def assert_follows(results: list[dict], num_micros: int = 1) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("near", ["min", "50%", "100%"])
 @pytest.mark.parametrize("chunk", ["auto", 5_000])
-def test_the_curve_at_every_number_of_ranks_and_budget(ranks, num_ranks, near, chunk):
-    results = ranks(num_ranks).run(case, {"near_budget": near, "default_chunk_size": chunk})
+@pytest.mark.parametrize("ownership", ["whole", "sharded"])
+def test_the_curve_at_every_number_of_ranks_and_budget(ranks, num_ranks, near, chunk, ownership):
+    results = ranks(num_ranks).run(case, {"near_budget": near, "default_chunk_size": chunk, "ownership": ownership})
     assert_follows(results)
     assert results[0]["moves"]["far to near"] > 0 and results[0]["moves"]["gather"] > 0
 

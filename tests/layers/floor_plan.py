@@ -26,6 +26,7 @@ PSTAR_ROWS = {
     "kernels": 1,
     "tiers": 1,
     "schedule": 1,
+    "shared_memory": 1,
     "budget": 2,
     "collectives": 2,
     "residency": 2,

@@ -26,7 +26,7 @@ def gpt2(layers: int, width: int, vocab: int = 50257, context: int = 1024) -> li
     (12, 768, 64, 2, 0.927), (24, 1024, 64, 6, 0.881), (36, 1280, 64, 12, 0.961), (48, 1600, 128, 12, 0.967)])
 def test_the_published_packings_of_gpt2(layers, width, mega, chunks, utilisation):
     layout = make_layout(gpt2(layers, width), mega * 2**20)
-    assert sum(group.num_chunks for group in layout.groups) == chunks
+    assert sum(group.num_ranks for group in layout.groups) == chunks
     assert round(layout.utilisation, 3) == utilisation
 
 
@@ -44,13 +44,15 @@ modules_strategy = st.lists(st.lists(st.integers(1, 3000), max_size=4), min_size
 
 
 @settings(max_examples=200, deadline=None)
-@given(modules_strategy, st.integers(1, 5000), st.integers(1, 5))
-def test_every_element_has_one_place_and_one_owner(modules, chunk, num_ranks):
-    layout = make_layout(modules, chunk, num_ranks)
+@given(modules_strategy, st.integers(1, 5000), st.integers(1, 5), st.sampled_from(["whole", "sharded"]))
+def test_every_element_has_one_place_and_one_owner(modules, chunk, num_ranks, ownership):
+    layout = make_layout(modules, chunk, num_ranks, ownership)
     sizes = {name: numel for module in modules for name, numel in module.parameters}
     assert {name: slot.numel for name, slot in layout.slots.items()} == sizes
     for group in layout.groups:
-        assert group.num_chunks == num_ranks
+        assert group.num_ranks == num_ranks
+        if ownership == "sharded" and all(align(slot.numel) <= layout.chunk_elems for slot in group.slots):
+            assert group.elems < layout.chunk_elems + num_ranks * ALIGN_ELEMS, "one chunk, not p, is gathered at once"
         end = 0
         for slot in sorted(group.slots, key=lambda slot: slot.offset):
             assert slot.offset >= end and slot.offset % ALIGN_ELEMS == 0
@@ -60,7 +62,7 @@ def test_every_element_has_one_place_and_one_owner(modules, chunk, num_ranks):
         for slot in group.slots:
             own = sorted((span.param_offset, span.numel) for span in spans if span.name == slot.name)
             assert sum(numel for _, numel in own) == slot.numel
-            if align(slot.numel) <= layout.chunk_elems:
+            if align(slot.numel) <= layout.chunk_elems and ownership == "whole":
                 assert len(own) == 1, "a parameter that fits into a chunk has one owner"
 
 
@@ -71,7 +73,7 @@ def test_a_module_is_not_split_while_it_fits_into_a_chunk():
 
 def test_a_parameter_larger_than_a_chunk_is_cut_into_equal_pieces():
     layout = make_layout([ModuleSpec("a", (("a.w", 1000),)), ModuleSpec("b", (("b.w", 64),))], 128, num_ranks=4)
-    assert layout.groups[0].chunk_elems == 256 and len(layout.groups[0].slots) == 1
+    assert layout.groups[0].piece_elems == 256 and len(layout.groups[0].slots) == 1
     assert [span.numel for rank in range(4) for span in layout.groups[0].spans(rank)] == [256, 256, 256, 232]
 
 

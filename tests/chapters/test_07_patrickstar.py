@@ -1,0 +1,172 @@
+"""Chapter 07 as a program: what it prints and leaves, resuming anywhere, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chapters.program import ROOT, Chapter, environment, run
+
+STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2", "--near-budget", "min")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
+    """A run of ten steps on two processes, and what it printed."""
+    chapter = Chapter("07_patrickstar", tmp_path_factory.mktemp("finished"))
+    return chapter, chapter.train(*STEPS)
+
+
+def interrupted(chapter: Chapter, folder: Path) -> Chapter:
+    """A copy of a finished run that lost all after step 5."""
+    shutil.copytree(chapter.output, folder / "run")
+    shutil.rmtree(folder / "run/checkpoints/step_000010")
+    shutil.rmtree(folder / "run/final")
+    return Chapter(chapter.name, folder)
+
+
+def test_what_it_says_and_leaves(finished) -> None:
+    chapter, said = finished
+    for words in ("2 ranks x 1 micro-batch x 6", "chunks ", "model data", "16 bytes a parameter", "near ", "far ",
+                  " at most", "far to near", "perplexity", "「今天天气」", "tensorboard", "07_patrickstar/generate.sh"):
+        assert words in said, words
+    assert "Warning" not in said and "Traceback" not in said
+    row = chapter.metrics()[-1]
+    assert row["near_peak_bytes"] > 0 and row["far_to_near_bytes"] > 0 and row["gather_bytes"] > 0
+    assert {"valid_loss", "valid_ppl", "valid_acc"} <= set(row)
+    left = {path.name for path in chapter.output.iterdir()}
+    assert left == {"metrics.jsonl", "tensorboard", "checkpoints", "config.json", "final"}
+
+
+def test_what_it_trained_loads_in_hugging_face_and_generates(finished) -> None:
+    transformers = pytest.importorskip("transformers")
+    final = finished[0].output / "final"
+    model, loading = transformers.GPT2LMHeadModel.from_pretrained(final, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and model.config.n_layer == 2
+    command = [sys.executable, "-m", "gpt2_chinese.generate", "--model", str(finished[0].output)]
+    assert "今天" in run([*command, "--prompt", "今天", "--greedy"])
+
+
+def test_a_second_call_says_that_the_run_is_complete(finished) -> None:
+    assert finished[0].train(*STEPS).startswith("This run is complete: 10 steps")
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 1])
+def test_it_resumes_at_another_number_of_processes(finished, tmp_path: Path, nproc: int) -> None:
+    chapter = interrupted(finished[0], tmp_path)
+    assert "step_000005, next is step 6" in chapter.train(*STEPS, "--nproc", nproc)
+    assert chapter.losses() == pytest.approx(finished[0].losses(), rel=0 if nproc == 2 else 1e-5, abs=0)
+
+
+def test_one_process_and_chapter_00_resume_each_other_bit_for_bit(tmp_path: Path) -> None:
+    plain = Chapter("00_single", tmp_path / "00")
+    plain.folder.mkdir()
+    plain.train(*STEPS[:-2])
+    losses = plain.losses()
+    chunked = interrupted(plain, tmp_path / "to07")
+    chunked.name = "07_patrickstar"
+    chunked.train(*STEPS, "--nproc", 1)
+    assert chunked.losses() == losses
+    back = interrupted(chunked, tmp_path / "to00")
+    back.name = "00_single"
+    back.train(*STEPS[:-2])
+    assert back.losses() == losses
+
+
+@pytest.mark.parametrize("flags, line", [
+    (("--near-budget", "100KiB"), "near budget 100KiB (102400 bytes) is too small: module 'transformer.wte' and its "),
+    (("--near-budget", "25 parsecs"), "'25 parsecs' is no amount of memory; write for example 25%, 64MiB or 2GiB"),
+    (("--far-budget", "-1"), "--far-budget"),
+    (("--far-budget", "100KiB", "--near-budget", "min"), "far budget 100KiB (102400 bytes) is too small: the chunks of one"),
+    (("--chunk-size", "big"), "--chunk-size big is no number of elements"),
+    (("--precision", "fp16"), "--precision fp16"),
+    (("--policy", "random"), "--policy"),
+    (("--near-bugdet", "1MiB"), "--near-budget"),
+    (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
+    (("--train-data", "nowhere.json"), "nowhere.json"),
+])
+def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
+    said = Chapter("07_patrickstar", tmp_path).train(*flags, status=2)
+    assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_file_says_what_flags_say(tmp_path: Path) -> None:
+    values = json.loads((ROOT / "chapters/07_patrickstar/config.json").read_text()) | {"near_budget": "min"}
+    values["optimizer"]["params"]["betas"] = [0.8, 0.9]
+    curves = []
+    for betas, flags in (([0.8, 0.9], ()), ([0.9, 0.95], ()), (None, ("--near-budget", "min"))):
+        chapter = Chapter("07_patrickstar", tmp_path / str(len(curves)))
+        chapter.folder.mkdir()
+        if betas:
+            values["optimizer"]["params"]["betas"] = betas
+            (tmp_path / "c.json").write_text(json.dumps(values))
+            flags = ("--config", tmp_path / "c.json")
+        chapter.train("--max-steps", 3, "--nproc", 1, *flags)
+        curves.append(chapter.losses())
+    assert curves[1] == curves[2] != curves[0], "the shipped file says the defaults; other betas make another curve"
+
+
+@pytest.mark.parametrize("text, flags, line", [
+    ('{"near_bugdet": "min"}', (), "c.json: unknown key 'near_bugdet'; did you mean 'near_budget'?"),
+    ('{"near_budget": "min"', (), "c.json: not valid JSON"),
+    ('{"near_budget": "min"}', ("--near-budget", "25%"), "--near-budget and 'near_budget' in --config"),
+    ('{"optimizer": {"params": {"lr": 1}}}', ("--lr=1",), "--lr and 'optimizer.params.lr' in --config"),
+])
+def test_a_configuration_file_that_is_refused(tmp_path: Path, text: str, flags, line: str) -> None:
+    (tmp_path / "c.json").write_text(text)
+    said = Chapter("07_patrickstar", tmp_path).train("--config", tmp_path / "c.json", *flags, status=2)
+    assert len(said.strip().splitlines()) == 1 and line in said, said
+
+
+def test_the_default_budget_is_a_quarter_or_the_least_that_works(tmp_path: Path) -> None:
+    for flags, budget in ((("--model-config", "tiny"), "25%"), ((), "min")):    # the small test model is mostly embedding
+        chapter = Chapter("07_patrickstar", tmp_path / budget)
+        chapter.folder.mkdir()
+        chapter.train("--max-steps", 1, "--nproc", 1, "--seq-len", 16, *flags)
+        assert json.loads((chapter.output / "config.json").read_text())["near_budget"] == budget
+
+
+def test_in_bf16_the_curve_stays_within_one_per_cent(tmp_path: Path) -> None:
+    """The law of the curve for mixed precision: the mean gap over the last 20 of 200 steps."""
+    flags = ("--max-steps", 200, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 16)
+    curves = []
+    for name, more in (("00_single", ()), ("07_patrickstar", ("--precision", "bf16", "--near-budget", "min"))):
+        chapter = Chapter(name, tmp_path / name)
+        chapter.folder.mkdir()
+        chapter.train(*flags, *more)
+        curves.append(chapter.losses()[-20:])
+    gaps = [abs(ours - theirs) / theirs for theirs, ours in zip(*curves, strict=True)]
+    assert sum(gaps) / 20 < 0.01 and max(gaps) > 0
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    chapter = Chapter("07_patrickstar", tmp_path)
+    command = chapter.command("--max-steps", 2000, "--near-budget", "min")
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = chapter.output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.05)
+    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
+    ranks = [int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid]
+    os.kill(max(ranks), signal.SIGKILL)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 1 failed with status -9" in said, said
+
+
+def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
+    chapter = Chapter("07_patrickstar", tmp_path)
+    command = ["bash", str(ROOT / "chapters/07_patrickstar/train.sh"), *chapter.command(*STEPS)[2:]]
+    env = environment() | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Done." in done.stdout

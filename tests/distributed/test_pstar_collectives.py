@@ -1,0 +1,94 @@
+"""Collectives through shared memory against the process group's, and against sums in fp64."""
+
+from __future__ import annotations
+
+import glob
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pstar import shared_memory
+from pstar.collectives import Collectives
+from pstar.tiers import Ledger
+
+SIZES = [1, 7, 300_001, 1_500_000]    # the last needs several slices of the staging area
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def exchange_case(rank: int, num_ranks: int, through_memory: bool):
+    collectives = Collectives(None, Ledger(), through_memory)
+    results = []
+    for numel in SIZES:
+        for dtype in DTYPES:
+            flat, piece = values(rank, numel * num_ranks, dtype), torch.empty(numel, dtype=dtype)
+            collectives.reduce_scatter_mean(piece, flat)
+            flat = torch.full((num_ranks, numel), float("nan"), dtype=dtype)
+            flat[rank] = piece
+            collectives.all_gather(flat.view(-1))
+            results.append(flat)
+    results.append(collectives.sum(torch.arange(5, dtype=torch.float64) * (rank + 1)))
+    return collectives.through_memory, dict(collectives.ledger.moved_bytes), results, glob.glob("/dev/shm/pstar_*")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_shared_memory_gives_what_the_process_group_gives(ranks, num_ranks):
+    if not shared_memory.available():
+        pytest.skip("no shared memory with ordered writes on this machine")
+    ours = ranks(num_ranks).run(exchange_case, True)
+    theirs = ranks(num_ranks).run(exchange_case, False)
+    again = ranks(num_ranks).run(exchange_case, True)
+    assert [result[0] for result in ours + theirs] == [True] * num_ranks + [False] * num_ranks
+    assert ours[0][1] == theirs[0][1], "the same bytes are received either way"
+    assert not ours[0][3], "no file is left behind"
+    for mine, gloo, later in zip(ours, theirs, again, strict=True):
+        for first, a, b, c in zip(ours[0][2], mine[2], gloo[2], later[2], strict=True):
+            assert torch.equal(a, first) and torch.equal(a, c), "the same bits on every rank and in every run"
+            if num_ranks == 2 and a.dtype != torch.float16:
+                assert torch.equal(a, b), "a sum of two has one order"
+            elif a.dtype in (torch.float32, torch.float64):    # in 16 bits gloo rounds after every addition, we do once
+                torch.testing.assert_close(a, b)
+    cases = [(numel, dtype) for numel in SIZES for dtype in DTYPES]
+    for (numel, dtype), got in zip(cases, ours[0][2], strict=False):
+        exact = sum(values(rank, numel * num_ranks, dtype).double() for rank in range(num_ranks)) / num_ranks
+        eps = torch.finfo(dtype).eps    # each term is rounded once when it is divided, and the sum once
+        torch.testing.assert_close(got.double().view(-1), exact, rtol=2 * eps, atol=4 * eps)
+
+
+def fallback_case(rank: int, num_ranks: int, what: str):
+    original = shared_memory.make_file
+    shared_memory.make_file = lambda num_ranks: {"no room": None, "other /dev/shm": "/dev/shm/pstar_not_there"}[what]
+    unlink, shared_memory.os.unlink = shared_memory.os.unlink, lambda path: None
+    try:
+        collectives = Collectives(None, Ledger())
+    finally:
+        shared_memory.make_file, shared_memory.os.unlink = original, unlink
+    return collectives.through_memory, collectives.sum(torch.ones(3))
+
+
+@pytest.mark.parametrize("what", ["no room", "other /dev/shm"])
+def test_without_shared_memory_the_process_group_takes_over_on_all_ranks(ranks, what):
+    for through_memory, total in ranks(2).run(fallback_case, what):
+        assert not through_memory and total.tolist() == [2, 2, 2]
+
+
+def late_case(rank: int, num_ranks: int):
+    shared_memory.WAIT_S = 0.5
+    collectives = Collectives(None, Ledger())
+    message = ""
+    if rank == 0:
+        try:
+            collectives.sum(torch.ones(1))
+        except Exception as error:
+            message = str(error)
+    dist.barrier()
+    shared_memory.WAIT_S = 600.0
+    return message
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):
+    assert "for ranks [1]: they hang, died, or made other collective calls" in ranks(2).run(late_case)[0]

@@ -1,0 +1,157 @@
+"""Any torch.nn.Module: the engine against plain PyTorch, bit for bit, on models that it knows nothing of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import pstar
+
+STEPS, LR = 4, 1e-3
+
+
+def compare(model_func, inputs, loss_of, near: str = "min", chunk: int | str = 3_000) -> pstar.Engine:
+    """Trains plainly and with the engine; asserts equal losses and weights.
+
+    inputs(step) -> keyword arguments of the model; loss_of(output) -> scalar.
+    """
+    torch.manual_seed(0)
+    plain = model_func()
+    adamw = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=LR, weight_decay=0.0)
+    torch.manual_seed(0)
+    model, optimizer = pstar.initialize_engine(model_func, 0, {
+        "optimizer": {"params": {"lr": LR}}, "near_budget": near, "default_chunk_size": chunk})
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        adamw.zero_grad()
+        expected = loss_of(plain(**inputs(step)))
+        expected.backward()
+        adamw.step()
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = loss_of(model(**inputs(step)))
+        model.backward(loss)
+        optimizer.step()
+        assert loss.item() == expected.item(), f"step {step}"
+    weights, _ = model.gather_state()
+    for name, value in plain.named_parameters():
+        assert torch.equal(weights[name], value), name
+    assert model.schedule.num_traced == 1
+    return model
+
+
+def ids(step: int, vocab: int = 97, length: int = 7) -> torch.Tensor:
+    return torch.randint(0, vocab, (3, length), generator=torch.Generator().manual_seed(step))
+
+
+def hugging_face(kind: str):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.1)
+        return lambda: transformers.GPT2LMHeadModel(config)
+    if kind == "bert":
+        return lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small))
+    return lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=2))
+
+
+@pytest.mark.parametrize("near", ["min", "100%"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
+def test_hugging_face_models_unchanged(kind: str, near: str) -> None:
+    def inputs(step: int) -> dict:
+        return {"input_ids": ids(step), "labels": ids(step)}
+
+    model = compare(hugging_face(kind), inputs, lambda out: out.loss, near)
+    assert model.near.peak_bytes <= model.near.budget_bytes
+
+
+@dataclass
+class Out:
+    first: torch.Tensor
+    rest: dict
+
+
+class Reused(nn.Module):
+    """One layer applied three times, a parameter of the module itself around its children, results in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> Out:
+        h = x * self.scale
+        for _ in range(3):
+            h = torch.tanh(self.layer(h)) * self.scale
+        return Out(h, {"normed": (self.norm(h), None)})
+
+
+def test_a_layer_used_three_times_and_results_in_a_dataclass() -> None:
+    compare(Reused, lambda step: {"x": torch.randn(5, 8, generator=torch.Generator().manual_seed(step))},
+            lambda out: (out.first.sum() + out.rest["normed"][0].pow(2).sum()), chunk=40)
+
+
+class Convolutional(nn.Module):
+    """Buffers that change in training, convolutions, an embedding that only some rows of are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 6)
+        self.conv = nn.Conv1d(6, 5, 3, padding=1)
+        self.norm = nn.BatchNorm1d(5)
+        self.gru = nn.GRU(5, 4, batch_first=True)
+        self.head = nn.Bilinear(4, 4, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.norm(self.conv(self.embed(tokens).transpose(1, 2)))).transpose(1, 2)
+        out, _ = self.gru(h)
+        return self.head(out[:, -1], out[:, 0]).pow(2).sum()
+
+
+def test_convolutions_batch_norm_gru_and_bilinear() -> None:
+    compare(Convolutional, lambda step: {"tokens": ids(step, 50)}, lambda out: out, chunk=100)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16))
+                                    for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = h + torch.utils.checkpoint.checkpoint(block, h, use_reentrant=self.use_reentrant)
+        return h.pow(2).sum()
+
+
+class Borrowing(nn.Module):
+    """Uses a child's parameter in its own forward while it is near: backward must fetch it again, not read stale bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        h = h @ self.embed.weight.T @ self.embed.weight
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return h.pow(2).sum()
+
+
+def test_a_parameter_borrowed_by_the_module_around_its_owner() -> None:
+    compare(Borrowing, lambda step: {"tokens": ids(step, 50)}, lambda out: out, chunk=300)
+
+
+@pytest.mark.parametrize("near", ["min", "100%"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_both_variants_of_activation_checkpointing(use_reentrant: bool, near: str) -> None:
+    compare(lambda: Checkpointed(use_reentrant), lambda step: {"tokens": ids(step, 50)}, lambda out: out, near, chunk=700)
