@@ -152,7 +152,7 @@ def arithmetic(words: Words) -> str:
     rows = [
         ("parameters", "M", *(f"{one.layout.num_params:,}" for one in quarter)),
         ("elements in a chunk, searched", "S", *(f"{one.layout.chunk_elems:,}" for one in quarter)),
-        ("chunks, in groups of p", "n", *(f"{sum(g.num_chunks for g in one.layout.groups)}" for one in quarter)),
+        ("groups, of p pieces each", "g", *(len(one.layout.groups) for one in quarter)),
         ("elements of all chunks, with padding", "E", *(f"{one.layout.total_elems:,}" for one in quarter)),
         ("share of the chunks that holds parameters", "M / E", *(f"{one.layout.utilisation:.1%}" for one in quarter)),
         ("bytes a parameter, fp32", "4 + 4 + 4 + 4", *(one.costs.total for one in quarter)),
