@@ -66,7 +66,12 @@ def _run_first_command() -> tuple[str, Path]:
 
 
 def excerpt(said: str) -> str:
-    """What a run printed without the set-up, and with the first and the last of its lines of progress only."""
+    """What a run printed without the set-up, and with the first and the last of its lines of progress only.
+
+    Raises SystemExit for a run that did not end.
+    """
+    if "\nTo go on:\n" not in said:
+        raise SystemExit("error: the captured run has not come to its end")
     lines = [line for line in said.strip().splitlines() if not line.startswith("setup:")]
     progress = [number for number, line in enumerate(lines) if re.match(r"step \d+/\d+: ", line)]
     left_out = set(range(progress[1], progress[-1]))

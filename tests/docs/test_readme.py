@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ READMES = {"en": ROOT / "README.md", "zh": ROOT / "README.zh.md"}
 TEXTS = {language: path.read_text(encoding="utf-8") for language, path in READMES.items()}
 # Short enough to end in seconds; the rest of the command is as it stands.
 SHORT = "--max-steps 2 --batch-size 4 --seq-len 32"
+FIRST = "--valid-data data/valid/comments.json"
 NOT_RUN = {
     "bash tests/run.sh": "it is running",
     "bash docs/serve.sh": "it does not end; its parts are run by the fixture `site`",
@@ -52,6 +54,13 @@ def test_the_two_commands_come_first() -> None:
         assert first == ["bash chapters/07_patrickstar/train.sh", "bash tests/run.sh"]
 
 
+def test_what_is_required_is_what_the_set_up_asks_for() -> None:
+    free = re.search(r"FREE_BYTES_NEEDED = (\d+) \* 2\*\*30", (ROOT / "scripts/setup_environment.py").read_text())[1]
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    for text in TEXTS.values():
+        assert f"{free} GiB" in text and f"Python {oldest}" in text
+
+
 def test_the_commands_run(shell, tmp_path: Path) -> None:
     """One after the other, as they stand, for two steps and with the reader's folders in a temporary one."""
     corpus = tmp_path / "mine/corpus"
@@ -65,7 +74,7 @@ def test_the_commands_run(shell, tmp_path: Path) -> None:
             continue
         line = command.replace("mine/", f"{tmp_path}/mine/").replace("runs/mine", f"{tmp_path}/run")
         if "train.sh" in line:
-            line += f" {SHORT}" + ("" if "--output-dir" in line else f" --output-dir {tmp_path}/first")
+            line += f" {SHORT}" + ("" if "--output-dir" in line else f" {FIRST} --output-dir {tmp_path}/first")
         shell(line)
         ran.append(command)
     assert len(ran) == 5 and (tmp_path / "first/final/model.safetensors").exists()
@@ -124,6 +133,8 @@ def test_an_outdated_part_and_an_outdated_run_are_found(build) -> None:
 
 
 def test_an_excerpt_keeps_the_first_and_the_last_line_of_progress(build) -> None:
-    said = "setup: x\nhead\nstep 1/9: a\nstep 2/9: b\nstep 4: validation\nstep 9/9: c\nstep 9: validation\nend\n"
-    shown = ["head", "step 1/9: a", "...", "step 9/9: c", "step 9: validation", "end"]
+    said = "setup: x\nhead\nstep 1/9: a\nstep 2/9: b\nstep 4: validation\nstep 9/9: c\nstep 9: validation\nTo go on:\nend\n"
+    shown = ["head", "step 1/9: a", "...", "step 9/9: c", "step 9: validation", "To go on:", "end"]
     assert build.readme.excerpt(said).splitlines() == shown
+    with pytest.raises(SystemExit, match="not come to its end"):
+        build.readme.excerpt(said.replace("To go on:", ""))
