@@ -1,0 +1,191 @@
+"""The tables of the pages and of the READMEs: from the repository, from pstar's own functions, and from measured runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import measured
+from measured import CHAPTERS, REPO
+
+Words = Callable[[str], str]
+
+# Every entry of the repository and its one purpose; tests/docs holds it complete.
+TREE = {
+    "chapters/": "one program a folder: the same training, each time shared in another way",
+    "gpt2_chinese/": "what all chapters share: model, corpus, vocabulary, the run; knows no parallelism",
+    "pstar/": "the engine of chapter 07, for any torch.nn.Module",
+    "data/": "the shipped corpus, its format, and how to split your own",
+    "cache/": "the shipped vocabulary, and how to train another",
+    "docs/": "the site in Chinese and English, and what makes its pages from these files",
+    "tests/": "unit, distributed, chapters as programs, docs, layers, the harness itself",
+    "scripts/": "the set-up that every start goes through",
+    ".ci/": "what a CI machine calls",
+    "pyproject.toml": "the two packages, the extras dev and docs, ruff, pytest",
+    "constraints.txt": "the exact versions that CI runs",
+    "environment.yml": "the same for conda",
+    "mkdocs.yml": "the site's frame",
+    "CONTRIBUTING.md": "the rules, each with the test that holds it",
+    "CHANGELOG.md": "what changed",
+    "LICENSE": "BSD-3-Clause",
+    ".gitignore": "what runs and builds leave behind",
+}
+
+# All chapters of the course; those without a train.py are shown as planned.
+COURSE = {
+    "00_single": ("one process, no parallelism: the curve that all others must reproduce", "python"),
+    "01_parameter_server": ("data parallel through a single parameter server", "torchrun"),
+    "02_ddp": ("distributed data parallel: bucketed ring all-reduce overlapped with backward", "torchrun"),
+    "03_horovod": ("data parallel with real Horovod", "horovodrun"),
+    "04_apex": ("mixed precision, optimization levels O0 to O3", "torchrun, horovodrun"),
+    "05_model_parallel": ("layer split, pipeline, tensor parallel, and their combination with data parallel", "torchrun"),
+    "06_zero": ("ZeRO stages 1, 2, 3 and offload; FSDP2 beside them", "torchrun"),
+    "07_patrickstar": ("the chunk-based engine pstar", "torchrun"),
+    "08_param_efficient": ("gradient checkpointing, LoRA, int8 and int4 base weights", "torchrun"),
+}
+
+# What the rows of chapter 07's closing table mean.
+MEMORY = {
+    "chunks": "how the parameters are packed; the rest is padding",
+    "model data": "parameters, gradients and both moments, of all processes",
+    "budgets": "what each tier may hold on each process",
+    "near": "bytes in use in the near tier; never above its budget",
+    "far": "bytes in use in the far tier, on this process",
+    "Adam": "in which tier the update of each group is computed",
+    "far to near": "copied in during the last step",
+    "near to far": "copied out during the last step",
+    "gather": "received when groups are gathered, in the last step",
+    "reduce": "received when gradients are reduced, in the last step",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int = 0) -> str:
+    """A Markdown table; the last `right` columns are aligned to the right."""
+    rule = ["---"] * (len(head) - right) + ["---:"] * right
+    cells = ([str(cell).replace("|", "\\|") for cell in row] for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *cells))
+
+
+def exists(chapter: str) -> bool:
+    """Whether a chapter of the course is written."""
+    return (REPO / "chapters" / chapter / "train.py").exists()
+
+
+def chapters(words: Words, link: str = "chapters/{}.md") -> str:
+    """The course. `link` is the address of a chapter's page, {} its name."""
+    rows = []
+    for name, (technique, launcher) in COURSE.items():
+        here = exists(name)
+        rows.append((f"[{name}]({link.format(name)})" if here else name, words(technique), launcher,
+                     words("here") if here else words("planned")))  # fmt: skip
+    return table([words(word) for word in ("chapter", "technique", "launcher", "state")], rows)
+
+
+def tree(words: Words) -> str:
+    """The repository, one purpose per entry."""
+    width = max(map(len, TREE)) + 2
+    return "```text\n" + "".join(f"{path:<{width}}{words(purpose)}\n" for path, purpose in TREE.items()) + "```\n"
+
+
+def configuration(words: Words) -> str:
+    """Every key of pstar's configuration, from pstar.config.reference()."""
+    from pstar.config import reference
+
+    rows = [(f"`{key}`", f"`{default}`", words(meaning)) for key, default, meaning in reference()]
+    return table([words(word) for word in ("key", "default", "meaning")], rows)
+
+
+def circumstances(words: Words) -> str:
+    """One sentence on how the numbers of the measured run came about."""
+    run = measured.measure()
+    return words("Measured on {date}: {steps} steps, Python {python}, torch {torch}, {cores} CPU cores.").format(
+        **run, steps=measured.STEPS) + "\n"  # fmt: skip
+
+
+def losses(words: Words) -> str:
+    """Losses of both chapters at a few steps, and the largest difference over all of them."""
+    run = measured.measure()
+    first, second = (run["runs"][chapter]["losses"] for chapter in CHAPTERS)
+    rows = [(step, f"{first[step - 1]:.6f}", f"{second[step - 1]:.6f}",
+             f"{abs(first[step - 1] - second[step - 1]) / first[step - 1]:.1e}")
+            for step in measured.shown_steps()]  # fmt: skip
+    rows.append((words("largest of all steps"), "", "", f"{measured.largest_difference(run):.1e}"))
+    return table([words("step"), *CHAPTERS, words("relative difference")], rows, right=3)
+
+
+def commands(words: Words) -> str:
+    """The two commands of the measured run."""
+    return "```bash\n" + "".join(f"{measured.command_of(chapter)}\n" for chapter in CHAPTERS) + "```\n"
+
+
+def memory(words: Words) -> str:
+    """The chunk memory that chapter 07 printed at the end of the measured run, each row explained."""
+    said = measured.summary_rows(measured.measure()["runs"]["07_patrickstar"]["said"])
+    rows = [(f"`{name}`", value, words(MEMORY[name])) for name, value in said]
+    return table([words(word) for word in ("row", "printed", "meaning")], rows)
+
+
+def arithmetic(words: Words) -> str:
+    """The formulas of the engine, worked for tiny with the engine's own functions, at one and two processes."""
+    from gpt2_chinese.config import PRESETS
+    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.vocabulary import vocabulary_size
+    from pstar import plan_engine
+    from pstar.budget import model_data_bytes
+    from pstar.tiers import format_bytes
+
+    config = PRESETS["tiny"]
+    config.vocab_size = vocabulary_size(REPO / "cache/vocab.txt")
+
+    def plan(num_ranks: int, **keys: object):
+        return plan_engine(lambda: GPT2LMHeadModel(config), keys, num_ranks)
+
+    quarter = [plan(p, near_budget="25%") for p in (1, 2)]
+    least = [plan(p, near_budget="min") for p in (1, 2)]
+    half = [plan(p, near_budget="25%", bf16={"enabled": True}) for p in (1, 2)]
+    whole = [model_data_bytes(one.layout, one.costs) for one in quarter]
+    received = [one.layout.total_elems * (p - 1) // p for p, one in zip((1, 2), quarter, strict=True)]
+
+    def share(one) -> str:
+        return f"{format_bytes(one.near_budget)} ({one.near_budget / model_data_bytes(one.layout, one.costs):.1%})"
+
+    rows = [
+        ("parameters", "M", *(f"{one.layout.num_params:,}" for one in quarter)),
+        ("elements in a chunk, searched", "S", *(f"{one.layout.chunk_elems:,}" for one in quarter)),
+        ("groups, of p pieces each", "g", *(len(one.layout.groups) for one in quarter)),
+        ("elements of all chunks, with padding", "E", *(f"{one.layout.total_elems:,}" for one in quarter)),
+        ("share of the chunks that holds parameters", "M / E", *(f"{one.layout.utilisation:.1%}" for one in quarter)),
+        ("bytes a parameter, fp32", "4 + 4 + 4 + 4", *(one.costs.total for one in quarter)),
+        ("bytes a parameter, bf16 with a split master", "2 + 2 + 2 + 4 + 4", *(one.costs.total for one in half)),
+        ("model data of all processes, fp32", "16·E", *map(format_bytes, whole)),
+        ("model data of one process, fp32", "16·E / p", *(format_bytes(w // p) for p, w in zip((1, 2), whole, strict=True))),
+        ("near budget of the chapter", "25 %", *(format_bytes(one.near_budget) for one in quarter)),
+        ("the least near budget, with its own chunk size", "min", *map(share, least)),
+        ("received per process and step, fp32, at most", "12·E·(p−1) / p", *(format_bytes(12 * e) for e in received)),
+        ("the same where each group is gathered once", "8·E·(p−1) / p", *(format_bytes(8 * e) for e in received)),
+    ]
+    head = [words("what"), words("formula"), words("tiny, p = 1"), words("tiny, p = 2")]
+    return table(head, [(words(what), f"`{formula}`", *values) for what, formula, *values in rows], right=2)
+
+
+def loads(words: Words) -> str:
+    """Loads per step of a forward and a backward pass over n equal chunks, by running pstar's own schedule on numbers."""
+    from pstar.schedule import count_loads
+
+    num_chunks = 8
+    accesses = [*range(num_chunks), *reversed(range(num_chunks))]
+    rows = [(room, 2 * (num_chunks - room), count_loads(accesses, room, "next_use"), count_loads(accesses, room, "lru"))
+            for room in range(2, num_chunks + 1, 2)]  # fmt: skip
+    head = [words("room C, of n = 8 chunks"), "2·(n − C)", "`next_use`", "`lru`"]
+    return table(head, rows, right=3)
+
+
+def loop(words: Words) -> str:
+    """The README's program for a module of one's own, which tests/docs runs."""
+    return re.search(r"```python\n.*?```\n", (REPO / "README.md").read_text(encoding="utf-8"), re.DOTALL).group()
+
+
+TABLES: dict[str, Callable[[Words], str]] = {
+    "chapters": chapters, "tree": tree, "configuration": configuration, "circumstances": circumstances, "losses": losses,
+    "commands": commands, "memory": memory, "arithmetic": arithmetic, "loads": loads, "loop": loop,
+}  # fmt: skip

@@ -1,0 +1,159 @@
+"""Checks of pages. Each returns the problems it finds, so that each can be shown to find one."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LANGUAGES = ("zh", "en")
+SHELL_BLOCK = re.compile(r"^( *)```(?:bash|sh)\b[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+OTHER_BLOCK = re.compile(r"^( *)(`{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
+PLACES = ("chapters/", "gpt2_chinese/", "pstar/", "data/", "cache/", "docs/", "tests/", "scripts/")
+
+
+# ---- commands
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page: each line of its shell blocks, and inline code that begins with a program."""
+    lines = [line.strip() for _, block in SHELL_BLOCK.findall(text) for line in block.splitlines()]
+    prose = OTHER_BLOCK.sub("", text)
+    lines += re.findall(r"`((?:bash|python|pip|conda|tensorboard|pstar) [^`\n]+)`", prose)
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
+    """What a command names that does not exist: the program, the path, a flag, an extra."""
+    words = shlex.split(command, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    program, *rest = words
+    if program in ("bash", "python") and rest and rest[0] != "-m":
+        script, *arguments = rest
+        if not (root / script).is_file():
+            return [f"{command}: there is no {script}"]
+        return _unknown_flags(command, arguments, known_flags(script))
+    if program == "python" and rest[:1] == ["-m"]:
+        module = rest[1]
+        if not (root / f"{module.replace('.', '/')}.py").is_file():
+            return [f"{command}: there is no module {module}"]
+        return _unknown_flags(command, rest[2:], known_flags(f"-m {module}"))
+    if program == "pip":
+        wanted = re.findall(r"\[([\w,]+)\]", command)
+        extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        return [f"{command}: there is no extra {one}" for group in wanted for one in group.split(",") if one not in extras]
+    if program == "conda":
+        return [f"{command}: there is no {word}" for word in rest if word.endswith(".yml") and not (root / word).is_file()]
+    if program == "tensorboard":
+        return [] if rest[:1] == ["--logdir"] else [f"{command}: --logdir is missing"]
+    if program == "pstar":
+        return [] if rest[:1] in ([], ["config"]) else [f"{command}: pstar has no command {rest[0]}"]
+    return [f"{command}: {program} is no program that the pages know; teach tests/docs/pages.py about it"]
+
+
+def _unknown_flags(command: str, arguments: list[str], known: set[str] | None) -> list[str]:
+    given = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    return [f"{command}: {flag} is in no --help" for flag in given if known is not None and flag not in known]
+
+
+@cache
+def known_flags(script: str) -> set[str] | None:
+    """The flags that --help lists; None for a script that hands its arguments to a known tool (pytest, mkdocs)."""
+    train = re.fullmatch(r"chapters/(\w+)/train\.sh", script)
+    if train:
+        target = [str(ROOT / "chapters" / train[1] / "train.py")]
+    elif re.fullmatch(r"chapters/\w+/generate\.sh", script):
+        target = ["-m", "gpt2_chinese.generate"]
+    elif script in ("tests/run.sh", "docs/build.sh", "docs/serve.sh"):
+        return None
+    elif script == "cache/make_vocab.sh":
+        return set()
+    else:
+        target = script.split() if script.startswith("-m ") else [str(ROOT / script)]
+    done = subprocess.run([sys.executable, *target, "--help"], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"--[a-z][\w-]*", done.stdout))
+
+
+def missing_paths(text: str, root: Path = ROOT) -> list[str]:
+    """Paths of the repository in inline code that do not exist."""
+    found = re.findall(r"`([\w./-]+)`", OTHER_BLOCK.sub("", text))
+    ours = [path for path in found if path.startswith(PLACES)]
+    return [f"there is no {path}" for path in ours if not (root / path).exists()]
+
+
+def beyond_the_repository(text: str) -> list[str]:
+    """Paths that exist on the author's machine only."""
+    return re.findall(r"\.\./shared\S*|(?<![\w.])/(?:work|home|root|tmp|Users)/\S*|\w+\.internal\b\S*", text)
+
+
+def broken_chinese_lines(text: str) -> list[str]:
+    """Line ends between two Chinese characters, which a browser shows as a space."""
+    chinese = r"[\u3001-\u9fff\uff00-\uffef]"
+    return re.findall(rf"[^\n]{{0,12}}{chinese}\n{chinese}[^\n]{{0,12}}", OTHER_BLOCK.sub("", text))
+
+
+# ---- the built site
+
+
+class Page(html.parser.HTMLParser):
+    """What a built page holds: ids of headings in order, and what it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.headings: list[str] = []
+        self.loads: list[str] = []
+        self.language = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Called by feed."""
+        values = dict(attrs)
+        if tag == "html":
+            self.language = values.get("lang") or ""
+        if re.fullmatch(r"h[1-6]", tag) and values.get("id"):
+            self.headings.append(f"{tag} {values['id']}")
+        if tag in ("img", "script", "iframe", "source") and values.get("src"):
+            self.loads.append(values["src"])
+        if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload") and values.get("href"):
+            self.loads.append(values["href"])
+
+
+def pages_of(folder: Path, language: str) -> dict[str, str]:
+    """Address -> text of the built pages of a language; Chinese stands at the root, English below en/."""
+    base = folder / "en" if language == "en" else folder
+    pages = {path.relative_to(base).as_posix(): path for path in sorted(base.rglob("index.html"))}
+    return {name: path.read_text(encoding="utf-8") for name, path in pages.items()
+            if language == "en" or not name.startswith("en/")}  # fmt: skip
+
+
+def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
+    """Pages that only one of two languages has, and pages whose headings have other ids."""
+    problems = [f"{name}: in one language only" for name in sorted(first.keys() ^ second.keys())]
+    for name in sorted(first.keys() & second.keys()):
+        one, other = Page(first[name]).headings, Page(second[name]).headings
+        if one != other:
+            problems.append(f"{name}: headings {sorted(set(one) ^ set(other)) or 'in another order'}")
+    return problems
+
+
+def unloadable(page: Path, folder: Path) -> list[str]:
+    """What a page loads from another site, or from a file that is not there."""
+    problems = []
+    for address in Page(page.read_text(encoding="utf-8")).loads:
+        if re.match(r"(https?:)?//", address):
+            problems.append(f"{page.relative_to(folder)} loads {address} from elsewhere")
+        elif not address.startswith("data:"):
+            path = address.split("?")[0].split("#")[0]
+            target = folder / path.lstrip("/") if path.startswith("/") else page.parent / path
+            if not target.exists():
+                problems.append(f"{page.relative_to(folder)} loads {address}, which is not there")
+    return problems

@@ -1,0 +1,115 @@
+"""docs/build.py: code by name, new lines, and that a missing word, name or fragment is an error and not a gap."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def build():
+    """The module docs/build.py, with those beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import build
+
+        yield build
+
+
+TEXT = '''import x
+
+@decorated
+class A:
+    """Doc."""
+
+    @property
+    def size(self):
+        return 1
+
+def after(): pass
+'''
+
+
+def test_code_is_taken_by_name_with_its_decorators(build) -> None:
+    assert build.source_of(TEXT, "A").splitlines()[0] == "@decorated"
+    assert build.source_of(TEXT, "A.size") == "@property\ndef size(self):\n    return 1"
+    assert build.source_of(TEXT, "after") == "def after(): pass"
+    with pytest.raises(SystemExit, match="no A.length"):
+        build.source_of(TEXT, "A.length")
+
+
+def test_new_lines_are_those_that_the_parent_lacks(build) -> None:
+    assert build.new_lines("a\nnew\n\nb\nchanged\n", "a\nb\nold\n") == [2, 5]
+    assert build.new_lines("a\n", "") == []
+    marked = build.fence("a\nb\nc\nd", "python", "x.py", [1, 2, 4])
+    assert marked == '```python title="x.py" hl_lines="1-2 4"\na\nb\nc\nd\n```\n'
+    assert build.fence("```\nx\n```", "text").startswith("````text\n")
+
+
+def test_the_diff_of_a_chapter_is_that_of_the_files(build, tmp_path: Path) -> None:
+    lines = build.diff_to_parent("07_patrickstar").splitlines()
+    assert lines[0] == "--- chapters/00_single/train.py" and '-PARENT = None' in lines and '+PARENT = "00_single"' in lines
+    with pytest.raises(SystemExit, match="no PARENT"):
+        build.diff_to_parent("00_single")
+
+
+@pytest.mark.parametrize("name", ["code/pstar/chunks.py/None.md", "en/none.md", "other/x.md"])
+def test_a_fragment_that_is_not_known_is_an_error(build, name: str) -> None:
+    with pytest.raises(SystemExit):
+        build.fragment(name)
+
+
+def test_a_word_without_chinese_is_an_error(build) -> None:
+    assert build.Words("en")("no such word") == "no such word"
+    with pytest.raises(SystemExit, match="no Chinese for 'no such word'"):
+        build.Words("zh")("no such word")
+
+
+def test_no_chinese_word_is_left_over(build, site) -> None:
+    """Every translation is used by a table: what the code does not say any more goes."""
+    known = json.loads((ROOT / "docs/zh.json").read_text(encoding="utf-8"))
+    used: set[str] = set()
+
+    def words(english: str) -> str:
+        used.add(english)
+        return known[english]
+
+    for name in build.tables.TABLES:
+        build.tables.TABLES[name](words)
+    assert set(known) - used == {"Captured on {date}: Python {python}, torch {torch}, {cores} CPU cores."}
+
+
+def test_every_entry_of_the_repository_has_its_purpose(build) -> None:
+    """What git tracks at the top, and nothing else (READMEs aside: they are the page)."""
+    done = subprocess.run(["git", "ls-tree", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    entries = [line.split("\t") for line in done.stdout.splitlines()]
+    tracked = {name + ("/" if " tree " in kind else "") for kind, name in entries if not name.startswith("README")}
+    assert tracked == set(build.tables.TREE)
+    assert all((ROOT / path).exists() for path in build.tables.TREE)
+
+
+def test_every_chapter_is_in_the_course(build) -> None:
+    assert {path.parent.name for path in ROOT.glob("chapters/*/train.py")} <= set(build.tables.COURSE)
+
+
+def test_measurements_are_kept_until_a_source_changes(build, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = build.measured
+    ran: list[str] = []
+    monkeypatch.setattr(measured, "_run", lambda chapter: ran.append(chapter) or {})
+    monkeypatch.setattr(measured, "write_whole", lambda path, text: None)
+    assert measured.measure()["runs"]["00_single"]["losses"] and not ran
+    monkeypatch.setattr(measured, "SOURCES", (*measured.SOURCES, "README.md"))
+    measured.measure()
+    assert ran == list(measured.CHAPTERS)
+
+
+def test_the_measured_run_keeps_the_law_of_the_curve(build, site) -> None:
+    """The page says that the curves are equal; the law allows 1e-4 (tests/chapters)."""
+    assert build.measured.largest_difference(build.measured.measure()) < 1e-4
