@@ -18,8 +18,7 @@ class HybridAdam(torch.optim.Optimizer):
     """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019), one pass over memory for each parameter.
 
     Parameters on the CPU are updated by the CPU kernel while those on CUDA devices are updated by the CUDA kernel. fp32
-    parameters are updated as they are, to the bits of torch.optim.AdamW(fused=True) but for the rounding of a few last
-    elements. bf16 and fp16 parameters have an fp32 master:
+    parameters are updated as they are; bf16 and fp16 parameters have an fp32 master:
 
     | master | bytes a parameter beside the gradient | |
     |---|---|---|
@@ -73,21 +72,24 @@ class HybridAdam(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss anew and returns it.
-            grad_scale: every gradient is multiplied by it on the way: clip factor / loss scale. A tensor is read where it
-                is, without waiting, by the CUDA kernel.
-            skip: CUDA: nothing is written where this fp32 element is not 0. The step is counted all the same.
+            grad_scale: every gradient is multiplied by it on the way: clip factor / loss scale. An fp32 tensor of one
+                element is read by the kernels, so that on its own device nothing waits for it.
+            skip: an fp32 tensor of one element: where it is not 0 nothing is written. The step is counted all the same.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        near = {param.device for group in self.param_groups for param in group["params"]}
+        scales = {each: grad_scale.to(each) if isinstance(grad_scale, torch.Tensor) else grad_scale for each in near}
+        skips = {each: None if skip is None else skip.to(each) for each in near}
         updates = []
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     if param.grad.is_sparse:
                         raise ArgumentError("grad: a dense gradient is wanted, found a sparse one")
-                    updates.append(self._update(param, group, grad_scale, skip))
+                    updates.append(self._update(param, group, scales[param.device], skips[param.device]))
         adam_steps(updates, self.implementation)
         for update in updates:
             for tensor in (update.param, update.copy16):

@@ -1,9 +1,9 @@
 """Adam on flat arrays with torch operations, and the split fp32 master: the kernels' naive twin, and their substitute.
 
-Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). Operations and order are those of torch.optim's
-single-tensor implementation, and on a processor with fused multiply-add the bits are those of adam_formula.h. One
-difference to torch.optim: on x86 torch's fp32 sqrt is a library routine, in a sixth of all cases one unit in the last place
-off; here the root is taken in float64 and rounded, which is exact.
+Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). Each operation is a rounding of adam_formula.h: where torch
+uses fused multiply-add (on x86 from AVX2 on; seen in torch 2.13), lerp_ and add_ with alpha give the same bits as the
+compiled kernels. Only the square root takes a detour: torch's fp32 sqrt on x86 is a library routine that is one unit in the
+last place off in a sixth of all cases; from float64 it comes out exactly rounded.
 """
 
 import torch
@@ -61,14 +61,15 @@ def _update_block(update: AdamUpdate, part: slice) -> None:
 def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
              update: AdamUpdate) -> None:
     """adam_element of the header. All fp32, (N,); param and the moments in place."""
-    decay, l2, _, _, beta2, rest2, bias2_sqrt, eps, neg_step_size = update.scalars()
+    neg_decay, l2, _, _, _, _, inv_bias2_sqrt, eps, neg_step_size = update.scalars()
     if l2:
         grad = grad.add(param, alpha=l2)
-    param.mul_(decay)
     exp_avg.lerp_(grad, 1 - update.betas[0])
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=rest2)
+    exp_avg_sq.lerp_(grad.square(), 1 - update.betas[1])
     root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32)
-    param.addcdiv_(exp_avg, root.div_(bias2_sqrt).add_(eps), value=neg_step_size)
+    denominator = torch.full_like(root, eps).add_(root, alpha=inv_bias2_sqrt)
+    change = exp_avg.mul(neg_step_size).div_(denominator)
+    param.add_(change.add_(param, alpha=neg_decay))
 
 
 def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:

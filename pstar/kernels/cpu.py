@@ -21,7 +21,8 @@ class AdamScalars(ctypes.Structure):
     """As in adam_formula.h."""
 
     _fields_ = [(name, ctypes.c_float) for name in (
-        "decay", "l2", "lerp", "lerp_from_grad", "beta2", "rest2", "bias2_sqrt", "eps", "neg_step_size", "grad_scale")]
+        "neg_decay", "l2", "lerp", "lerp_from_grad", "lerp_sq", "lerp_sq_from_grad", "inv_bias2_sqrt", "eps",
+        "neg_step_size", "grad_scale")]
 
 
 class AdamChunk(ctypes.Structure):
@@ -29,7 +30,8 @@ class AdamChunk(ctypes.Structure):
 
     _fields_ = [*[(name, ctypes.c_void_p) for name in (
         "param", "extra", "grad", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")],
-        ("numel", ctypes.c_int64), ("first_index", ctypes.c_int64), ("scalars", AdamScalars),
+        ("numel", ctypes.c_int64), ("first_index", ctypes.c_int64), ("grad_scale", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p), ("scalars", AdamScalars),
         ("seed", ctypes.c_uint32), ("unused", ctypes.c_uint32)]
 
 
@@ -60,9 +62,12 @@ def chunk_of(update: AdamUpdate) -> AdamChunk:
     scales = update.scales or (None, None)
     tensors = (update.param, extra, update.grad, update.exp_avg, update.exp_avg_sq, *scales)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    scale = 1.0 if isinstance(update.grad_scale, torch.Tensor) and update.param.is_cuda else float(update.grad_scale)
-    return AdamChunk(*pointers, update.param.numel(), update.first_index, AdamScalars(*update.scalars(), scale),
-                     (update.seed or 0) & 0xFFFFFFFF, 0)
+    scale, scale_at = update.grad_scale, None
+    if isinstance(scale, torch.Tensor):
+        scale, scale_at = 1.0, scale.data_ptr()
+    skip_at = None if update.skip is None else update.skip.data_ptr()
+    return AdamChunk(*pointers, update.param.numel(), update.first_index, scale_at, skip_at,
+                     AdamScalars(*update.scalars(), scale), (update.seed or 0) & 0xFFFFFFFF, 0)
 
 
 def update_on_cpu(updates: list[AdamUpdate], path: str | None = None) -> None:

@@ -91,7 +91,8 @@ PSTAR_FN void formula(float *param, const float *grad, float *exp_avg, float *ex
 }
 
 // At most BLOCK elements from `first` on; m and v are their moments.
-PSTAR_FN void update_block(const AdamChunk &c, int param, int grad, pstar_i64 first, int n, float *m, float *v) {
+PSTAR_FN void update_block(const AdamChunk &c, const AdamScalars &h, int param, int grad, pstar_i64 first, int n, float *m,
+                           float *v) {
     alignas(64) float x_buffer[BLOCK], g_buffer[BLOCK];
     alignas(64) pstar_u16 copy_buffer[BLOCK];
     pstar_u16 *x16 = (pstar_u16 *)c.param + first;
@@ -103,7 +104,7 @@ PSTAR_FN void update_block(const AdamChunk &c, int param, int grad, pstar_i64 fi
     else if (param == PARAM_BF16 || param == PARAM_BF16_SR) unpack(x16, GRAD_BF16, x, n);
     else x = (float *)c.param + first;
 
-    formula(x, g, m, v, n, c.scalars);
+    formula(x, g, m, v, n, h);
 
     if (param == PARAM_SPLIT) split(x, x16, (pstar_i16 *)c.extra + first, n);
     else if (param == PARAM_BF16) pack(x, PARAM_COPY_BF16, x16, n);
@@ -118,10 +119,12 @@ PSTAR_FN void update_block(const AdamChunk &c, int param, int grad, pstar_i64 fi
 
 // Elements [begin, end) of a chunk; begin is a multiple of the quantisation block.
 PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin, pstar_i64 end) {
+    const AdamScalars h = scalars_of(c);
+    if (c.skip && *c.skip != 0.0f) return;
     if (!codes) {
         float *m = (float *)c.exp_avg, *v = (float *)c.exp_avg_sq;
         for (pstar_i64 first = begin; first < end; first += BLOCK)
-            update_block(c, param, grad, first, end - first < BLOCK ? (int)(end - first) : BLOCK, m + first, v + first);
+            update_block(c, h, param, grad, first, end - first < BLOCK ? (int)(end - first) : BLOCK, m + first, v + first);
     } else {
         alignas(64) float m[PSTAR_QUANT_BLOCK], v[PSTAR_QUANT_BLOCK];
         for (pstar_i64 start = begin; start < end; start += PSTAR_QUANT_BLOCK) {
@@ -132,7 +135,7 @@ PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes 
             decode(codes_m, codes->exp_avg, c.exp_avg_scale[block], m, n);
             decode(codes_v, codes->exp_avg_sq, c.exp_avg_sq_scale[block], v, n);
             for (int k = 0; k < n; k += BLOCK)
-                update_block(c, param, grad, start + k, n - k < BLOCK ? n - k : BLOCK, m + k, v + k);
+                update_block(c, h, param, grad, start + k, n - k < BLOCK ? n - k : BLOCK, m + k, v + k);
             c.exp_avg_scale[block] = encode(m, codes->exp_avg_bounds, codes_m, n);
             c.exp_avg_sq_scale[block] = encode(v, codes->exp_avg_sq_bounds, codes_v, n);
         }
@@ -172,12 +175,13 @@ double sum_lanes(const double *values, pstar_i64 count) {
 typedef void (*Update)(const AdamChunk &, int, int, const Codes *, pstar_i64, pstar_i64);
 typedef double (*Norm)(const void *, int, pstar_i64, pstar_i64);
 
-#define PSTAR_PATH(NAME, TARGET)                                                                                            \
-    TARGET void update_##NAME(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin, pstar_i64 end) { \
-        update_range(c, param, grad, codes, begin, end);                                                                    \
-    }                                                                                                                       \
-    TARGET double norm_##NAME(const void *grads, int grad, pstar_i64 begin, pstar_i64 end) {                                \
-        return block_norm(grads, grad, begin, end);                                                                         \
+#define PSTAR_PATH(NAME, TARGET)                                                                                    \
+    TARGET void update_##NAME(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin,         \
+                              pstar_i64 end) {                                                                      \
+        update_range(c, param, grad, codes, begin, end);                                                            \
+    }                                                                                                               \
+    TARGET double norm_##NAME(const void *grads, int grad, pstar_i64 begin, pstar_i64 end) {                        \
+        return block_norm(grads, grad, begin, end);                                                                 \
     }
 
 PSTAR_PATH(plain, )

@@ -45,8 +45,8 @@ class AdamUpdate:
     """Decoupled (adamw) or added to the gradient."""
     adamw: bool = True
     grad_scale: float | torch.Tensor = 1.0
-    """The gradient is multiplied by it: clip factor / loss scale. May be an fp32 tensor of one element on a CUDA device,
-    which is read there: nothing waits for it."""
+    """The gradient is multiplied by it: clip factor / loss scale. May be an fp32 tensor of one element on param's device,
+    which the kernel reads: nothing waits for it."""
     low: torch.Tensor | None = None
     """Split master: the low half, int16; updated."""
     copy16: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class AdamUpdate:
     first_index: int = 0
     """Number of the first element, for seed: cutting a run in two then changes nothing."""
     skip: torch.Tensor | None = None
-    """CUDA only: fp32 tensor of one element on the device; nothing is written where it is not 0 (an overflow)."""
+    """An fp32 tensor of one element on param's device; where it is not 0 (an overflow) nothing is written."""
 
     def kinds(self) -> tuple[int, int, bool]:
         """(ParamKind, GradKind, 8-bit moments) as the kernels count them."""
@@ -73,18 +73,16 @@ class AdamUpdate:
 
     def scalars(self) -> tuple[float, ...]:
         """AdamScalars in the header's order, without grad_scale: computed in float64, rounded when a kernel takes them."""
-        beta1, beta2 = self.betas
-        weight = 1 - beta1
-        near_grad = abs(weight) >= 0.5
-        return (1 - self.lr * self.weight_decay if self.adamw else 1.0,
+        ends = []
+        for beta in self.betas:
+            weight = 1 - beta
+            ends += [weight - 1, 1.0] if weight >= 0.5 else [weight, 0.0]
+        return (-self.lr * self.weight_decay if self.adamw else 0.0,
                 0.0 if self.adamw else self.weight_decay,
-                weight - 1 if near_grad else weight,
-                float(near_grad),
-                beta2,
-                1 - beta2,
-                (1 - beta2**self.step) ** 0.5,
+                *ends,
+                (1 - self.betas[1] ** self.step) ** -0.5,
                 self.eps,
-                -(self.lr / (1 - beta1**self.step)))
+                -(self.lr / (1 - self.betas[0] ** self.step)))
 
     def check(self) -> None:
         """Raises ArgumentError, which names the argument, for whatever a kernel could not take."""

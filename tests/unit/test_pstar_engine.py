@@ -43,6 +43,22 @@ def test_accumulation_sums_micro_steps_as_autograd_does(near):
     assert_same(model, toy.train(model, optimizer, STEPS, num_micros=3), losses, weights)
 
 
+def test_the_curve_of_torch_optim():
+    """Other roundings inside Adam; seen over these steps: no difference in the losses at all."""
+    torch.manual_seed(0)
+    reference = toy.Toy()
+    adamw, expected = torch.optim.AdamW(reference.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), []
+    for step in range(STEPS):
+        adamw.zero_grad()
+        loss = reference(*toy.batch(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), toy.CLIP)
+        adamw.step()
+        expected.append(loss.item())
+    model, optimizer = toy.build(near_budget="min")
+    assert toy.train(model, optimizer, STEPS) == pytest.approx(expected, rel=1e-6)
+
+
 def test_without_clipping():
     losses, weights, norms = toy.oracle(STEPS, clip=float("inf"))
     model, optimizer = toy.build(near_budget="min", gradient_clipping=0.0)
