@@ -8,6 +8,7 @@ but Python, so that the set-up can run this file before torch is there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,7 +37,7 @@ def build() -> Path:
     """Returns the compiled library's path; compiles if this source, compiler and flags were not compiled before.
 
     Raises BuildError where there is no compiler, it fails, or nothing can be written. Safe in several processes at once:
-    each compiles to a name of its own and renames.
+    one compiles to a name of its own and renames, the others wait.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -43,7 +45,9 @@ def build() -> Path:
     target = cache_folder() / f"adam-{recipe(compiler)}.so"
     if not target.exists():
         try:
-            compile_to(target, compiler)
+            with only_one_at_a_time(target.with_suffix(".lock")):
+                if not target.exists():    # another process may have made it while this one waited
+                    compile_to(target, compiler)
         except OSError as error:
             raise BuildError(f"cannot write {target}: {error.strerror}") from error
     return target
@@ -87,6 +91,17 @@ def recipe(compiler: str) -> str:
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
     return digest.hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def only_one_at_a_time(path: Path) -> Iterator[None]:
+    """Holds a lock that the kernel releases however its holder ends. Where there are no locks, several compile: no harm."""
+    with open(path, "w") as lock:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def compile_to(target: Path, compiler: str) -> None:
