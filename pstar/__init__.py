@@ -10,8 +10,9 @@
 
 from pstar.config import Config, load_config
 from pstar.engine import Engine, initialize_engine
-from pstar.errors import BudgetError, ConfigError, PstarError, StateError
+from pstar.errors import ArgumentError, BudgetError, ConfigError, PstarError, StateError
+from pstar.hybrid_adam import HybridAdam
 from pstar.plan import Plan, plan_engine
 
-__all__ = ["BudgetError", "Config", "ConfigError", "Engine", "Plan", "PstarError", "StateError", "initialize_engine",
-           "load_config", "plan_engine"]
+__all__ = ["ArgumentError", "BudgetError", "Config", "ConfigError", "Engine", "HybridAdam", "Plan", "PstarError",
+           "StateError", "initialize_engine", "load_config", "plan_engine"]

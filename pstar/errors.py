@@ -15,3 +15,7 @@ class BudgetError(PstarError, MemoryError):
 
 class StateError(PstarError, RuntimeError):
     """An illegal transition: a bug in the engine or a model that uses a parameter outside its module."""
+
+
+class ArgumentError(PstarError, ValueError):
+    """Tensors or numbers that a kernel cannot take; the message begins with the argument's name."""

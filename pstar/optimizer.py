@@ -6,7 +6,7 @@ import torch
 
 from pstar.chunks import Chunks
 from pstar.errors import StateError
-from pstar.kernels import adam_step, join_master, split_master
+from pstar.kernels import AdamUpdate, adam_steps
 from pstar.layout import Group, Span
 
 LOW, EXP_AVG, EXP_AVG_SQ = "low", "exp_avg", "exp_avg_sq"
@@ -100,18 +100,15 @@ class ChunkedAdam(torch.optim.Optimizer):
         for kind in ("param", "grad", *self.state_kinds):
             buffers[kind] = self.residency.ensure((kind, group.index), tier)
             self.residency.pin((kind, group.index))
+        updates = []
         for span in self._spans(group):
-            if span.name not in used:
-                continue
-            part = slice(span.piece_offset, span.piece_offset + span.numel)
-            param, option = buffers["param"][part], options[span.name]
-            master = join_master(param, buffers[LOW][part]) if self.split else param
-            grad = buffers["grad"][part].to(torch.float32)
-            adam_step(master, grad if scale == 1.0 else grad * scale, buffers[EXP_AVG][part], buffers[EXP_AVG_SQ][part],
-                      step=self.steps[span.name], lr=float(option["lr"]), betas=option["betas"], eps=option["eps"],
-                      weight_decay=option["weight_decay"], adamw=self.adamw)
-            if self.split:
-                split_master(master, param, buffers[LOW][part])
+            if span.name in used:
+                part, option = slice(span.piece_offset, span.piece_offset + span.numel), options[span.name]
+                own = {kind: buffers[kind][part] for kind in ("param", "grad", *self.state_kinds)}
+                updates.append(AdamUpdate(**own, step=self.steps[span.name], lr=float(option["lr"]), betas=option["betas"],
+                                          eps=option["eps"], weight_decay=option["weight_decay"], adamw=self.adamw,
+                                          grad_scale=scale))
+        adam_steps(updates)
         for kind in buffers:
             self.residency.unpin((kind, group.index))
             self.residency.mark_written((kind, group.index), tier)

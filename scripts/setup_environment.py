@@ -159,8 +159,16 @@ def make_venv(extras: set[str]) -> None:
         if before is not None and status > 0 and not is_disk_full(text):
             STAMP.write_text(before)  # pip installs only when it has everything, so the old environment still stands
         raise SetupError(why_pip_failed(status, text))
+    build_kernels()
     STAMP.write_text("\n".join([recipe_now(), *sorted(extras)]) + "\n")
     say(f"setup: done in {time.monotonic() - begin:.0f} s")
+
+
+def build_kernels() -> None:
+    """Compiles pstar's CPU kernels where there is a compiler; says in one line how that went, and never fails."""
+    script = REPO / "pstar" / "kernels" / "build.py"  # by path: python -m would import torch first
+    if script.exists():
+        subprocess.run([VENV_PYTHON, script], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 def start_empty_venv() -> None:

@@ -1,29 +1,75 @@
-"""One Adam update of a flat run of elements, with torch operations, and the split fp32 master.
+"""Adam on flat arrays with torch operations, and the split fp32 master: the kernels' naive twin, and their substitute.
 
-Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). The operations and their order are those of torch.optim's
-single-tensor implementation, so that in fp32 a parameter that is whole gives the same bits as there.
+Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). Each operation is a rounding of adam_formula.h: where torch
+uses fused multiply-add (on x86 from AVX2 on; seen in torch 2.13), lerp_ and add_ with alpha give the same bits as the
+compiled kernels. Only the square root takes a detour: torch's fp32 sqrt on x86 is a library routine that is one unit in the
+last place off in a sixth of all cases; from float64 it comes out exactly rounded.
 """
 
 import torch
 
+from pstar.kernels.quantize import code_tables, decode, encode
+from pstar.kernels.update import QUANT_BLOCK, AdamUpdate
 
-def adam_step(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *, step: int,
-              lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adamw: bool = True) -> None:
-    """Updates param, exp_avg and exp_avg_sq in place; all four are fp32, (N,). step counts from 1.
+# Elements at once: temporaries stay in the cache.
+BLOCK = 64 * QUANT_BLOCK
+# As in cpu_adam.cpp.
+NORM_BLOCK, NORM_LANES = 8192, 256
 
-    weight_decay is decoupled (adamw) or added to the gradient (Adam with L2 regularisation).
-    """
-    beta1, beta2 = betas
-    if adamw:
-        param.mul_(1 - lr * weight_decay)
-    elif weight_decay:
-        grad = grad.add(param, alpha=weight_decay)
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    bias_correction1 = 1 - beta1**step
-    bias_correction2_sqrt = (1 - beta2**step) ** 0.5
-    denominator = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)
-    param.addcdiv_(exp_avg, denominator, value=-(lr / bias_correction1))
+
+@torch.no_grad()
+def update_with_torch(update: AdamUpdate) -> None:
+    """One Adam update, in place; the arguments are checked already."""
+    if update.skip is not None and bool(update.skip):
+        return
+    numel = update.param.numel()
+    step = BLOCK if update.param.device.type == "cpu" else max(1, -(-numel // QUANT_BLOCK)) * QUANT_BLOCK
+    for begin in range(0, numel, step):
+        _update_block(update, slice(begin, min(begin + step, numel)))
+
+
+def _update_block(update: AdamUpdate, part: slice) -> None:
+    param = update.param.view(-1)[part]
+    low = None if update.low is None else update.low.view(-1)[part]
+    grad = update.grad.view(-1)[part].to(torch.float32)
+    exp_avg, exp_avg_sq = update.exp_avg.view(-1)[part], update.exp_avg_sq.view(-1)[part]
+    moments = exp_avg, exp_avg_sq
+    if update.scales is not None:
+        tables = code_tables(param.device)
+        blocks = slice(part.start // QUANT_BLOCK, -(-part.stop // QUANT_BLOCK))
+        scales = [each[blocks] for each in update.scales]
+        moments = (decode(exp_avg, tables[0], scales[0], QUANT_BLOCK), decode(exp_avg_sq, tables[2], scales[1], QUANT_BLOCK))
+    if isinstance(update.grad_scale, torch.Tensor) or update.grad_scale != 1.0:
+        grad = grad * update.grad_scale
+    master = param.to(torch.float32) if low is None else join_master(param, low)    # an fp32 param is its own master
+
+    _formula(master, grad, *moments, update)
+
+    if low is not None:
+        split_master(master, param, low)
+    elif update.seed is not None:
+        param.copy_(round_stochastically(master, update.seed, update.first_index + part.start))
+    elif param.dtype != torch.float32:
+        param.copy_(master)
+    if update.copy16 is not None:
+        update.copy16.view(-1)[part].copy_(master)
+    if update.scales is not None:
+        encode(moments[0], tables[1], exp_avg, scales[0], QUANT_BLOCK)
+        encode(moments[1], tables[3], exp_avg_sq, scales[1], QUANT_BLOCK)
+
+
+def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+             update: AdamUpdate) -> None:
+    """adam_element of the header. All fp32, (N,); param and the moments in place."""
+    neg_decay, l2, _, _, _, _, inv_bias2_sqrt, eps, neg_step_size = update.scalars()
+    if l2:
+        grad = grad.add(param, alpha=l2)
+    exp_avg.lerp_(grad, 1 - update.betas[0])
+    exp_avg_sq.lerp_(grad.square(), 1 - update.betas[1])
+    root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32)
+    denominator = torch.full_like(root, eps).add_(root, alpha=inv_bias2_sqrt)
+    change = exp_avg.mul(neg_step_size).div_(denominator)
+    param.add_(change.add_(param, alpha=neg_decay))
 
 
 def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
@@ -42,3 +88,36 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """The fp32 master that split_master split, bit for bit."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def round_stochastically(values: torch.Tensor, seed: int, first_index: int) -> torch.Tensor:
+    """bf16 from fp32 (N,): up with the probability of the part that is cut off. A function of (seed, first_index + i)."""
+    mask = 0xFFFFFFFF
+    index = torch.arange(first_index, first_index + values.numel(), device=values.device)
+    x = (index & mask) ^ (seed & mask)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
+    x = ((x ^ (x >> 15)) + (index >> 32) * 0x9E3779B9) & mask
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
+    x = x ^ (x >> 16)
+    bits = values.view(torch.int32)
+    rounded = (bits + (x >> 16).to(torch.int32)) >> 16
+    return torch.where(values.isfinite(), rounded.to(torch.int16).view(torch.bfloat16), values.to(torch.bfloat16))
+
+
+def squared_norm_with_torch(grad: torch.Tensor) -> torch.Tensor:
+    """The sum of squares, float64, a scalar on grad's device, added in the order of cpu_adam.cpp and cuda_adam.cu."""
+    squares = torch.nn.functional.pad(grad.reshape(-1).to(torch.float64), (0, -grad.numel() % NORM_BLOCK)).square_()
+    blocks = _sum_lanes(squares.view(-1, NORM_BLOCK)) if grad.numel() else squares
+    return _sum_lanes(blocks.view(1, -1))[0]
+
+
+def _sum_lanes(values: torch.Tensor) -> torch.Tensor:
+    """(rows,) from (rows, N): lane j adds elements j, j + 256, ... in turn; then halves are added to halves."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % NORM_LANES if values.shape[1] else NORM_LANES))
+    lanes = values.new_zeros(values.shape[0], NORM_LANES)
+    for part in values.split(NORM_LANES, dim=1):
+        lanes += part
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]

@@ -5,7 +5,8 @@ everything else are the shipped ones. Tolerance: ranks add the same fp32 numbers
 bits of gradients; seen over these 50 steps: 1e-7 in the loss, and 5e-6 in the norm, most of it the rounding of one fp32
 norm over half a million elements. A wrong average, seed or learning rate shows at step 2 or 3. (At lr 0.01 this model is
 chaotic: one sharp step makes 4 % of difference in a norm out of the last bits, and the losses still agree to 2e-5.)
-At one process pstar adds in the same order as PyTorch: there the curve is the same to the last bit.
+At one process pstar differs from PyTorch only in the roundings inside Adam (seen: 4e-7 in the loss); there its own curve is
+the same to the last bit wherever the chunks are.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ def assert_same_curve(rows: list[dict], expected: list[dict], rel: float) -> Non
 def test_patrickstar_follows_the_curve(train, curve, nproc, near):
     accumulate = 2 if near == "50%" else 1
     rows = train("07_patrickstar", "--nproc", nproc, "--near-budget", near, "--grad-accum", accumulate)
-    assert_same_curve(rows, curve(accumulate), rel=0 if nproc == 1 else 1e-4)
+    assert_same_curve(rows, curve(accumulate), rel=1e-4)
     moved = sum(row["far_to_near_bytes"] for row in rows[1:])
     if near == "min":
         assert moved > 0, "chunks move where they do not all fit"
+    if near == "min" and nproc == 1:
+        assert_same_curve(rows, train("07_patrickstar", "--nproc", 1, "--near-budget", "100%"), rel=0)
     if near == "100%" and nproc == 1:
         assert moved == 0, "and stay where they do"

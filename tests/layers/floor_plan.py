@@ -30,6 +30,7 @@ PSTAR_ROWS = {
     "lazy": 1,
     "budget": 2,
     "collectives": 2,
+    "hybrid_adam": 2,
     "residency": 2,
     "plan": 3,
     "chunks": 3,

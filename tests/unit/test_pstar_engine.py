@@ -43,6 +43,22 @@ def test_accumulation_sums_micro_steps_as_autograd_does(near):
     assert_same(model, toy.train(model, optimizer, STEPS, num_micros=3), losses, weights)
 
 
+def test_the_curve_of_torch_optim():
+    """Other roundings inside Adam; seen over these steps: no difference in the losses at all."""
+    torch.manual_seed(0)
+    reference = toy.Toy()
+    adamw, expected = torch.optim.AdamW(reference.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), []
+    for step in range(STEPS):
+        adamw.zero_grad()
+        loss = reference(*toy.batch(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), toy.CLIP)
+        adamw.step()
+        expected.append(loss.item())
+    model, optimizer = toy.build(near_budget="min")
+    assert toy.train(model, optimizer, STEPS) == pytest.approx(expected, rel=1e-6)
+
+
 def test_without_clipping():
     losses, weights, norms = toy.oracle(STEPS, clip=float("inf"))
     model, optimizer = toy.build(near_budget="min", gradient_clipping=0.0)
@@ -69,7 +85,7 @@ def test_bf16_with_a_split_master_is_bitwise_adam_on_an_fp32_master():
     torch.manual_seed(0)
     reference = toy.Toy()
     masters = {name: param.detach().clone().requires_grad_() for name, param in reference.named_parameters()}
-    adamw = torch.optim.AdamW(masters.values(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
+    adamw = toy.adamw(masters.values(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
     reference = reference.to(torch.bfloat16)
     expected = []
     for step in range(8):
@@ -155,7 +171,7 @@ def test_a_skipped_layer_is_traced_anew():
 
     model, optimizer = toy.build(Skipping, near_budget="min", default_chunk_size=5_000)
     reference = torch.manual_seed(0) and Skipping()
-    adamw = torch.optim.AdamW(reference.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
+    adamw = toy.adamw(reference.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
     for step in range(6):
         model.module.skip = reference.skip = step == 2
         loss = model(*toy.batch(step))
@@ -195,7 +211,7 @@ def test_fault_learning_rate_schedulers_are_obeyed():
     model, optimizer = toy.build(near_budget="min")
     torch.manual_seed(0)
     reference = toy.Toy()
-    adamw = torch.optim.AdamW(reference.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
+    adamw = toy.adamw(reference.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
     ours, theirs = (torch.optim.lr_scheduler.StepLR(each, 2, 0.1) for each in (optimizer, adamw))
     for step in range(STEPS):
         loss = model(*toy.batch(step))
@@ -222,7 +238,7 @@ def test_parameter_groups_and_adam_with_l2():
         toy.Toy, 0, {"optimizer": {"type": "Adam", "params": {"lr": toy.LR}}, "near_budget": "min"}, param_groups=groups)
     torch.manual_seed(0)
     reference = toy.Toy()
-    adam = torch.optim.Adam(groups(reference), lr=toy.LR)
+    adam = toy.adamw(groups(reference), lr=toy.LR, adamw_mode=False)
     for step in range(STEPS):
         loss = model(*toy.batch(step))
         model.backward(loss)

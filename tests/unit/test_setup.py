@@ -109,6 +109,19 @@ def test_an_environment_with_torch_but_without_this_checkout_is_told_how_to_get_
     assert "has torch but lacks" in lines[0] and "-m pip install -e" in lines[0]
 
 
+@pytest.mark.parametrize("script, line", [
+    ("import sys; print('pstar: CPU kernels are ready', file=sys.stderr)", "pstar: CPU kernels are ready"),
+    ("raise SystemExit('pstar: no compiler')", "pstar: no compiler"),
+])
+def test_kernels_are_built_after_installation_and_a_failure_is_one_line(checkout, script, line):
+    build = checkout.root / "pstar" / "kernels" / "build.py"
+    build.parent.mkdir(parents=True)
+    build.write_text(script)
+    status, lines, _ = checkout.run()
+    assert status == 0 and lines.count(line) == 1
+    assert checkout.run()[1] == [f"setup: using {checkout.venv}"]
+
+
 def test_extras_are_added_once_and_kept(checkout):
     checkout.run()
     checkout.run(program="with_extras.sh")

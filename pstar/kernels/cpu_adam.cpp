@@ -1,0 +1,274 @@
+// Adam on host memory: a plain C interface, without torch's headers, so that it builds in seconds.
+//
+// The loops are plain; the compiler makes vectors of them, once for each instruction set in PATHS, and the best that the
+// processor has is taken at run time. On aarch64 the plain path is NEON already. Memory is the limit: what is read is
+// written back in place, so its cache lines are there; only a separate 16-bit copy is written without being read first,
+// and for it streaming stores spare the read.
+#include "adam_formula.h"
+
+#include <stdlib.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#define SIMD _Pragma("omp simd")
+
+namespace {
+
+const pstar_i64 TILE = 16384;         // elements; threads share whole tiles
+const pstar_i64 SMALL = 4 * TILE;     // below this a second thread costs more than it brings
+const int BLOCK = 256;                // elements that go through all steps at once: few enough that the loads of the next
+                                      // block overlap with the arithmetic of this one (2048: a fifth slower)
+const int NORM_BLOCK = 8192;          // elements; the same on CUDA, so that both give the same sum
+const int NORM_LANES = 256;
+
+enum Path { PATH_AUTO = 0, PATH_PLAIN = 1, PATH_AVX2 = 2, PATH_AVX512 = 3 };
+
+struct Codes {                        // 8-bit moments: values ascending, and the boundaries between neighbours
+    const float *exp_avg, *exp_avg_bounds, *exp_avg_sq, *exp_avg_sq_bounds;
+};
+
+// ---- the steps of a block. fp32 arrays are worked on where they lie; all else is unpacked into fp32 buffers that stay in
+// ---- L1, so that there is one loop for the formula and one short loop for each format, not one for each combination
+
+PSTAR_FN const float *unpack(const pstar_u16 *from, int kind, float *to, int n) {
+    if (kind == GRAD_FP16) { SIMD for (int i = 0; i < n; i++) to[i] = fp16_to_float(from[i]); }
+    else { SIMD for (int i = 0; i < n; i++) to[i] = bf16_to_float(from[i]); }
+    return to;
+}
+
+PSTAR_FN void join(const pstar_u16 *high, const pstar_i16 *low, float *to, int n) {
+    SIMD for (int i = 0; i < n; i++) to[i] = join_master(high[i], low[i]);
+}
+
+PSTAR_FN void split(const float *from, pstar_u16 *high, pstar_i16 *low, int n) {
+    SIMD for (int i = 0; i < n; i++) {
+        high[i] = split_high(from[i]);
+        low[i] = split_low(from[i], high[i]);
+    }
+}
+
+PSTAR_FN void pack(const float *from, int kind, pstar_u16 *to, int n) {
+    if (kind == PARAM_COPY_FP16) { SIMD for (int i = 0; i < n; i++) to[i] = float_to_fp16(from[i]); }
+    else { SIMD for (int i = 0; i < n; i++) to[i] = float_to_bf16(from[i]); }
+}
+
+PSTAR_FN void pack_stochastic(const float *from, pstar_u16 *to, int n, pstar_u32 seed, pstar_i64 index) {
+    SIMD for (int i = 0; i < n; i++) to[i] = float_to_bf16_stochastic(from[i], random_bits(seed, index + i));
+}
+
+PSTAR_FN void stream_out(pstar_u16 *to, const pstar_u16 *from, int n) {
+    int i = 0;
+#if defined(__x86_64__)
+    for (; i < n && ((size_t)(to + i) & 15); i++) to[i] = from[i];
+    for (; i + 8 <= n; i += 8) _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+#endif
+    for (; i < n; i++) to[i] = from[i];
+}
+
+PSTAR_FN void decode(const pstar_u8 *codes, const float *values, float scale, float *to, int n) {
+    SIMD for (int i = 0; i < n; i++) to[i] = values[codes[i]] * scale;
+}
+
+// Writes the codes, returns the new scale: the largest magnitude. Compared as integers, where NaN > infinity > numbers, so
+// that no order of comparing loses a NaN.
+PSTAR_FN float encode(const float *from, const float *bounds, pstar_u8 *codes, int n) {
+    pstar_u32 largest = 0;
+    _Pragma("omp simd reduction(max : largest)") for (int i = 0; i < n; i++) {
+        pstar_u32 magnitude = float_bits(from[i]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const float scale = bits_float(largest);
+    SIMD for (int i = 0; i < n; i++) codes[i] = nearest_code(scale > 0.0f ? from[i] / scale : 0.0f, bounds);
+    return scale;
+}
+
+PSTAR_FN void formula(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int n, const AdamScalars &h) {
+    SIMD for (int i = 0; i < n; i++) adam_element(param[i], grad[i], exp_avg[i], exp_avg_sq[i], h);
+}
+
+// At most BLOCK elements from `first` on; m and v are their moments.
+PSTAR_FN void update_block(const AdamChunk &c, const AdamScalars &h, int param, int grad, pstar_i64 first, int n, float *m,
+                           float *v) {
+    alignas(64) float x_buffer[BLOCK], g_buffer[BLOCK];
+    alignas(64) pstar_u16 copy_buffer[BLOCK];
+    pstar_u16 *x16 = (pstar_u16 *)c.param + first;
+
+    const float *g = grad == GRAD_FP32 ? (const float *)c.grad + first
+                                       : unpack((const pstar_u16 *)c.grad + first, grad, g_buffer, n);
+    float *x = x_buffer;
+    if (param == PARAM_SPLIT) join(x16, (const pstar_i16 *)c.extra + first, x, n);
+    else if (param == PARAM_BF16 || param == PARAM_BF16_SR) unpack(x16, GRAD_BF16, x, n);
+    else x = (float *)c.param + first;
+
+    formula(x, g, m, v, n, h);
+
+    if (param == PARAM_SPLIT) split(x, x16, (pstar_i16 *)c.extra + first, n);
+    else if (param == PARAM_BF16) pack(x, PARAM_COPY_BF16, x16, n);
+    else if (param == PARAM_BF16_SR) pack_stochastic(x, x16, n, c.seed, c.first_index + first);
+    else if (param == PARAM_COPY_BF16 || param == PARAM_COPY_FP16) {
+        pstar_u16 *copy = (pstar_u16 *)c.extra + first;
+        const bool shared = c.extra == c.grad;    // its line was just read: an ordinary store is free
+        pack(x, param, shared ? copy : copy_buffer, n);
+        if (!shared) stream_out(copy, copy_buffer, n);
+    }
+}
+
+// Elements [begin, end) of a chunk; begin is a multiple of the quantisation block.
+PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin, pstar_i64 end) {
+    const AdamScalars h = scalars_of(c);
+    if (c.skip && *c.skip != 0.0f) return;
+    if (!codes) {
+        float *m = (float *)c.exp_avg, *v = (float *)c.exp_avg_sq;
+        for (pstar_i64 first = begin; first < end; first += BLOCK)
+            update_block(c, h, param, grad, first, end - first < BLOCK ? (int)(end - first) : BLOCK, m + first, v + first);
+    } else {
+        alignas(64) float m[PSTAR_QUANT_BLOCK], v[PSTAR_QUANT_BLOCK];
+        for (pstar_i64 start = begin; start < end; start += PSTAR_QUANT_BLOCK) {
+            const pstar_i64 stop = end - start < PSTAR_QUANT_BLOCK ? end : start + PSTAR_QUANT_BLOCK;
+            const pstar_i64 block = start / PSTAR_QUANT_BLOCK;
+            const int n = (int)(stop - start);
+            pstar_u8 *codes_m = (pstar_u8 *)c.exp_avg + start, *codes_v = (pstar_u8 *)c.exp_avg_sq + start;
+            decode(codes_m, codes->exp_avg, c.exp_avg_scale[block], m, n);
+            decode(codes_v, codes->exp_avg_sq, c.exp_avg_sq_scale[block], v, n);
+            for (int k = 0; k < n; k += BLOCK)
+                update_block(c, h, param, grad, start + k, n - k < BLOCK ? n - k : BLOCK, m + k, v + k);
+            c.exp_avg_scale[block] = encode(m, codes->exp_avg_bounds, codes_m, n);
+            c.exp_avg_sq_scale[block] = encode(v, codes->exp_avg_sq_bounds, codes_v, n);
+        }
+    }
+#if defined(__x86_64__)
+    if (param == PARAM_COPY_BF16 || param == PARAM_COPY_FP16) _mm_sfence();    // streaming stores are weakly ordered
+#endif
+}
+
+// Sum of squares of one block: lane j takes elements j, j + 256, ...; then halves are added to halves. In float64 the
+// square of an fp32 number is exact, so only the order of the additions matters, and that is fixed here. Not finite exactly
+// where an element is not finite.
+PSTAR_FN double block_norm(const void *grads, int grad, pstar_i64 begin, pstar_i64 end) {
+    double lanes[NORM_LANES] = {};
+    float buffer[NORM_LANES];
+    for (; begin < end; begin += NORM_LANES) {
+        const int n = end - begin < NORM_LANES ? (int)(end - begin) : NORM_LANES;
+        const float *g = grad == GRAD_FP32 ? (const float *)grads + begin
+                                           : unpack((const pstar_u16 *)grads + begin, grad, buffer, n);
+        SIMD for (int j = 0; j < n; j++) lanes[j] += (double)g[j] * (double)g[j];
+    }
+    for (int half = NORM_LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
+    return lanes[0];
+}
+
+double sum_lanes(const double *values, pstar_i64 count) {
+    double lanes[NORM_LANES] = {};
+    for (pstar_i64 i = 0; i < count; i++) lanes[i % NORM_LANES] += values[i];
+    for (int half = NORM_LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
+    return lanes[0];
+}
+
+// ---- one copy of the loops for each instruction set
+
+typedef void (*Update)(const AdamChunk &, int, int, const Codes *, pstar_i64, pstar_i64);
+typedef double (*Norm)(const void *, int, pstar_i64, pstar_i64);
+
+#define PSTAR_PATH(NAME, TARGET)                                                                                    \
+    TARGET void update_##NAME(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin,         \
+                              pstar_i64 end) {                                                                      \
+        update_range(c, param, grad, codes, begin, end);                                                            \
+    }                                                                                                               \
+    TARGET double norm_##NAME(const void *grads, int grad, pstar_i64 begin, pstar_i64 end) {                        \
+        return block_norm(grads, grad, begin, end);                                                                 \
+    }
+
+PSTAR_PATH(plain, )
+#if defined(__x86_64__)
+PSTAR_PATH(avx2, __attribute__((target("avx2,fma"))))
+PSTAR_PATH(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"))))
+#else
+const Update update_avx2 = 0, update_avx512 = 0;
+const Norm norm_avx2 = 0, norm_avx512 = 0;
+#endif
+const Update UPDATES[] = {0, update_plain, update_avx2, update_avx512};
+const Norm NORMS[] = {0, norm_plain, norm_avx2, norm_avx512};
+
+bool has(int path) {
+    if (path == PATH_PLAIN) return true;
+#if defined(__x86_64__)
+    if (path == PATH_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (path == PATH_AVX512)
+        return has(PATH_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return false;
+}
+
+int best_path() { return has(PATH_AVX512) ? PATH_AVX512 : has(PATH_AVX2) ? PATH_AVX2 : PATH_PLAIN; }
+
+}  // namespace
+
+// ---- the C interface; returns 0, or 1 for a path this processor lacks, 2 for an unknown kind, 3 for lack of memory
+
+extern "C" int pstar_has_path(int path) { return has(path); }
+
+extern "C" int pstar_has_threads() {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, int grad, const float *const *codes,
+                          int num_threads, int path) {
+    if (path == PATH_AUTO) path = best_path();
+    if (!has(path)) return 1;
+    if (param < PARAM_FP32 || param > PARAM_BF16_SR || grad < GRAD_FP32 || grad > GRAD_BF16) return 2;
+    const Codes tables = {codes ? codes[0] : 0, codes ? codes[1] : 0, codes ? codes[2] : 0, codes ? codes[3] : 0};
+    const Update update = UPDATES[path];
+    pstar_i64 num_tiles = 0, total = 0;
+    for (int k = 0; k < num_chunks; k++) {
+        num_tiles += (chunks[k].numel + TILE - 1) / TILE;
+        total += chunks[k].numel;
+    }
+    if (total < SMALL || num_threads < 1) num_threads = 1;
+#pragma omp parallel for num_threads(num_threads) schedule(static, 1) if (num_threads > 1)
+    for (int thread = 0; thread < num_threads; thread++) {
+        // This thread's share is a run of tiles, which may reach over several chunks.
+        const pstar_i64 first = num_tiles * thread / num_threads, last = num_tiles * (thread + 1) / num_threads;
+        pstar_i64 before = 0;
+        for (int k = 0; k < num_chunks && before < last; k++) {
+            const pstar_i64 tiles = (chunks[k].numel + TILE - 1) / TILE;
+            const pstar_i64 from = first > before ? first - before : 0, to = last - before < tiles ? last - before : tiles;
+            if (from < to) {
+                const pstar_i64 end = to * TILE < chunks[k].numel ? to * TILE : chunks[k].numel;
+                update(chunks[k], param, grad, codes ? &tables : 0, from * TILE, end);
+            }
+            before += tiles;
+        }
+    }
+    return 0;
+}
+
+// The sum of squares of `numel` elements in float64: the same for any number of threads and any path.
+extern "C" int pstar_squared_norm(const void *grads, pstar_i64 numel, int grad, double *result, int num_threads, int path) {
+    if (path == PATH_AUTO) path = best_path();
+    if (!has(path)) return 1;
+    if (grad < GRAD_FP32 || grad > GRAD_BF16) return 2;
+    const Norm norm = NORMS[path];
+    const pstar_i64 num_blocks = (numel + NORM_BLOCK - 1) / NORM_BLOCK;
+    double *sums = (double *)malloc((num_blocks + 1) * sizeof(double));
+    if (!sums) return 3;
+    if (numel < SMALL || num_threads < 1) num_threads = 1;
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
+    for (pstar_i64 block = 0; block < num_blocks; block++) {
+        const pstar_i64 begin = block * NORM_BLOCK, end = begin + NORM_BLOCK < numel ? begin + NORM_BLOCK : numel;
+        sums[block] = norm(grads, grad, begin, end);
+    }
+    *result = sum_lanes(sums, num_blocks);
+    free(sums);
+    return 0;
+}

@@ -1,0 +1,57 @@
+"""Where a caller gets in: checks the arguments and picks the compiled kernel or torch operations, by device."""
+
+from __future__ import annotations
+
+import torch
+
+from pstar.errors import ArgumentError
+from pstar.kernels import cpu, cuda
+from pstar.kernels.adam import squared_norm_with_torch, update_with_torch
+from pstar.kernels.update import GRAD_KINDS, AdamUpdate
+
+
+def adam_step(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, **options) -> None:
+    """One Adam update in place; options are the other fields of AdamUpdate. Raises ArgumentError, which names the field."""
+    adam_steps([AdamUpdate(param, grad, exp_avg, exp_avg_sq, **options)])
+
+
+def adam_steps(updates: list[AdamUpdate], implementation: str | None = None) -> None:
+    """Adam updates of many runs, in as few passes and launches as their kinds allow. No two runs may share memory.
+
+    Args:
+        updates: the runs; those on the CPU are done on return, those on CUDA are in the device's current stream.
+        implementation: None for the best there is; "torch"; or a code path of the CPU ("plain", "avx2", "avx512").
+    """
+    alike: dict[tuple, list[AdamUpdate]] = {}
+    for update in updates:
+        update.check()
+        if update.param.numel():
+            alike.setdefault((update.param.device, *update.kinds()), []).append(update)
+    for (device, *_), group in alike.items():
+        if implementation != "torch" and device.type == "cpu" and cpu.library() is not None:
+            cpu.update_on_cpu(group, implementation)
+        elif implementation != "torch" and device.type == "cuda" and cuda.library() is not None:
+            cuda.update_on_cuda(group)
+        else:
+            for update in group:
+                update_with_torch(update)
+
+
+def squared_norms(grads: list[torch.Tensor], implementation: str | None = None) -> torch.Tensor:
+    """The sum of squares of each gradient, float64, (len(grads),), on their device, which is not waited for.
+
+    Not finite exactly where the gradient holds an infinity or a NaN: the overflow check needs no other pass. fp32, fp16 and
+    bf16. The order of additions is fixed: threads, code paths and devices do not change a bit.
+    """
+    for number, grad in enumerate(grads):
+        if grad.dtype not in GRAD_KINDS or not grad.is_contiguous() or grad.device != grads[0].device:
+            raise ArgumentError(f"grads[{number}]: a contiguous fp32, fp16 or bf16 tensor on the device of the first is "
+                                f"wanted, found {grad.dtype} on {grad.device}, strides {grad.stride()}")
+    if not grads:
+        return torch.zeros(0, dtype=torch.float64)
+    device = grads[0].device
+    if implementation != "torch" and device.type == "cpu" and cpu.library() is not None:
+        return torch.tensor([cpu.squared_norm_on_cpu(grad, implementation) for grad in grads], dtype=torch.float64)
+    if implementation != "torch" and device.type == "cuda" and cuda.library() is not None:
+        return cuda.squared_norms_on_cuda(grads)
+    return torch.stack([squared_norm_with_torch(grad) for grad in grads])

@@ -1,0 +1,50 @@
+"""The 256 values of an 8-bit moment: dynamic tree quantisation (Dettmers et al. 2022, 8-bit Optimizers).
+
+A block of QUANT_BLOCK elements is divided by its largest magnitude; the codes then stand for values in [-1, 1] (first
+moment) or (0, 1] (second): seven decades, and the more digits the larger the value is. Unlike the paper's, the second
+moment has no code for zero: a small one would become zero beside a large neighbour, and its update be divided by eps
+alone. A block of zeros has scale 0.
+"""
+
+from functools import cache
+
+import torch
+
+NUM_DECADES = 7
+
+
+def _magnitudes(steps_in_the_last_decade: int) -> list[float]:
+    """Midpoints of equal steps in each decade below 1, half as many steps for each decade further down."""
+    values = []
+    for decade in range(NUM_DECADES):
+        steps = steps_in_the_last_decade >> (NUM_DECADES - 1 - decade)
+        top = 10.0 ** (decade - NUM_DECADES + 1)
+        values += [top * (0.1 + 0.9 * (step + 0.5) / steps) for step in range(steps)]
+    return values
+
+
+@cache
+def code_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values, boundaries) of the first moment, then of the second: fp32, ascending, (256,) and (255,), on `device`."""
+    halves = _magnitudes(64)
+    signed = [-value for value in reversed(halves)] + [0.0, *halves, 1.0]
+    unsigned = [10.0**-NUM_DECADES, *_magnitudes(128), 1.0]
+    tables = []
+    for values in (signed, unsigned):
+        exact = torch.tensor(values, dtype=torch.float64)
+        tables += [exact.float().to(device), ((exact[1:] + exact[:-1]) / 2).float().to(device)]
+    return tuple(tables)
+
+
+def decode(codes: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
+    """fp32 moments (N,) from uint8 codes (N,) and one scale for each `block` elements."""
+    return values[codes.to(torch.int64)] * scales.repeat_interleave(block)[: codes.numel()]
+
+
+def encode(moments: torch.Tensor, boundaries: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
+    """Writes codes (N,) and scales of fp32 moments (N,), to the nearest value. A NaN or infinity shows in the scale."""
+    padded = torch.nn.functional.pad(moments, (0, -moments.numel() % block)).view(-1, block)
+    scales.copy_(padded.abs().amax(dim=1))
+    each = scales.repeat_interleave(block)[: moments.numel()]
+    relative = torch.where(each > 0, moments / each, 0.0).nan_to_num(nan=-1.0, posinf=torch.inf, neginf=-torch.inf)
+    codes.copy_(torch.bucketize(relative, boundaries))

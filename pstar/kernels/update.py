@@ -1,0 +1,138 @@
+"""What one Adam update of a flat run of elements is given, checked before any kernel sees a pointer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pstar.errors import ArgumentError
+
+QUANT_BLOCK = 2048
+"""Elements that share the scale of their 8-bit moments; PSTAR_QUANT_BLOCK in adam_formula.h."""
+
+# As in adam_formula.h.
+PARAM_FP32, PARAM_COPY_BF16, PARAM_COPY_FP16, PARAM_SPLIT, PARAM_BF16, PARAM_BF16_SR = range(6)
+GRAD_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@dataclass(eq=False)
+class AdamUpdate:
+    """One run of N elements and its hyper-parameters. All tensors are contiguous, of one shape, on one device.
+
+    | parameter | master | give |
+    |---|---|---|
+    | fp32 | itself | param fp32 |
+    | fp16 or bf16, written in the same pass | fp32 | param is the master, copy16 the 16-bit parameter |
+    | bf16, the master's high half | split | param bf16, low int16 (see split_master) |
+    | bf16 | none | param bf16, and seed for stochastic rounding |
+    """
+
+    param: torch.Tensor
+    """fp32 or bf16; updated."""
+    grad: torch.Tensor
+    """fp32, fp16 or bf16; only read."""
+    exp_avg: torch.Tensor
+    """First moment, fp32, or uint8 codes where scales are given; updated."""
+    exp_avg_sq: torch.Tensor
+    """Second moment, likewise."""
+    step: int
+    """Number of this update, from 1."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    """Decoupled (adamw) or added to the gradient."""
+    adamw: bool = True
+    grad_scale: float | torch.Tensor = 1.0
+    """The gradient is multiplied by it: clip factor / loss scale. May be an fp32 tensor of one element on param's device,
+    which the kernel reads: nothing waits for it."""
+    low: torch.Tensor | None = None
+    """Split master: the low half, int16; updated."""
+    copy16: torch.Tensor | None = None
+    """bf16 or fp16: gets the rounded parameter. May be grad itself (the shared slot)."""
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    """8-bit moments: fp32 scales of exp_avg and exp_avg_sq, one for each QUANT_BLOCK elements; updated."""
+    seed: int | None = None
+    """Rounds a bf16 parameter stochastically; give another number at each step."""
+    first_index: int = 0
+    """Number of the first element, for seed: cutting a run in two then changes nothing."""
+    skip: torch.Tensor | None = None
+    """An fp32 tensor of one element on param's device; where it is not 0 (an overflow) nothing is written."""
+
+    def kinds(self) -> tuple[int, int, bool]:
+        """(ParamKind, GradKind, 8-bit moments) as the kernels count them."""
+        if self.param.dtype == torch.float32:
+            copies = {None: PARAM_FP32, torch.bfloat16: PARAM_COPY_BF16, torch.float16: PARAM_COPY_FP16}
+            param = copies[None if self.copy16 is None else self.copy16.dtype]
+        elif self.low is not None:
+            param = PARAM_SPLIT
+        else:
+            param = PARAM_BF16 if self.seed is None else PARAM_BF16_SR
+        return param, GRAD_KINDS[self.grad.dtype], self.scales is not None
+
+    def scalars(self) -> tuple[float, ...]:
+        """AdamScalars in the header's order, without grad_scale: computed in float64, rounded when a kernel takes them."""
+        ends = []
+        for beta in self.betas:
+            weight = 1 - beta
+            ends += [weight - 1, 1.0] if weight >= 0.5 else [weight, 0.0]
+        return (-self.lr * self.weight_decay if self.adamw else 0.0,
+                0.0 if self.adamw else self.weight_decay,
+                *ends,
+                (1 - self.betas[1] ** self.step) ** -0.5,
+                self.eps,
+                -(self.lr / (1 - self.betas[0] ** self.step)))
+
+    def check(self) -> None:
+        """Raises ArgumentError, which names the argument, for whatever a kernel could not take."""
+        moment = torch.float32 if self.scales is None else torch.uint8
+        wanted = {"param": (torch.float32, torch.bfloat16), "grad": tuple(GRAD_KINDS), "exp_avg": (moment,),
+                  "exp_avg_sq": (moment,), "low": (torch.int16,), "copy16": (torch.bfloat16, torch.float16)}
+        tensors = {name: getattr(self, name) for name in wanted if getattr(self, name) is not None}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(f"{name}: a tensor is wanted, found {type(tensor).__name__}")
+            _require(tensor.dtype in wanted[name], name, f"dtype {_names(wanted[name])}", tensor.dtype)
+            _require(tensor.shape == self.param.shape, name, f"param's shape {tuple(self.param.shape)}", tuple(tensor.shape))
+            _require(tensor.is_contiguous(), name, "a contiguous tensor", f"strides {tensor.stride()}")
+        if self.scales is not None:
+            blocks = -(-self.param.numel() // QUANT_BLOCK)
+            for name, tensor in zip(("scales[0]", "scales[1]"), self.scales, strict=True):
+                _require(tensor.dtype == torch.float32, name, "dtype float32", tensor.dtype)
+                _require(tensor.shape == (blocks,) and tensor.is_contiguous(), name, f"contiguous, shape ({blocks},)",
+                         tuple(tensor.shape))
+                tensors[name] = tensor
+        for name, tensor in tensors.items():
+            _require(tensor.device == self.param.device, name, f"param's device {self.param.device}", tensor.device)
+        full = self.param.dtype == torch.float32
+        _require(self.low is None or not full, "low", "a bf16 param with it", "an fp32 param")
+        _require(self.copy16 is None or full, "copy16", "an fp32 param with it", f"a {self.param.dtype} param")
+        _require(self.seed is None or (not full and self.low is None), "seed", "a bf16 param without low with it", "another")
+        for name in ("grad_scale", "skip"):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor):
+                _require(value.dtype == torch.float32 and value.numel() == 1, name, "one fp32 element", value.dtype)
+                _require(value.device == self.param.device, name, f"param's device {self.param.device}", value.device)
+        _require(isinstance(self.step, int) and self.step >= 1, "step", "an integer from 1 on", self.step)
+        _require(all(0 <= beta < 1 for beta in self.betas), "betas", "two numbers in [0, 1)", self.betas)
+        _require(self.eps >= 0, "eps", "a number from 0 on", self.eps)
+        self._check_overlap(tensors)
+
+    def _check_overlap(self, tensors: dict[str, torch.Tensor]) -> None:
+        places = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
+                        for name, tensor in tensors.items() if tensor.numel())
+        for (begin, end, first), (other_begin, other_end, second) in zip(places, places[1:], strict=False):
+            if other_begin < end:
+                shared_slot = {first, second} == {"grad", "copy16"} and (begin, end) == (other_begin, other_end)
+                if not (shared_slot and self.grad.dtype == self.copy16.dtype):
+                    raise ArgumentError(f"{second}: its memory overlaps that of {first}")
+
+
+def _require(held: bool, name: str, wanted: str, found: object) -> None:
+    if not held:
+        raise ArgumentError(f"{name}: {wanted} is wanted, found {found}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
