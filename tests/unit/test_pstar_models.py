@@ -10,6 +10,7 @@ from torch import nn
 
 import pstar
 from pstar.lazy import record, storage_key
+from tests import toy
 
 STEPS, LR = 4, 1e-3
 
@@ -21,7 +22,7 @@ def compare(model_func, inputs, loss_of, near: str = "min", chunk: int | str = 3
     """
     torch.manual_seed(0)
     plain = model_func()
-    adamw = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=LR, weight_decay=0.0)
+    adamw = toy.adamw([param for param in plain.parameters() if param.requires_grad], lr=LR, weight_decay=0.0)
     torch.manual_seed(0)
     model, optimizer = pstar.initialize_engine(model_func, 0, {
         "optimizer": {"params": {"lr": LR}}, "near_budget": near, "default_chunk_size": chunk})
