@@ -10,16 +10,23 @@ import logging
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, RunError, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
+
+
+LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
+GRACE_S = 2.0  # ranks that wait for the same one give up within this time of each other
 
 
 @dataclass
@@ -100,8 +107,15 @@ def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
         torch.cuda.set_device(device)
     if settings.nproc == 1:
         return Ranks(device=device)
+    store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
+    sys.excepthook = lambda kind, error, trace: _end_rank(kind, error, trace, store, rank, num_ranks)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("ranks", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=settings.timeout_s),
+        device_id=device if device.type == "cuda" else None,
     )
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
 
@@ -120,6 +134,60 @@ def _resolve_device(settings: Settings) -> None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
 
 
+def _end_rank(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, store: Any, rank: int, num_ranks: int
+) -> NoReturn:
+    """Ends a rank on an error nobody caught: what all ranks know is said once, a traceback is for what nobody knows.
+
+    A rank that gave up waiting notes it in the store. All who wait for the same rank give up within GRACE_S, so those
+    that did not are the ones that hang; a rank that died is named by the launcher, which sees how it ended.
+    """
+    status = 1
+    if isinstance(error, RunError):
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    elif _is_about_peers(error):
+        status, text = LOST_PEER, str(error).lower()
+        line = f"rank {rank} lost its connection to another rank"
+        try:
+            if "timed out" in text or "timeout" in text:
+                store.set(f"gave up {rank}", "1")
+                time.sleep(GRACE_S)
+                waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
+                missing = ", ".join(str(r) for r in range(num_ranks) if r not in waited)
+                line = f"rank {rank} waited in vain for the others, longer than --timeout-s"
+                line += f": rank {missing} did not come" if missing else ""
+                rank = 0 if rank == min(waited) else -1
+            else:
+                time.sleep(GRACE_S)  # the launcher ends this process before, when it has seen who died
+        except Exception as lost:
+            line += f" ({type(lost).__name__} while asking for whom)"
+        if rank >= 0:
+            print(f"\nerror: {line}", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a process with collectives under way cannot be unwound: it would wait for them, or abort
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    """True for what torch.distributed raises when another rank went away or did not come."""
+    text = str(error).lower()
+    words = ("timed out", "timeout", "connection", "connect ", "socket", "gloo", "nccl")
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words))
+
+
+def _likeliest_cause(error: Any) -> tuple[int, Any]:
+    """(rank, failure) of a ChildFailedError to name: killed before failed, and last who only lost a peer."""
+
+    def order(item: tuple[int, Any]) -> tuple[int, int]:
+        code = item[1].exitcode
+        return (0 if code < 0 and code != -signal.SIGTERM else 2 if code == LOST_PEER else 1), item[1].timestamp
+
+    return min(error.failures.items(), key=order)
+
+
 def _torchrun(settings: Settings) -> int:
     """Runs the program under torchrun on this machine; returns the exit status of the job."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -130,13 +198,15 @@ def _torchrun(settings: Settings) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a rank that hangs does not heed SIGTERM
     arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
     try:
         main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _likeliest_cause(error)
+        how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
         print(
-            f"error: rank {rank} failed with status {failure.exitcode}; what it said stands above",
+            f"error: rank {rank} failed with status {failure.exitcode}{how}; what it said stands above",
             file=sys.stderr,
         )
         return 1
