@@ -15,7 +15,16 @@ from gpt2_chinese.errors import RunError
 from gpt2_chinese.insync import check_in_sync
 from gpt2_chinese.launch import Ranks
 from tests.chapters.technique import (
-    STEPS, Small, assert_follows, build, clip_and_step, is_red, learning_rate, mean_over_ranks, rows, technique,
+    STEPS,
+    Small,
+    assert_follows,
+    build,
+    clip_and_step,
+    is_red,
+    learning_rate,
+    mean_over_ranks,
+    rows,
+    technique,
 )  # fmt: skip
 
 ddp = technique("02_ddp", "ddp")
@@ -25,7 +34,8 @@ KINDS = ["naive", "bucket", "ring", "torch"]
 
 
 def replicate(model, kind: str, bucket_mb: float = 0.002, timeline=None):
-    settings = SimpleNamespace(backend="torch" if kind == "torch" else "own", variant=kind, bucket_mb=bucket_mb, timeline=timeline)
+    backend = "torch" if kind == "torch" else "own"
+    settings = SimpleNamespace(backend=backend, variant=kind, bucket_mb=bucket_mb, timeline=timeline)
     return ddp.replicate(model, dist.group.WORLD, settings)
 
 
@@ -115,7 +125,7 @@ def test_the_ring_is_the_library_s_all_reduce(ranks, num_ranks, size):
         torch.testing.assert_close(own, expected)
         assert same, "all ranks must end with the same bits"
     total = sum(sent for _, _, sent, _ in results)
-    assert total == pytest.approx(ring.ring_bytes(4 * size, num_ranks) * num_ranks), "2 (p - 1) / p of the tensor from each rank"
+    assert total == pytest.approx(ring.ring_bytes(4 * size, num_ranks) * num_ranks), "each sends 2 (p - 1) / p of it"
 
 
 # ---- what is uneven, unused or out of order
