@@ -6,20 +6,34 @@ settings -> launch() --nproc 1-> Ranks of one, no process group at all
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error
+# Optimizers import this, and its functions take the default group that they find then as their default argument. Imported
+# while there is none, it keeps no gloo threads alive after close(), which would abort the process at its end.
+import torch.distributed.nn  # noqa: F401
+
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, RunError, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
+
+
+LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
+GRACE_S = 2.0  # ranks that wait for the same one give up within this time of each other
 
 
 @dataclass
@@ -100,9 +114,18 @@ def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
         torch.cuda.set_device(device)
     if settings.nproc == 1:
         return Ranks(device=device)
+    store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("ranks", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=settings.timeout_s),
+        device_id=device if device.type == "cuda" else None,
     )
+    store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
+    tell = sys.excepthook  # init_process_group has set it: a traceback whose lines begin with the rank
+    sys.excepthook = lambda *error: _end_rank(*error, tell, store, rank, num_ranks)
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
 
 
@@ -120,6 +143,67 @@ def _resolve_device(settings: Settings) -> None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
 
 
+def _end_rank(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None,
+    tell: Callable[..., Any], store: Any, rank: int, num_ranks: int,
+) -> NoReturn:  # fmt: skip
+    """Ends a rank on an error nobody caught: what all ranks know is said once, a traceback is for what nobody knows.
+
+    A rank that loses another, by --timeout-s or by its connection, notes in the store that it has given up. All who wait
+    for the same rank do so within GRACE_S, so those that did not are the ones that hang or are gone.
+    """
+    status = 1
+    if isinstance(error, RunError):
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    elif _is_about_peers(error):
+        status, speaks, line = LOST_PEER, True, f"rank {rank} waited in vain for the others"
+        try:
+            store.set(f"gave up {rank}", "1")
+            time.sleep(GRACE_S)  # where a rank has died, the launcher says so and ends this one meanwhile
+            waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
+            missing = [r for r in range(num_ranks) if r not in waited]
+            speaks = rank == min(waited)
+            if missing:
+                line += f": rank {', '.join(map(str, missing))} did not come, or not within --timeout-s"
+            if speaks:
+                _kill(store, missing)
+        except Exception as lost:
+            line += f" ({type(lost).__name__} while asking for whom)"
+        if speaks:
+            print(f"\nerror: {line}", file=sys.stderr, flush=True)
+    else:
+        tell(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a process with collectives under way cannot be unwound: it would wait for them, or abort
+
+
+def _kill(store: Any, ranks: list[int]) -> None:
+    """Kills those ranks that run on this machine: a rank that hangs heeds no SIGTERM, and torchrun would wait for 30 s."""
+    for host, pid in (store.get(f"process of {rank}").decode().split() for rank in ranks):
+        if host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    """True for what torch.distributed raises when another rank went away or did not come."""
+    text = str(error).lower()
+    words = ("timed out", "timeout", "connection", "connect ", "socket", "gloo", "nccl")
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words))
+
+
+def _likeliest_cause(error: Any) -> tuple[int, Any]:
+    """(rank, failure) of a ChildFailedError to name: killed before failed, and last who only lost a peer."""
+
+    def order(item: tuple[int, Any]) -> tuple[int, int]:
+        code = item[1].exitcode
+        return (0 if code < 0 and code != -signal.SIGTERM else 2 if code == LOST_PEER else 1), item[1].timestamp
+
+    return min(error.failures.items(), key=order)
+
+
 def _torchrun(settings: Settings) -> int:
     """Runs the program under torchrun on this machine; returns the exit status of the job."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -134,9 +218,10 @@ def _torchrun(settings: Settings) -> int:
     try:
         main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _likeliest_cause(error)
+        how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
         print(
-            f"error: rank {rank} failed with status {failure.exitcode}; what it said stands above",
+            f"error: rank {rank} failed with status {failure.exitcode}{how}; what it said stands above",
             file=sys.stderr,
         )
         return 1
