@@ -10,7 +10,7 @@ import torch
 
 from pstar.errors import ArgumentError
 from pstar.kernels.build import BuildError, build
-from pstar.kernels.quantize import code_tables
+from pstar.kernels.quantize import code_tables, least_codes
 from pstar.kernels.update import GRAD_KINDS, AdamUpdate
 
 PATHS = {"plain": 1, "avx2": 2, "avx512": 3}
@@ -76,7 +76,7 @@ def update_on_cpu(updates: list[AdamUpdate], path: str | None = None) -> None:
     chunks = (AdamChunk * len(updates))(*map(chunk_of, updates))
     tables = None
     if quantised:
-        tables = (ctypes.c_void_p * 4)(*[table.data_ptr() for table in code_tables(torch.device("cpu"))])
+        tables = (ctypes.c_void_p * 6)(*[table.data_ptr() for table in (*code_tables(torch.device("cpu")), *least_codes())])
     _answer(library().pstar_adam(chunks, len(updates), param, grad, tables, torch.get_num_threads(), _number(path)), path)
 
 

@@ -27,8 +27,11 @@ const int NORM_LANES = 256;
 
 enum Path { PATH_AUTO = 0, PATH_PLAIN = 1, PATH_AVX2 = 2, PATH_AVX512 = 3 };
 
-struct Codes {                        // 8-bit moments: values ascending, and the boundaries between neighbours
+// 8-bit moments: values ascending, the boundaries between neighbours, and for each upper half of an fp32 number the least code
+// that a number with that upper half can have; see code_tables in quantize.py.
+struct Codes {
     const float *exp_avg, *exp_avg_bounds, *exp_avg_sq, *exp_avg_sq_bounds;
+    const pstar_u8 *exp_avg_least, *exp_avg_sq_least;
 };
 
 // ---- the steps of a block. fp32 arrays are worked on where they lie; all else is unpacked into fp32 buffers that stay in
@@ -75,14 +78,19 @@ PSTAR_FN void decode(const pstar_u8 *codes, const float *values, float scale, fl
 
 // Writes the codes, returns the new scale: the largest magnitude. Compared as integers, where NaN > infinity > numbers, so
 // that no order of comparing loses a NaN.
-PSTAR_FN float encode(const float *from, const float *bounds, pstar_u8 *codes, int n) {
+PSTAR_FN float encode(float *from, const float *bounds, const pstar_u8 *least, pstar_u8 *codes, int n) {
     pstar_u32 largest = 0;
     _Pragma("omp simd reduction(max : largest)") for (int i = 0; i < n; i++) {
         pstar_u32 magnitude = float_bits(from[i]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
     const float scale = bits_float(largest);
-    SIMD for (int i = 0; i < n; i++) codes[i] = nearest_code(scale > 0.0f ? from[i] / scale : 0.0f, bounds);
+    SIMD for (int i = 0; i < n; i++) from[i] = scale > 0.0f ? from[i] / scale : 0.0f;
+    // nearest_code in two steps instead of eight: no cell of the table holds more than one boundary.
+    for (int i = 0; i < n; i++) {
+        const pstar_u8 code = least[float_bits(from[i]) >> 16];
+        codes[i] = (pstar_u8)(code + (from[i] > bounds[code] ? 1 : 0));
+    }
     return scale;
 }
 
@@ -136,8 +144,8 @@ PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes 
             decode(codes_v, codes->exp_avg_sq, c.exp_avg_sq_scale[block], v, n);
             for (int k = 0; k < n; k += BLOCK)
                 update_block(c, h, param, grad, start + k, n - k < BLOCK ? n - k : BLOCK, m + k, v + k);
-            c.exp_avg_scale[block] = encode(m, codes->exp_avg_bounds, codes_m, n);
-            c.exp_avg_sq_scale[block] = encode(v, codes->exp_avg_sq_bounds, codes_v, n);
+            c.exp_avg_scale[block] = encode(m, codes->exp_avg_bounds, codes->exp_avg_least, codes_m, n);
+            c.exp_avg_sq_scale[block] = encode(v, codes->exp_avg_sq_bounds, codes->exp_avg_sq_least, codes_v, n);
         }
     }
 #if defined(__x86_64__)
@@ -222,12 +230,11 @@ extern "C" int pstar_has_threads() {
 #endif
 }
 
-extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, int grad, const float *const *codes,
+extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, int grad, const Codes *codes,
                           int num_threads, int path) {
     if (path == PATH_AUTO) path = best_path();
     if (!has(path)) return 1;
     if (param < PARAM_FP32 || param > PARAM_BF16_SR || grad < GRAD_FP32 || grad > GRAD_BF16) return 2;
-    const Codes tables = {codes ? codes[0] : 0, codes ? codes[1] : 0, codes ? codes[2] : 0, codes ? codes[3] : 0};
     const Update update = UPDATES[path];
     pstar_i64 num_tiles = 0, total = 0;
     for (int k = 0; k < num_chunks; k++) {
@@ -245,7 +252,7 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
             const pstar_i64 from = first > before ? first - before : 0, to = last - before < tiles ? last - before : tiles;
             if (from < to) {
                 const pstar_i64 end = to * TILE < chunks[k].numel ? to * TILE : chunks[k].numel;
-                update(chunks[k], param, grad, codes ? &tables : 0, from * TILE, end);
+                update(chunks[k], param, grad, codes, from * TILE, end);
             }
             before += tiles;
         }

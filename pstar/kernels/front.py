@@ -27,7 +27,8 @@ def adam_steps(updates: list[AdamUpdate], implementation: str | None = None) -> 
         update.check()
         if update.param.numel():
             alike.setdefault((update.param.device, *update.kinds()), []).append(update)
-    for (device, *_), group in alike.items():
+    # CUDA first: it goes on by itself while the CPU works on the rest.
+    for (device, *_), group in sorted(alike.items(), key=lambda item: item[0][0].type == "cpu"):
         if implementation != "torch" and device.type == "cpu" and cpu.library() is not None:
             cpu.update_on_cpu(group, implementation)
         elif implementation != "torch" and device.type == "cuda" and cuda.library() is not None:

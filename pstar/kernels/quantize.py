@@ -25,14 +25,36 @@ def _magnitudes(steps_in_the_last_decade: int) -> list[float]:
 
 @cache
 def code_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(values, boundaries) of the first moment, then of the second: fp32, ascending, (256,) and (255,), on `device`."""
+    """(values, boundaries) of the first moment, then of the second: fp32, ascending, (256,), on `device`.
+
+    The code of a number is the number of boundaries below it; the last boundary is infinity.
+    """
     halves = _magnitudes(64)
     signed = [-value for value in reversed(halves)] + [0.0, *halves, 1.0]
     unsigned = [10.0**-NUM_DECADES, *_magnitudes(128), 1.0]
     tables = []
     for values in (signed, unsigned):
         exact = torch.tensor(values, dtype=torch.float64)
-        tables += [exact.float().to(device), ((exact[1:] + exact[:-1]) / 2).float().to(device)]
+        boundaries = torch.cat([(exact[1:] + exact[:-1]) / 2, exact.new_full((1,), torch.inf)])
+        tables += [exact.float().to(device), boundaries.float().to(device)]
+    return tuple(tables)
+
+
+@cache
+def least_codes() -> tuple[torch.Tensor, torch.Tensor]:
+    """For each upper half of an fp32 number the least code of all numbers that have it: uint8, (65536,), for both moments.
+
+    Most numbers have that code, the others the next: so the CPU finds a code without a search. A NaN gets 0.
+    """
+    upper = torch.arange(65536)
+    magnitude, negative = upper & 0x7FFF, upper >= 0x8000
+    # The least number of a cell: itself if positive; if negative just above the next larger magnitude.
+    bits = torch.where(negative, magnitude + 1, magnitude).to(torch.int32) << 16
+    least = bits.view(torch.float32)
+    tables = []
+    for boundaries in code_tables(torch.device("cpu"))[1::2]:
+        codes = torch.where(negative, torch.bucketize(-least, boundaries, right=True), torch.bucketize(least, boundaries))
+        tables.append(torch.where((magnitude >= 0x7F80) & (upper != 0x7F80), 0, codes).to(torch.uint8))
     return tuple(tables)
 
 

@@ -5,7 +5,7 @@ everything else are the shipped ones. Tolerance: ranks add the same fp32 numbers
 bits of gradients; seen over these 50 steps: 1e-7 in the loss, and 5e-6 in the norm, most of it the rounding of one fp32
 norm over half a million elements. A wrong average, seed or learning rate shows at step 2 or 3. (At lr 0.01 this model is
 chaotic: one sharp step makes 4 % of difference in a norm out of the last bits, and the losses still agree to 2e-5.)
-At one process pstar differs from PyTorch only in the roundings inside Adam (seen: 4e-7 in the loss); there its own curve is
+At one process pstar differs from PyTorch only in the roundings inside Adam (seen: 1e-7 in the loss); there its own curve is
 the same to the last bit wherever the chunks are.
 """
 

@@ -14,10 +14,11 @@ template <class T> struct Array {
 };
 
 int main() {
-    std::vector<float> values(256), bounds(255);
+    std::vector<float> values(256), bounds(256, INFINITY);
     for (int k = 0; k < 256; k++) values[k] = (k - 127) / 128.0f;
     for (int k = 0; k < 255; k++) bounds[k] = (k - 126.5f) / 128.0f;
-    const float *codes[4] = {values.data(), bounds.data(), values.data(), bounds.data()};
+    std::vector<pstar_u8> least(65536, 255);
+    const Codes codes = {values.data(), bounds.data(), values.data(), bounds.data(), least.data(), least.data()};
     const float odd[] = {0.0f, -1.0f, 1e-45f, 3e38f, -3e38f, INFINITY, NAN, 1.5f, 1e-20f, 65520.0f};
     int updates = 0;
     for (int path = PATH_PLAIN; path <= PATH_AVX512; path++)
@@ -47,7 +48,7 @@ int main() {
                             c.numel = numel;
                             c.scalars = {-1e-4f, 0.1f, 0.1f, 0, 0.01f, 0, 3.0f, 1e-8f, -1e-2f, 0.5f};
                             double norm = 0;
-                            if (pstar_adam(&c, 1, param, grad, quantised ? codes : 0, 3, path)) return 1;
+                            if (pstar_adam(&c, 1, param, grad, quantised ? &codes : 0, 3, path)) return 1;
                             if (pstar_squared_norm(c.grad, numel, grad, &norm, 3, path)) return 1;
                             updates++;
                         }

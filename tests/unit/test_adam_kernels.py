@@ -10,7 +10,9 @@ import torch
 
 from pstar.errors import ArgumentError
 from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_step, adam_steps, cpu, join_master, split_master, squared_norms
+from pstar.kernels.quantize import code_tables, least_codes
 
+CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OPTIONS = {"step": 3, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 LAYOUTS = ("fp32", "bf16 copy", "fp16 copy", "shared slot", "split", "bf16", "stochastic")
@@ -238,6 +240,17 @@ def test_stochastic_rounding_keeps_the_mean(implementation):
         moved[seed] = 1 - update.param.double().mean().item()
     assert moved[None] == 0.0
     assert moved[1] == pytest.approx(steps * 2**-8 / 20, abs=4 * 2**-8 * math.sqrt(steps / 20 / numel))
+
+
+def test_the_code_of_a_moment_is_the_nearest():
+    """Each value has its own code, and so have numbers that lie closer to it than to its neighbours."""
+    for values, boundaries, least in zip(code_tables(CPU)[::2], code_tables(CPU)[1::2], least_codes(), strict=True):
+        assert (values.diff() > 0).all() and values[-1] == 1 and boundaries[-1] == math.inf
+        numbers = torch.cat([values, boundaries[:-1], torch.nextafter(boundaries[:-1], torch.tensor(9.0)), random(10**6, 0)])
+        numbers = numbers[numbers.abs() <= 1]
+        found = least[(numbers.view(torch.int32) >> 16).to(torch.int64) & 0xFFFF].to(torch.int64)
+        assert torch.equal(found + (numbers > boundaries[found]), torch.bucketize(numbers, boundaries))
+        assert torch.equal(torch.bucketize(values, boundaries), torch.arange(256))
 
 
 def test_8_bit_moments_follow_fp32_ones():

@@ -34,11 +34,11 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.mark.parametrize("ours, theirs", [
     ({"adamw_mode": True}, torch.optim.AdamW), ({"adamw_mode": False}, torch.optim.Adam)])
 def test_the_curve_of_torch_optim(ours, theirs):
-    """Other roundings, the same maths. Seen: 2e-7 in the losses of 20 steps."""
+    """Other roundings, the same maths. Seen: 7e-7 in the losses of 20 steps."""
     for implementation in (None, "torch"):
         first, second = model(), model()
         losses = train(first, pstar.HybridAdam(first.parameters(), implementation=implementation, **OPTIONS, **ours), 20)
-        assert losses == pytest.approx(train(second, theirs(second.parameters(), **OPTIONS), 20), rel=2e-6)
+        assert losses == pytest.approx(train(second, theirs(second.parameters(), **OPTIONS), 20), rel=1e-5)
 
 
 def test_compiled_and_torch_implementation_are_the_same_to_the_last_bit():
@@ -93,7 +93,7 @@ def test_groups_and_schedules():
             curve += train(net, optimizer, 1, step)
             schedule.step()
         curves.append(curve)
-    assert curves[0] == pytest.approx(curves[1], rel=2e-6)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype, options", [

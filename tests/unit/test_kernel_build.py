@@ -24,7 +24,7 @@ COMPILER = build.find_compiler()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 GPUS = ("75", "80", "90", "100")
 # Each kind of parameter, gradient and moment at least once.
-KINDS = [(0, 0, False), (1, 1, True), (2, 2, False), (3, 2, False), (3, 0, True), (4, 1, False), (5, 2, True)]
+KINDS = [(0, 0, False), (1, 1, True), (2, 2, False), (3, 2, False), (4, 0, True), (5, 1, False)]
 
 
 def run_build(cache: Path, **environment: str) -> tuple[int, str]:
@@ -106,7 +106,7 @@ def test_address_and_undefined_behaviour_sanitizers_are_clean(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-@pytest.mark.parametrize("kinds", KINDS, ids=str)
+@pytest.mark.parametrize("kinds", KINDS[1::2], ids=str)
 def test_nvcc_compiles_it_for_every_gpu(kinds, tmp_path):
     defines = [f"-DPSTAR_{name}={int(kind)}" for name, kind in zip(("PARAM", "GRAD", "QUANT"), kinds, strict=True)]
     targets = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in GPUS]
@@ -139,7 +139,7 @@ def emulators(tmp_path_factory):
     def compile_one(kinds):
         defines = [f"-DPSTAR_{name}={int(kind)}" for name, kind in zip(("PARAM", "GRAD", "QUANT"), kinds, strict=True)]
         target = folder / f"adam{kinds}.so"
-        flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC", "-shared"]
+        flags = ["-std=c++20", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC", "-shared"]
         command = [COMPILER, *flags, *defines, f"-I{build.HERE}", HERE / "cuda_on_cpu.cpp", "-o", target]
         done = subprocess.run(command, capture_output=True, text=True)
         if "barrier: No such file" in done.stderr or "'barrier' file not found" in done.stderr:

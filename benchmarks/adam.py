@@ -1,0 +1,233 @@
+"""Adam on the CPU against its peers and against the memory's speed.
+
+    python benchmarks/adam.py                                 # 50 million elements: about a minute, 4 GB
+    python benchmarks/adam.py --numel 5000000 --rounds 5      # a quick look
+
+Every contender is timed once a round, in an order that rotates from round to round; what is reported is the median over
+rounds of its ratio to the stream kernel of the SAME round, so that what else the machine does hits all alike. Writes
+benchmarks/results/adam.md and adam.png. DeepSpeed's CPUAdam takes part where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_steps, cpu, split_master
+from pstar.kernels.build import find_compiler
+
+HERE = Path(__file__).resolve().parent
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+WARM_UP = 2
+
+
+class Contender:
+    """A name, the bytes of memory traffic an update needs for each parameter, what to compare with, and how to run it."""
+
+    def __init__(self, name: str, bytes_per_param: int, stream: str, run: Callable[[], object]):
+        self.name, self.bytes_per_param, self.stream, self.run = name, bytes_per_param, stream, run
+        self.seconds: list[float] = []
+
+
+def contenders(numel: int) -> list[Contender]:
+    """All that can run here. They share parameters and gradients and have moments of their own where they must."""
+    threads = torch.get_num_threads()
+    param, grad, exp_avg, exp_avg_sq = (torch.rand(numel) for _ in range(4))
+    grad16 = (grad - 0.5).to(torch.bfloat16)
+    slot, copy16, high = grad16.clone(), torch.empty_like(grad16), torch.empty_like(grad16)
+    low = torch.empty(numel, dtype=torch.int16)
+    split_master(param, high, low)
+    codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
+    scales = torch.zeros(-(-numel // QUANT_BLOCK)), torch.zeros(-(-numel // QUANT_BLOCK))
+    found = []
+
+    def stream(name: str, bytes_per_param: int, *tensors: torch.Tensor) -> None:
+        function, size = getattr(library, f"stream_{name}"), ctypes.c_long(numel)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        found.append(Contender(f"stream, {name}", bytes_per_param, name, lambda: function(size, *pointers, threads)))
+
+    def ours(name: str, bytes_per_param: int, stream: str, *tensors: torch.Tensor, **places) -> None:
+        update = AdamUpdate(*tensors, **OPTIONS, step=10, **places)
+        found.append(Contender(name, bytes_per_param, stream, lambda: adam_steps([update])))
+
+    library = compile_stream()
+    stream("fp32", 28, param, grad, exp_avg, exp_avg_sq)
+    ours("pstar fp32", 28, "fp32", param, grad, exp_avg, exp_avg_sq)
+    for name, options in (("torch AdamW(fused)", {"fused": True}), ("torch AdamW(foreach)", {"foreach": True})):
+        optimizer = torch_adamw(param, grad, options)
+        found.append(Contender(name, 28, "fp32", optimizer.step))
+        if options.get("fused"):
+            fused = optimizer
+    deepspeed = deepspeed_adam(param, grad)
+    if deepspeed is not None:
+        found.append(Contender("DeepSpeed CPUAdam", 28, "fp32", deepspeed.step))
+
+    def chain() -> None:
+        """What a mixed-precision optimizer without a kernel for it does: unpack, update, pack."""
+        grad.copy_(grad16)
+        fused.step()
+        copy16.copy_(param)
+
+    stream("separate", 28, param, grad16, exp_avg, exp_avg_sq, copy16)
+    stream("shared", 28, param, slot, exp_avg, exp_avg_sq)
+    stream("split", 26, high, low, grad16, exp_avg, exp_avg_sq)
+    ours("pstar bf16, separate master", 28, "separate", param, grad16, exp_avg, exp_avg_sq, copy16=copy16)
+    ours("pstar bf16, shared slot", 28, "shared", param, slot, exp_avg, exp_avg_sq, copy16=slot)
+    ours("pstar bf16, split master", 26, "split", high, grad16, exp_avg, exp_avg_sq, low=low)
+    ours("pstar bf16, split master, 8-bit moments", 14, "split", high, grad16, *codes, low=low, scales=scales)
+    found.append(Contender("chain: copy, torch fused, copy", 28, "separate", chain))
+    return found
+
+
+def compile_stream() -> ctypes.CDLL:
+    """stream.cpp for this machine."""
+    compiler = find_compiler()
+    if compiler is None or not cpu.paths():
+        sys.exit("error: this benchmark needs a C++ compiler")
+    target = Path(tempfile.mkdtemp()) / "stream.so"
+    flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, HERE / "stream.cpp", "-o", target], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def torch_adamw(param: torch.Tensor, grad: torch.Tensor, options: dict) -> torch.optim.AdamW:
+    leaf = torch.nn.Parameter(param)
+    leaf.grad = grad
+    return torch.optim.AdamW([leaf], **OPTIONS, **options)
+
+
+def deepspeed_adam(param: torch.Tensor, grad: torch.Tensor) -> torch.optim.Optimizer | None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return None
+    leaf = torch.nn.Parameter(param)
+    leaf.grad = grad
+    return DeepSpeedCPUAdam([leaf], **OPTIONS, adamw_mode=True)
+
+
+def measure(found: list[Contender], rounds: int) -> float:
+    """Times every contender once a round. Returns the number of cores that other processes used meanwhile."""
+    busy, own, begin = busy_seconds(), time.process_time(), time.perf_counter()
+    for number in range(rounds + WARM_UP):
+        start = number % len(found)
+        for contender in found[start:] + found[:start]:
+            at = time.perf_counter()
+            contender.run()
+            contender.seconds.append(time.perf_counter() - at)
+    for contender in found:
+        del contender.seconds[:WARM_UP]
+    elapsed = time.perf_counter() - begin
+    return max(0.0, (busy_seconds() - busy) - (time.process_time() - own)) / elapsed
+
+
+def busy_seconds() -> float:
+    """Seconds that all cores together have worked since the start of the machine; time that a host took away included."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError):
+        return time.process_time()
+    user, nice, system, _idle, _wait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def ratio(first: Contender, second: Contender) -> float:
+    """How many times as fast the second is: the median of the rounds."""
+    return statistics.median(a / b for a, b in zip(first.seconds, second.seconds, strict=True))
+
+
+def report(found: list[Contender], numel: int, rounds: int, others: float) -> str:
+    """The page, in Markdown."""
+    by_name = {contender.name: contender for contender in found}
+    chain, ours = by_name["chain: copy, torch fused, copy"], by_name["pstar fp32"]
+    deepspeed = "" if "DeepSpeed CPUAdam" in by_name else ", DeepSpeed not installed"
+    lines = [
+        "# Adam on the CPU", "",
+        f"{numel / 1e6:g} million elements, {torch.get_num_threads()} threads, {rounds} rounds; "
+        f"{datetime.date.today()}; {processor()}; torch {torch.__version__}{deepspeed}, Python {platform.python_version()}, "
+        f"path {cpu.paths()[-1]}.", "",
+        f"    python benchmarks/adam.py --numel {numel} --rounds {rounds}", "",
+        "Share of the stream: median over the rounds of (time of a kernel that moves the same bytes / time), in the same "
+        "round. GB/s: bytes that must move / median time.", "",
+    ]
+    if others > 0.1:
+        lines += [f"**Other processes used {others:.1f} of {os.cpu_count()} cores meanwhile**: only ratios mean something, "
+                  "and differences of a few percent do not.", ""]
+    lines += ["| | bytes a parameter | ms | GB/s | share of the stream | times as fast as the chain |",
+              "|---|---|---|---|---|---|"]
+    for contender in found:
+        median = statistics.median(contender.seconds)
+        stream = by_name[f"stream, {contender.stream}"]
+        share = ratio(stream, contender) if "8-bit" not in contender.name else None
+        against = f"{ratio(chain, contender):.2f}" if contender.stream != "fp32" else ""
+        lines.append(f"| {contender.name} | {contender.bytes_per_param} | {median * 1e3:.1f} | "
+                     f"{contender.bytes_per_param * numel / median / 1e9:.1f} | {'' if share is None else f'{share:.2f}'} | "
+                     f"{against} |")
+    peers = [each for each in found if each.stream == "fp32" and not each.name.startswith(("pstar", "stream"))]
+    compared = ", ".join(f"{ratio(each, ours):.2f} times as fast as {each.name}" for each in peers)
+    lines += ["", f"pstar fp32 is {compared}."]
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def draw(found: list[Contender], path: Path) -> None:
+    """Bars: the share of the stream of the same bytes, with the middle half of the rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    streams = {each.stream: each for each in found if each.name.startswith("stream")}
+    shown = [each for each in found if not each.name.startswith("stream") and "8-bit" not in each.name]
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(shown) + 1.2), layout="constrained")
+    for place, contender in enumerate(reversed(shown)):
+        shares = [a / b for a, b in zip(streams[contender.stream].seconds, contender.seconds, strict=True)]
+        low, middle, high = statistics.quantiles(shares, n=4)
+        axes.barh(place, middle, color="#2a7" if contender.name.startswith("pstar") else "#999",
+                  xerr=[[middle - low], [high - middle]], ecolor="#333")
+    axes.set_yticks(range(len(shown)), [each.name for each in reversed(shown)])
+    axes.axvline(1, color="#333", linewidth=1)
+    axes.set_xlabel("share of the speed of a kernel that only moves the same bytes")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Reads the command line, measures, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=50_000_000, help="elements")
+    parser.add_argument("--rounds", type=int, default=21, help="rounds that count; two more warm up")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder that adam.md and adam.png go to")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = contenders(arguments.numel)
+    others = measure(found, arguments.rounds)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    page = report(found, arguments.numel, arguments.rounds, others)
+    (arguments.results / "adam.md").write_text(page)
+    draw(found, arguments.results / "adam.png")
+    print(page, end="")
+
+
+if __name__ == "__main__":
+    main()
