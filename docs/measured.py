@@ -87,7 +87,8 @@ def help_of_module(module: str) -> str:
 def _call(command: list[str], variables: dict[str, str]) -> str:
     """Runs a command in the repository; returns its stdout, or raises with what it said."""
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **variables}
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])    # as in an active environment
+    environment = {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **variables}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")

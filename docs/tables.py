@@ -19,6 +19,7 @@ TREE = {
     "cache/": "the shipped vocabulary, and how to train another",
     "docs/": "the site in Chinese and English, and what makes its pages from these files",
     "tests/": "unit, distributed, chapters as programs, docs, layers, the harness itself",
+    "benchmarks/": "side by side with peers: what a run measured, as tables and figures",
     "scripts/": "the set-up that every start goes through",
     ".ci/": "what a CI machine calls",
     "pyproject.toml": "the two packages, the extras dev and docs, ruff, pytest",

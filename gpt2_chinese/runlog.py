@@ -290,7 +290,7 @@ class Run:
             final = checkpoint.export_final(self.directory / "final", settings.model, weights, settings.vocab, about)
             self._print_samples(final)
             memory = ", ".join(f"rank {rank} {peak / 2**20:.0f} MiB" for rank, peak in enumerate(peaks))
-            self._print_summary([("peak memory", memory), *(table or [])] if len(peaks) > 1 else table or [])
+            self._print_summary([("peak memory", memory)], table or [])
             self._board.add_hparams(
                 {k: v for k, v in settings.values().items() if isinstance(v, int | float | str)},
                 {f"hparam/{k}": v for k, v in self.last_evaluation.items()},
@@ -313,11 +313,12 @@ class Run:
             print(f"  「{prompt}」{text}")
             self._board.add_text(f"samples/{prompt}", f"「{prompt}」{text}", self.settings.max_steps)
 
-    def _print_summary(self, table: Rows) -> None:
+    def _print_summary(self, more: Rows, table: Rows) -> None:
         rows: Rows = [("time", f"{time.perf_counter() - self._start:.0f} s, of which {self._progress.summary()}")]
         if self.last_evaluation:
             e = self.last_evaluation
             rows.append(("validation", f"loss {e['valid_loss']:.4f}, perplexity {e['valid_ppl']:.1f}"))
+        rows += more
         for name in ("final", "checkpoints", "metrics.jsonl", "tensorboard"):
             rows.append((name, display(self.directory / name)))
         print("\nDone.")
