@@ -87,7 +87,7 @@ def help_of_module(module: str) -> str:
 def _call(command: list[str], variables: dict[str, str]) -> str:
     """Runs a command in the repository; returns its stdout, or raises with what it said."""
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])    # as in an active environment
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **variables}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
