@@ -2,6 +2,7 @@
 
 settings -> launch() --nproc 1-> Ranks of one, no process group at all
                      --nproc N-> torchrun starts this program N times; each comes here again with RANK set and joins
+                     horovodrun, where a chapter asks for it, instead: HorovodRanks
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from gpt2_chinese import horovodrun
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
@@ -75,22 +78,52 @@ class Ranks:
             self.group = None
 
 
-def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
+class HorovodRanks(Ranks):
+    """The same calls on Horovod's. Each has a name of its own: ranks that recover from a loss would number them differently."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> HorovodRanks:
+        """The ranks as they are at this moment; an elastic run has fewer after a loss."""
+        import horovod.torch as hvd
+
+        return cls(hvd.rank(), hvd.size(), hvd.local_rank(), device)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over all ranks, a new tensor on the same device; all ranks must call together."""
+        import horovod.torch as hvd
+
+        return hvd.allreduce(tensor.detach(), name="ranks.sum", op=hvd.Sum)
+
+    def max(self, value: float) -> float:
+        """Largest of a number over all ranks; all ranks must call together."""
+        import horovod.torch as hvd
+
+        return hvd.allreduce(torch.tensor([float(value)], dtype=torch.float64), name="ranks.max", op=hvd.Max).item()
+
+    def close(self) -> None:
+        """Leaves Horovod."""
+        import horovod.torch as hvd
+
+        hvd.shutdown()
+
+
+def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:
     """Starts the other processes if there are to be any, and returns this one's Ranks.
 
     Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
     torchrun on the program with the same arguments and exits with its status: a rank that fails makes the job fail.
+    Horovod's launcher is used for one process too, so that all of its flags are.
 
     Args:
         settings: of the run.
-        launcher: "torchrun", or the name of what must have started the program ("horovodrun" and the like), which then
-            joins the ranks in its own way.
+        launcher: "torchrun" or "horovodrun".
+        flags: more flags of horovodrun.
     """
     with exit_on_user_error():
         _resolve_device(settings)
+        if "RANK" not in os.environ and launcher == "horovodrun":
+            horovodrun.start(settings, flags)
         if "RANK" not in os.environ and settings.nproc > 1:
-            if launcher != "torchrun":
-                raise UserError(f"--nproc {settings.nproc} needs {launcher}: start this chapter with its train.sh")
             raise SystemExit(_torchrun(settings))
     # Ctrl-C reaches every process of a terminal. Under a launcher the ranks die quietly and the launcher says the line.
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _say_interrupted)
@@ -98,12 +131,28 @@ def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if launcher == "horovodrun":
+        return _join_horovod(device)
     if settings.nproc == 1:
         return Ranks(device=device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
     )
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
+
+
+def _join_horovod(device: torch.device) -> Ranks:
+    """Joins the ranks that horovodrun started."""
+    import horovod.torch as hvd
+
+    with exit_on_user_error():
+        if device.type == "cuda" and not hvd.nccl_built():
+            raise UserError(
+                "this Horovod was built without NCCL: give --device cpu, or make nvcc and NCCL's headers known "
+                "(HOROVOD_NCCL_HOME) and run bash scripts/build_horovod.sh"
+            )
+    hvd.init()
+    return HorovodRanks.now(device)
 
 
 def _resolve_device(settings: Settings) -> None:
