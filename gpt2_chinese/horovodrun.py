@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -36,6 +37,8 @@ LAUNCHERS = (
 )
 # One host for each worker of an elastic run on this machine: 127.0.0.1, 127.0.0.01, 127.0.0.001 ... are one address.
 LOOPBACK = "127.0.0.1"
+LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
+LOST_LINE = "lost touch with the other ranks"  # what it says; the launcher then knows who did not
 
 
 def adopt_ranks() -> None:
@@ -80,9 +83,10 @@ def start(settings: Settings, flags: Sequence[str] = ()) -> NoReturn:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
-    # A rank that stands still for ever ends the job; an evaluation or a checkpoint of rank 0 does not take so long.
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
-    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "120")
+    # A rank that stands still ends the job: its process (gloo waits in vain) or its program alone (Horovod sees a stall).
+    patience_s = str(math.ceil(getattr(settings, "timeout_s", 600)))
+    for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"):
+        os.environ.setdefault(name, patience_s)
     where = [] if "--host-discovery-script" in flags else ["-H", f"localhost:{settings.nproc}"]
     command = ["--gloo", "-np", str(settings.nproc), *where, *flags, sys.executable, str(settings.program), *settings.argv]
     sys.stdout.flush()
@@ -96,17 +100,21 @@ class Unprefixed:
 
     Attributes:
         ended: (rank, exit status) in the order in which ranks failed; a signal is a negative status, as in subprocess.
+        lost: ranks that said that they lost touch with the others.
         said: other lines of the launcher's own.
     """
 
     def __init__(self, stream: TextIO, elastic: bool) -> None:
         self.stream, self.elastic = stream, elastic
         self.ended: list[tuple[int, int]] = []
+        self.lost: set[int] = set()
         self.said: list[str] = []
 
     def write(self, text: str) -> int:
         """One call a line for what ranks say: Horovod makes it so."""
-        if prefixed := re.match(r"\[\d+\]<std(?:out|err)>:", text):
+        if prefixed := re.match(r"\[(\d+)\]<std(?:out|err)>:", text):
+            if LOST_LINE in text:
+                self.lost.add(int(prefixed[1]))
             self.stream.write(text[prefixed.end() :])
         elif failed := re.match(r"Process (\d+) exit with status code (\d+)", text):
             status = int(failed[2])
@@ -157,9 +165,10 @@ def main(arguments: list[str]) -> int:
         return _interrupted()
     if not problem:
         return 0
-    ended = streams[0].ended
-    if ended:
-        rank, status = ended[0]
+    # Not those who lost touch because of it: whoever hung is the one that did not, until the launcher killed it.
+    ended = [(rank, status) for rank, status in streams[0].ended if status != LOST_PEER and rank not in streams[1].lost]
+    if ended or streams[0].ended:
+        rank, status = (ended or streams[0].ended)[0]
         line = f"rank {rank} failed with status {status}; what it said stands above"
     else:
         line = f"horovodrun failed: {' '.join(' '.join([*streams[0].said, *streams[1].said, problem]).split())}"

@@ -11,8 +11,10 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,6 +25,9 @@ from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
+
+
+GRACE_S = 2.0  # ranks that wait for the same one give up within this time of each other
 
 
 @dataclass
@@ -152,7 +157,25 @@ def _join_horovod(device: torch.device) -> Ranks:
                 "(HOROVOD_NCCL_HOME) and run bash scripts/build_horovod.sh"
             )
     hvd.init()
+    sys.excepthook = _end_horovod_rank
     return HorovodRanks.now(device)
+
+
+def _end_horovod_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
+    """Ends a rank of horovodrun on an error nobody caught. One that lost its peers says so, and leaves them time to."""
+    import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
+
+    status = 1
+    if isinstance(error, HorovodInternalError):
+        status = horovodrun.LOST_PEER
+        print(f"rank {hvd.rank()} {horovodrun.LOST_LINE}: {error}".splitlines()[0], file=sys.stderr, flush=True)
+        time.sleep(GRACE_S)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # not by way of Horovod's own end, which would wait for the others
 
 
 def _resolve_device(settings: Settings) -> None:
