@@ -13,6 +13,10 @@ class UserError(Exception):
     """Something the user gave is wrong. The message is one line: the file, item or flag, and what to do about it."""
 
 
+class RunError(Exception):
+    """A run cannot go on, whatever the user gave. One line, said by rank 0, and exit status 1 (see launch)."""
+
+
 def fail(message: str) -> NoReturn:
     """Prints `error: message` to stderr and exits with status 2.
 

@@ -37,7 +37,7 @@ LAUNCHERS = (
 )
 # One host for each worker of an elastic run on this machine: 127.0.0.1, 127.0.0.01, 127.0.0.001 ... are one address.
 LOOPBACK = "127.0.0.1"
-LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
+LOST_PEER = 3  # as in launch.py, which imports torch: the status of a rank that ends because another one did
 LOST_LINE = "lost touch with the other ranks"  # what it says; the launcher then knows who did not
 
 
@@ -192,7 +192,8 @@ def discovery_flags(script: Path, nproc: int) -> list[str]:
     """
     os.environ[WORKERS_VARIABLE] = str(nproc)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return ["--min-np", "1", "--max-np", str(nproc), "--host-discovery-script", str(script), "--network-interfaces", loopback]
+    limits = ["--min-np", "1", "--max-np", str(nproc)]
+    return [*limits, "--host-discovery-script", str(script), "--network-interfaces", loopback]
 
 
 if __name__ == "__main__":

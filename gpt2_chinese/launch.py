@@ -2,7 +2,7 @@
 
 settings -> launch() --nproc 1-> Ranks of one, no process group at all
                      --nproc N-> torchrun starts this program N times; each comes here again with RANK set and joins
-                     horovodrun, where a chapter asks for it, instead: HorovodRanks
+                     horovodrun, where a chapter asks for it, instead: horovodrun.py, horovodranks.py
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from gpt2_chinese import horovodrun
-from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, RunError, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
 
 
+LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
 GRACE_S = 2.0  # ranks that wait for the same one give up within this time of each other
 
 
@@ -83,45 +85,15 @@ class Ranks:
             self.group = None
 
 
-class HorovodRanks(Ranks):
-    """The same calls on Horovod's. Each has a name of its own: ranks that recover from a loss would number them differently."""
-
-    @classmethod
-    def now(cls, device: torch.device) -> HorovodRanks:
-        """The ranks as they are at this moment; an elastic run has fewer after a loss."""
-        import horovod.torch as hvd
-
-        return cls(hvd.rank(), hvd.size(), hvd.local_rank(), device)
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over all ranks, a new tensor on the same device; all ranks must call together."""
-        import horovod.torch as hvd
-
-        return hvd.allreduce(tensor.detach(), name="ranks.sum", op=hvd.Sum)
-
-    def max(self, value: float) -> float:
-        """Largest of a number over all ranks; all ranks must call together."""
-        import horovod.torch as hvd
-
-        return hvd.allreduce(torch.tensor([float(value)], dtype=torch.float64), name="ranks.max", op=hvd.Max).item()
-
-    def close(self) -> None:
-        """Leaves Horovod."""
-        import horovod.torch as hvd
-
-        hvd.shutdown()
-
-
 def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:
     """Starts the other processes if there are to be any, and returns this one's Ranks.
 
     Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
     torchrun on the program with the same arguments and exits with its status: a rank that fails makes the job fail.
-    Horovod's launcher is used for one process too, so that all of its flags are.
 
     Args:
         settings: of the run.
-        launcher: "torchrun" or "horovodrun".
+        launcher: "torchrun", or "horovodrun", which is used for one process too, so that its flags are.
         flags: more flags of horovodrun.
     """
     with exit_on_user_error():
@@ -137,45 +109,23 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launcher == "horovodrun":
-        return _join_horovod(device)
+        from gpt2_chinese import horovodranks
+
+        with exit_on_user_error():
+            return horovodranks.join(device)
     if settings.nproc == 1:
         return Ranks(device=device)
+    store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
+    sys.excepthook = lambda kind, error, trace: _end_rank(kind, error, trace, store, rank, num_ranks)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("ranks", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=settings.timeout_s),
+        device_id=device if device.type == "cuda" else None,
     )
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
-
-
-def _join_horovod(device: torch.device) -> Ranks:
-    """Joins the ranks that horovodrun started."""
-    import horovod.torch as hvd
-
-    with exit_on_user_error():
-        if device.type == "cuda" and not hvd.nccl_built():
-            raise UserError(
-                "this Horovod was built without NCCL: give --device cpu, or make nvcc and NCCL's headers known "
-                "(HOROVOD_NCCL_HOME) and run bash scripts/build_horovod.sh"
-            )
-    hvd.init()
-    sys.excepthook = _end_horovod_rank
-    return HorovodRanks.now(device)
-
-
-def _end_horovod_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-    """Ends a rank of horovodrun on an error nobody caught. One that lost its peers says so, and leaves them time to."""
-    import horovod.torch as hvd
-    from horovod.common.exceptions import HorovodInternalError
-
-    status = 1
-    if isinstance(error, HorovodInternalError):
-        status = horovodrun.LOST_PEER
-        print(f"rank {hvd.rank()} {horovodrun.LOST_LINE}: {error}".splitlines()[0], file=sys.stderr, flush=True)
-        time.sleep(GRACE_S)
-    else:
-        sys.__excepthook__(kind, error, trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # not by way of Horovod's own end, which would wait for the others
 
 
 def _resolve_device(settings: Settings) -> None:
@@ -192,6 +142,60 @@ def _resolve_device(settings: Settings) -> None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
 
 
+def _end_rank(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, store: Any, rank: int, num_ranks: int
+) -> NoReturn:
+    """Ends a rank on an error nobody caught: what all ranks know is said once, a traceback is for what nobody knows.
+
+    A rank that gave up waiting notes it in the store. All who wait for the same rank give up within GRACE_S, so those
+    that did not are the ones that hang; a rank that died is named by the launcher, which sees how it ended.
+    """
+    status = 1
+    if isinstance(error, RunError):
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    elif _is_about_peers(error):
+        status, text = LOST_PEER, str(error).lower()
+        line = f"rank {rank} lost its connection to another rank"
+        try:
+            if "timed out" in text or "timeout" in text:
+                store.set(f"gave up {rank}", "1")
+                time.sleep(GRACE_S)
+                waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
+                missing = ", ".join(str(r) for r in range(num_ranks) if r not in waited)
+                line = f"rank {rank} waited in vain for the others, longer than --timeout-s"
+                line += f": rank {missing} did not come" if missing else ""
+                rank = 0 if rank == min(waited) else -1
+            else:
+                time.sleep(GRACE_S)  # the launcher ends this process before, when it has seen who died
+        except Exception as lost:
+            line += f" ({type(lost).__name__} while asking for whom)"
+        if rank >= 0:
+            print(f"\nerror: {line}", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a process with collectives under way cannot be unwound: it would wait for them, or abort
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    """True for what torch.distributed raises when another rank went away or did not come."""
+    text = str(error).lower()
+    words = ("timed out", "timeout", "connection", "connect ", "socket", "gloo", "nccl")
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words))
+
+
+def _likeliest_cause(error: Any) -> tuple[int, Any]:
+    """(rank, failure) of a ChildFailedError to name: killed before failed, and last who only lost a peer."""
+
+    def order(item: tuple[int, Any]) -> tuple[int, int]:
+        code = item[1].exitcode
+        return (0 if code < 0 and code != -signal.SIGTERM else 2 if code == LOST_PEER else 1), item[1].timestamp
+
+    return min(error.failures.items(), key=order)
+
+
 def _torchrun(settings: Settings) -> int:
     """Runs the program under torchrun on this machine; returns the exit status of the job."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -202,13 +206,15 @@ def _torchrun(settings: Settings) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a rank that hangs does not heed SIGTERM
     arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
     try:
         main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _likeliest_cause(error)
+        how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
         print(
-            f"error: rank {rank} failed with status {failure.exitcode}; what it said stands above",
+            f"error: rank {rank} failed with status {failure.exitcode}{how}; what it said stands above",
             file=sys.stderr,
         )
         return 1

@@ -86,6 +86,7 @@ class Settings:
     train_tokens: Tokens = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     valid_tokens: Tokens = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     resume_from: Path | None = field(default=None, init=False)
+    timeout_s: int = field(default=600, init=False)  # of a collective; a flag in ParallelSettings
 
     @classmethod
     def from_command_line(
@@ -263,6 +264,22 @@ class Settings:
             f"  curves     {tensorboard} --logdir {shlex.quote(str(display(self.output_dir / 'tensorboard')))}\n"
             f"  more text  bash {shlex.quote(str(script))}{model} --prompt 今天天气 --num 3"
         )
+
+
+@dataclass
+class ParallelSettings(Settings):
+    """The flags that chapters of several ranks share beside the contract's: subclass it instead of Settings."""
+
+    nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
+    check_sync: int = flag(10, "Steps between checks that all ranks hold the same weights, 0 for none.")
+    timeout_s: int = flag(600, "Seconds a rank waits for the others before it ends the run and says for whom.")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.check_sync < 0:
+            raise UserError(f"--check-sync must be at least 0, not {self.check_sync}")
+        if self.timeout_s < 1:
+            raise UserError(f"--timeout-s must be at least 1, not {self.timeout_s}")
 
 
 _LEAST = {

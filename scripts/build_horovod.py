@@ -1,7 +1,7 @@
 """Builds Horovod 0.28.1 from its source distribution against the torch of the running interpreter, and installs it.
 
 Nobody publishes binaries of Horovod: it is compiled where it is used, against one torch and one Python. Its last release
-is of 2023 and asks CMake for C++14, while torch's headers have wanted C++17 since 2.1: that is changed in the unpacked source.
+is of 2023 and asks CMake for C++14, while torch's headers have wanted C++17 since 2.1: changed in the unpacked source.
 The wheel is kept in the user's cache folder, so it is compiled once. What cannot be mended ends with one line and status 2.
 """
 

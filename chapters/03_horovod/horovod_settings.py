@@ -29,7 +29,7 @@ class Settings(ParallelSettings):
         if self.timeline is not None and not os.access(Path(self.timeline).absolute().parent, os.W_OK):
             raise UserError(f"--timeline {self.timeline} cannot be written: its folder must exist and be writable")
         if self.adasum and not _built_with_mpi():
-            raise UserError("--adasum needs a Horovod built with MPI: apt install libopenmpi-dev, then scripts/build_horovod.sh")
+            raise UserError("--adasum needs a Horovod built with MPI: install Open MPI, then run scripts/build_horovod.sh")
         if not self.elastic:
             return
         if self.nproc < 2 and "WORLD_SIZE" not in os.environ:

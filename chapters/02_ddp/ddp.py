@@ -1,0 +1,336 @@
+"""Distributed data parallel: every rank holds the whole model, computes on its part of the batch, and averages gradients.
+
+    naive    backward, then one all-reduce per parameter: as many messages as parameters, and nothing overlaps
+    bucket   gradients travel in buckets of some MiB, the last layers' first, while backward is still at work on the
+             layers before them (Li et al. 2020, PyTorch Distributed)
+    ring     the same buckets after backward, by an all-reduce written out from sends and receives (Patarasuk and Yuan 2009)
+
+    rank 0  forward | backward h.3 h.2 h.1 h.0 embeddings | wait | step
+                                 \\bucket 0\\bucket 1 ...   \\bucket n            the slopes are all-reduces
+
+Use, the same for all of them and for `--backend torch`:
+
+    replica = replicate(model, group, settings)
+    with replica.no_sync(not_the_last_micro_batch):
+        replica(inputs, targets).backward()
+    replica.wait()                                  # now every gradient is the mean over the ranks
+
+A gradient is divided by the number of ranks BEFORE the sum: a sum of p gradients may overflow where their mean does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timeline import Timeline
+from torch import Tensor, nn
+
+MIB = 1 << 20
+
+
+def replicate(model: nn.Module, group: Any, settings: Any) -> OwnReplica | TorchReplica:
+    """The model with the technique that the settings name; every rank holds rank 0's weights from here on.
+
+    Args:
+        model: on its device, the same architecture on all ranks.
+        group: of torch.distributed; None is one process, where nothing is to be averaged.
+        settings: backend, variant, bucket_mb, timeline.
+    """
+    timeline = Timeline.of(settings.timeline, group) if settings.timeline else None
+    bucket_bytes = int(settings.bucket_mb * MIB)
+    if settings.backend == "torch" and group is not None:
+        return TorchReplica(model, group, bucket_bytes, timeline)
+    return OwnReplica(model, group, settings.variant, bucket_bytes, timeline)
+
+
+# ---- the ring ---------------------------------------------------------------------------------------------------------
+
+
+def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
+    """Sums a tensor over the ranks, in place, by sends to the next rank and receives from the one before alone.
+
+    The tensor is cut into p chunks. Reduce-scatter: p - 1 times each rank passes a chunk on and adds the one it receives
+    to its own, so that after it rank r holds the whole sum of chunk r + 1. All-gather: p - 1 times the sums go round.
+
+        p = 3, what rank 0, 1, 2 send:      a0 b1 c2 -> c(0+2) a(1+0) b(2+1) | sums: b0 c1 a2 -> a0 b1 c2
+
+    Each rank sends 2 (p - 1) / p of the tensor, however many ranks there are: that is why it scales. All ranks end with
+    the same bits, because each chunk is added up in one place and copied from there.
+
+    Args:
+        flat: (n,), contiguous; n need not divide by the number of ranks, and may be smaller.
+        group: of torch.distributed, None is the default one.
+
+    Returns:
+        the bytes this rank has sent.
+    """
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    sent_bytes = 0
+    chunks = list(flat.tensor_split(num_ranks))
+    following, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    received = torch.empty_like(chunks[0])  # the first chunk is the largest
+
+    def pass_on(send: Tensor, receive: Tensor) -> None:
+        # both at once: two ranks that each send first and receive after would wait for each other for ever
+        operations = [(dist.isend, send, following), (dist.irecv, receive, before)]
+        operations = [dist.P2POp(call, part, group=group, group_peer=peer) for call, part, peer in operations if len(part)]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    for turn in range(num_ranks - 1):  # reduce-scatter
+        send, add = chunks[(rank - turn) % num_ranks], chunks[(rank - turn - 1) % num_ranks]
+        pass_on(send, received[: len(add)])
+        add += received[: len(add)]
+        sent_bytes += send.nbytes
+    for turn in range(num_ranks - 1):  # all-gather
+        send, receive = chunks[(rank + 1 - turn) % num_ranks], chunks[(rank - turn) % num_ranks]
+        pass_on(send, receive)
+        sent_bytes += send.nbytes
+    return sent_bytes
+
+
+def ring_bytes(num_bytes: int, num_ranks: int) -> float:
+    """What each rank sends in a ring all-reduce of `num_bytes`."""
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes
+
+
+# ---- the buckets ------------------------------------------------------------------------------------------------------
+
+
+def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters in reversed order, about as backward makes their gradients, in buckets of at most `bucket_bytes`.
+
+    A bucket has one dtype and one device, and at least one parameter, however large.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    kind, room = None, 0
+    for parameter in reversed(parameters):
+        if kind != (parameter.dtype, parameter.device) or parameter.nbytes > room:
+            buckets.append([])
+            kind, room = (parameter.dtype, parameter.device), bucket_bytes
+        buckets[-1].append(parameter)
+        room -= parameter.nbytes
+    return buckets
+
+
+class Bucket:
+    """Gradients that travel as one flat tensor, with an attendance list at its end.
+
+        flat = | gradient of p0 ... | of p1 ... | ... | 1/p or 0 for p0 | for p1 | ...
+
+    The list tells a parameter that no rank used (its gradient stays None, and the optimizer leaves it alone, as on one
+    process) from one that this rank alone did not use (the others' mean counts), without a message of its own.
+    """
+
+    def __init__(self, number: int, parameters: list[nn.Parameter]) -> None:
+        self.number, self.parameters = number, parameters
+        self.waiting_for: set[nn.Parameter] = set(parameters)
+        self.flat: Tensor | None = None
+        self.work: Any = None
+
+    def fill(self, num_ranks: int) -> Tensor:
+        """Copies the gradients into the flat tensor, divided by the number of ranks."""
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        attendance = grads[0].new_tensor([p.grad is not None for p in self.parameters])
+        self.flat = torch.cat([*(grad.reshape(-1) for grad in grads), attendance]).div_(num_ranks)
+        return self.flat
+
+    def empty(self) -> None:
+        """Copies the means back into the gradients, and is ready for the next step."""
+        pieces = self.flat.split([p.numel() for p in self.parameters] + [len(self.parameters)])
+        absent = [p.grad is None for p in self.parameters]
+        used = pieces[-1].tolist() if any(absent) else []  # on a GPU this waits, so only where it must be known
+        for number, (parameter, piece) in enumerate(zip(self.parameters, pieces[:-1], strict=True)):
+            if not absent[number]:
+                parameter.grad.copy_(piece.view_as(parameter))
+            elif used[number] > 0:
+                parameter.grad = piece.view_as(parameter).clone()
+        self.waiting_for, self.flat, self.work = set(self.parameters), None, None
+
+
+# ---- the replica ------------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """What own and torch have in common: the calls of train.py, the bytes, and the events of the timeline."""
+
+    def __init__(self, model: nn.Module, group: Any, timeline: Timeline | None) -> None:
+        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        # The default group is not kept: gloo threads that outlive destroy_process_group abort a process at its end.
+        self.group = None if group is None or group is dist.group.WORLD else group
+        self.model, self.timeline = model, timeline
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.reduced_bytes = self.last_bytes = self.num_calls = self.last_calls = 0
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The model's forward."""
+        if self.timeline is None:
+            return self.forward(*inputs)
+        with self.timeline.span("forward", "compute"):
+            loss = self.forward(*inputs)
+        self.timeline.backward_of(loss)
+        return loss
+
+    def weigh(self, loss: Tensor, num_rows: int) -> Tensor:
+        """The loss of an uneven batch: times its share, so that the mean over ranks is the mean over all rows.
+
+        A mean of means counts a row of a short batch for more. All ranks call together, also one with no rows at all.
+        """
+        if self.num_ranks == 1:
+            return loss
+        total = torch.tensor(float(num_rows), dtype=torch.float64, device=loss.device)
+        dist.all_reduce(total, group=self.group)
+        return loss * (num_rows * self.num_ranks / total.item())
+
+    def count(self, num_bytes: int) -> None:
+        """Notes a call that reduces `num_bytes`."""
+        self.reduced_bytes, self.num_calls = self.reduced_bytes + num_bytes, self.num_calls + 1
+
+    def end_step(self) -> None:
+        """Closes the books of a step."""
+        self.last_bytes, self.reduced_bytes = self.reduced_bytes, 0
+        self.last_calls, self.num_calls = self.num_calls, 0
+        if self.timeline is not None:
+            self.timeline.end_step()
+
+    def step_scalars(self) -> dict[str, float]:
+        """For metrics.jsonl: bytes handed to all-reduce in the last step, the calls, and what the ring's formula makes
+        of them for each rank to send."""
+        if self.num_ranks == 1:
+            return {}
+        formula = ring_bytes(self.last_bytes, self.num_ranks)
+        return {"reduced_bytes": self.last_bytes, "num_reductions": self.last_calls, "formula_bytes": formula}
+
+    def table(self) -> list[tuple[str, Any]]:
+        """For the summary: what a step costs in communication."""
+        if self.num_ranks == 1:
+            return [("communication", "none: one process")]
+        formula = ring_bytes(self.last_bytes, self.num_ranks)
+        said = f"{self.last_bytes / MIB:.2f} MiB of gradients in {self.last_calls} all-reduces a step"
+        return [
+            ("communication", said),
+            ("by the formula", f"2 (p - 1) / p of it = {formula / MIB:.2f} MiB sent by each of {self.num_ranks} ranks"),
+        ]
+
+
+class OwnReplica(Replica):
+    """Data parallel from first principles; see the top of this file.
+
+    Args:
+        model: as in `replicate`.
+        group: as in `replicate`.
+        variant: naive, bucket or ring.
+        bucket_bytes: most bytes of gradients in a bucket.
+        timeline: where events are noted, or None.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: Any, variant: str = "bucket", bucket_bytes: int = MIB,
+        timeline: Timeline | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, group, timeline)
+        self.forward, self.variant, self.synchronizing = model, variant, True
+        sizes = 0 if variant == "naive" else bucket_bytes  # a bucket takes one parameter at least: naive has one in each
+        self.buckets = [Bucket(n, part) for n, part in enumerate(cut_into_buckets(self.parameters, sizes))]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.num_launched = 0
+        if self.num_ranks > 1:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+
+    @contextlib.contextmanager
+    def no_sync(self, active: bool = True) -> Iterator[None]:
+        """While active, gradients add up on this rank alone: for all micro-batches of a step but the last."""
+        before, self.synchronizing = self.synchronizing, not active
+        try:
+            yield
+        finally:
+            self.synchronizing = before
+
+    def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
+        """Called by backward as soon as a gradient is complete."""
+        if self.timeline is not None:
+            self.timeline.gradient_is_ready()
+        if self.variant != "bucket" or not self.synchronizing:
+            return
+        bucket = self.bucket_of[parameter]
+        if bucket.flat is not None:
+            raise RuntimeError("a gradient changed after its bucket had left: is a micro-batch outside no_sync()?")
+        bucket.waiting_for.discard(parameter)
+        # In one order on all ranks, or they would add up different buckets: a full one waits for those before it.
+        while self.num_launched < len(self.buckets) and not self.buckets[self.num_launched].waiting_for:
+            self._launch(self.buckets[self.num_launched])
+
+    def _launch(self, bucket: Bucket) -> None:
+        flat = bucket.fill(self.num_ranks)
+        self.num_launched += 1
+        self.count(flat.nbytes)
+        name = f"bucket {bucket.number}"
+        if self.variant == "ring":
+            with self.timeline.span(name, "communication") if self.timeline else contextlib.nullcontext():
+                ring_all_reduce(flat, self.group)
+        else:
+            bucket.work = dist.all_reduce(flat, group=self.group, async_op=True)
+            if self.timeline is not None:
+                self.timeline.until(bucket.work, name, flat.nbytes)
+            if self.variant == "naive":
+                bucket.work.wait()
+
+    def wait(self) -> None:
+        """Returns when every gradient is the mean over the ranks. Once a step, on all ranks, before clipping.
+
+        What has not left yet leaves now: in the naive and ring variants all of it, otherwise buckets with parameters that
+        this rank did not use. A rank whose data have ended takes part by calling this alone, with gradients None.
+        """
+        if self.num_ranks > 1:
+            for bucket in self.buckets[self.num_launched :]:
+                self._launch(bucket)
+            for bucket in self.buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+                bucket.empty()
+            self.num_launched = 0
+        self.end_step()
+
+
+class TorchReplica(Replica):
+    """The same by torch's DistributedDataParallel."""
+
+    def __init__(
+        self, model: nn.Module, group: Any, bucket_bytes: int = 25 * MIB, timeline: Timeline | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(model, group, timeline)
+        device_ids = [next(model.parameters()).device] if next(model.parameters()).is_cuda else None
+        self.forward = nn.parallel.DistributedDataParallel(
+            model, device_ids=device_ids, process_group=self.group, bucket_cap_mb=bucket_bytes / MIB,
+            find_unused_parameters=find_unused_parameters,
+        )  # fmt: skip
+        self.forward.register_comm_hook(self, _reduce_and_note)
+        if timeline is not None:
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _: timeline.gradient_is_ready())
+
+    def no_sync(self, active: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """As in OwnReplica."""
+        return self.forward.no_sync() if active else contextlib.nullcontext()
+
+    def wait(self) -> None:
+        """As in OwnReplica; here backward has waited already."""
+        self.end_step()
+
+
+def _reduce_and_note(replica: TorchReplica, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DistributedDataParallel does without a hook, and a note of when and how much."""
+    flat = bucket.buffer().div_(replica.num_ranks)
+    work = dist.all_reduce(flat, group=replica.group, async_op=True)
+    replica.count(flat.nbytes)
+    if replica.timeline is not None:
+        replica.timeline.until(work, f"bucket {bucket.index()}", flat.nbytes)
+    return work.get_future().then(lambda done: done.value()[0])
