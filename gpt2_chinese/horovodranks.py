@@ -59,7 +59,7 @@ def _end_rank(kind: type[BaseException], error: BaseException, trace: TracebackT
     status = 1
     if isinstance(error, HorovodInternalError):
         status = LOST_PEER
-        print(f"rank {hvd.rank()} {LOST_LINE}: {error}".splitlines()[0], file=sys.stderr, flush=True)
+        print(f"rank {hvd.rank()} {LOST_LINE}: {str(error).split('. ')[0]}", file=sys.stderr, flush=True)
         time.sleep(GRACE_S)
     elif isinstance(error, RunError):  # all ranks know it
         if hvd.rank() == 0:

@@ -15,6 +15,7 @@ import importlib.util
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ def start(settings: Settings, flags: Sequence[str] = ()) -> NoReturn:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # a lost peer is an exception, and said once
     # A rank that stands still ends the job: its process (gloo waits in vain) or its program alone (Horovod sees a stall).
     patience_s = str(math.ceil(getattr(settings, "timeout_s", 600)))
     for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"):
@@ -91,7 +93,8 @@ def start(settings: Settings, flags: Sequence[str] = ()) -> NoReturn:
     command = ["--gloo", "-np", str(settings.nproc), *where, *flags, sys.executable, str(settings.program), *settings.argv]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "gpt2_chinese.horovodrun", *command])
+    # -P: the working directory may hold another checkout
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "gpt2_chinese.horovodrun", *command])
 
 
 class Unprefixed:
@@ -115,7 +118,8 @@ class Unprefixed:
         if prefixed := re.match(r"\[(\d+)\]<std(?:out|err)>:", text):
             if LOST_LINE in text:
                 self.lost.add(int(prefixed[1]))
-            self.stream.write(text[prefixed.end() :])
+            if text[prefixed.end() :].strip() not in ("Killed", "Terminated"):  # the shell around a rank, about its end
+                self.stream.write(text[prefixed.end() :])
         elif failed := re.match(r"Process (\d+) exit with status code (\d+)", text):
             status = int(failed[2])
             self.ended.append((int(failed[1]), 128 - status if status > 128 else status))
@@ -169,7 +173,8 @@ def main(arguments: list[str]) -> int:
     ended = [(rank, status) for rank, status in streams[0].ended if status != LOST_PEER and rank not in streams[1].lost]
     if ended or streams[0].ended:
         rank, status = (ended or streams[0].ended)[0]
-        line = f"rank {rank} failed with status {status}; what it said stands above"
+        how = f" ({signal.Signals(-status).name})" if status < 0 else ""
+        line = f"rank {rank} failed with status {status}{how}; what it said stands above"
     else:
         line = f"horovodrun failed: {' '.join(' '.join([*streams[0].said, *streams[1].said, problem]).split())}"
     print(f"error: {line}", file=sys.stderr, flush=True)
