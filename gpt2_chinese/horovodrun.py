@@ -10,7 +10,9 @@ that module. Nothing here imports torch. On a cluster the launcher is called dir
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import importlib.util
 import math
 import os
@@ -153,6 +155,9 @@ def main(arguments: list[str]) -> int:
     gloo_run.register_shutdown_event = remembered
     elastic = "--host-discovery-script" in arguments
     streams = Unprefixed(sys.stdout, elastic), Unprefixed(sys.stderr, elastic)
+    # Horovod's parser would take a flag of the program for an abbreviation of its own: --timeline, --elastic
+    unabbreviated = functools.partialmethod(argparse.ArgumentParser.__init__, allow_abbrev=False)
+    argparse.ArgumentParser.__init__ = unabbreviated  # type: ignore[method-assign,assignment]
     sys.argv = ["horovodrun", *arguments]
     problem = ""
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
