@@ -7,12 +7,14 @@ settings -> launch() --nproc 1-> Ranks of one, no process group at all
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -20,6 +22,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+# Optimizers import this, and its functions take the default group that they find then as their default argument. Imported
+# while there is none, it keeps no gloo threads alive after close(), which would abort the process at its end.
+import torch.distributed.nn  # noqa: F401
 
 from gpt2_chinese import horovodrun
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, RunError, UserError, exit_on_user_error
@@ -116,7 +122,6 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     if settings.nproc == 1:
         return Ranks(device=device)
     store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
-    sys.excepthook = lambda kind, error, trace: _end_rank(kind, error, trace, store, rank, num_ranks)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("ranks", store),
@@ -125,6 +130,9 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         timeout=timedelta(seconds=settings.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
+    tell = sys.excepthook  # init_process_group has set it: a traceback whose lines begin with the rank
+    sys.excepthook = lambda *error: _end_rank(*error, tell, store, rank, num_ranks)
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
 
 
@@ -143,8 +151,9 @@ def _resolve_device(settings: Settings) -> None:
 
 
 def _end_rank(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None, store: Any, rank: int, num_ranks: int
-) -> NoReturn:
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None,
+    tell: Callable[..., Any], store: Any, rank: int, num_ranks: int,
+) -> NoReturn:  # fmt: skip
     """Ends a rank on an error nobody caught: what all ranks know is said once, a traceback is for what nobody knows.
 
     A rank that gave up waiting notes it in the store. All who wait for the same rank give up within GRACE_S, so those
@@ -156,27 +165,37 @@ def _end_rank(
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif _is_about_peers(error):
         status, text = LOST_PEER, str(error).lower()
-        line = f"rank {rank} lost its connection to another rank"
+        line, speaks = f"rank {rank} lost its connection to another rank", True
         try:
             if "timed out" in text or "timeout" in text:
                 store.set(f"gave up {rank}", "1")
                 time.sleep(GRACE_S)
                 waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
-                missing = ", ".join(str(r) for r in range(num_ranks) if r not in waited)
+                missing = [r for r in range(num_ranks) if r not in waited]
                 line = f"rank {rank} waited in vain for the others, longer than --timeout-s"
-                line += f": rank {missing} did not come" if missing else ""
-                rank = 0 if rank == min(waited) else -1
+                line += f": rank {', '.join(map(str, missing))} did not come" if missing else ""
+                speaks = rank == min(waited)
+                if speaks:
+                    _kill(store, missing)
             else:
                 time.sleep(GRACE_S)  # the launcher ends this process before, when it has seen who died
         except Exception as lost:
             line += f" ({type(lost).__name__} while asking for whom)"
-        if rank >= 0:
+        if speaks:
             print(f"\nerror: {line}", file=sys.stderr, flush=True)
     else:
-        sys.__excepthook__(kind, error, trace)
+        tell(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a process with collectives under way cannot be unwound: it would wait for them, or abort
+
+
+def _kill(store: Any, ranks: list[int]) -> None:
+    """Kills those ranks that run on this machine: a rank that hangs heeds no SIGTERM, and torchrun would wait for 30 s."""
+    for host, pid in (store.get(f"process of {rank}").decode().split() for rank in ranks):
+        if host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _is_about_peers(error: BaseException) -> bool:
@@ -206,7 +225,6 @@ def _torchrun(settings: Settings) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a rank that hangs does not heed SIGTERM
     arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
     try:
         main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's

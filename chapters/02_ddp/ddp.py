@@ -326,7 +326,7 @@ class TorchReplica(Replica):
         self.end_step()
 
 
-def _reduce_and_note(replica: TorchReplica, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce_and_note(replica, bucket):  # without annotations: torch wants them as types, and here they are strings
     """What DistributedDataParallel does without a hook, and a note of when and how much."""
     flat = bucket.buffer().div_(replica.num_ranks)
     work = dist.all_reduce(flat, group=replica.group, async_op=True)

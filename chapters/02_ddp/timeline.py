@@ -148,8 +148,9 @@ def chrome_trace(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
         ]
         for event in events:
             args = {key: value for key, value in event.items() if key in ("step", "bytes")}
-            trace.append({"ph": "X", "name": event["name"], "cat": event["lane"], "pid": rank, "tid": lanes[event["lane"]],
-                          "ts": event["begin"] * 1e6, "dur": (event["end"] - event["begin"]) * 1e6, "args": args})  # fmt: skip
+            span = {"ts": event["begin"] * 1e6, "dur": (event["end"] - event["begin"]) * 1e6}
+            place = {"pid": rank, "tid": lanes[event["lane"]]}
+            trace.append({"ph": "X", "name": event["name"], "cat": event["lane"], **place, **span, "args": args})
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 
@@ -176,8 +177,9 @@ def draw(ranks: list[list[dict[str, Any]]], path: Path) -> None:
                 colour = COLOURS.get(event["name"], COLOURS["communication"])
                 begin, length = 1e3 * (event["begin"] - zero), 1e3 * (event["end"] - event["begin"])
                 # collectives are queued while others run: each a third of a row lower shows where they overlap
-                number = int(event["name"].split()[-1]) if lane == "communication" else 0
-                low, high = (len(rows) - 1.4 + 0.27 * (number % 3), 0.25) if lane == "communication" else (len(rows) - 1.4, 0.8)
+                low, high = len(rows) - 1.4, 0.8
+                if lane == "communication":
+                    low, high = low + 0.27 * (int(event["name"].split()[-1]) % 3), 0.25
                 axes.broken_barh([(begin, length)], (low, high), facecolors=colour, edgecolor="white", linewidth=0.4)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()

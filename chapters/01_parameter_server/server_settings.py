@@ -1,0 +1,41 @@
+"""The flags that chapter 01 adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.settings import ParallelSettings, flag
+
+
+@dataclass
+class Settings(ParallelSettings):
+    backend: str = flag("own", "own (server.py) or torch (nn.DataParallel, several GPUs).", choices=("own", "torch"))
+    mode: str = flag("sync", "sync, or async: the server does not wait for slow workers.", choices=("sync", "async"))
+    staleness: int = flag(4, "Of async: server steps that a gradient's weights may be behind.")
+    num_replicas: int = field(default=0, init=False)  # of --backend torch: one process, --nproc GPUs
+
+    def validate(self) -> None:
+        super().validate()
+        if self.staleness < 0:
+            raise UserError(f"--staleness must be at least 0, not {self.staleness}")
+        if self.mode == "async" and self.precision == "fp16":
+            raise UserError("--mode async with --precision fp16: gradients in flight would have an older loss scale")
+        if self.backend == "torch":
+            self._use_data_parallel()
+
+    def _use_data_parallel(self) -> None:
+        """nn.DataParallel is one process with a thread for each GPU: --nproc says how many GPUs."""
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and self.device != "cpu" else 0
+        if self.mode == "async":
+            raise UserError("--mode async is of --backend own: nn.DataParallel is synchronous")
+        if num_gpus < max(2, self.nproc):
+            raise UserError(
+                f"--backend torch is nn.DataParallel, one process on --nproc {self.nproc} GPUs (at least 2), and torch "
+                f"finds {num_gpus} here: leave it away for the server of this chapter"
+            )
+        if self.nproc < 2:
+            raise UserError("--backend torch is nn.DataParallel, which shares the work among at least --nproc 2 GPUs")
+        self.num_replicas, self.nproc = self.nproc, 1
