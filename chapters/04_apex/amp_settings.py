@@ -16,7 +16,7 @@ from gpt2_chinese.settings import ParallelSettings, flag
 class Settings(ParallelSettings):
     opt_level: str | None = flag(None, "What is 16 bit: O0 nothing, O1 products, O2 also weights, O3 all.",
                                  ("O0", "O1", "O2", "O3"), "O2; O0 with --precision fp32")  # fmt: skip
-    half: str | None = flag(None, "Which 16 bits.", ("fp16", "bf16"), "--precision, else fp16")
+    half: str | None = flag(None, "Which 16 bits (a CPU is slow in fp16).", ("fp16", "bf16"), "--precision, else bf16")
     loss_scale: str | None = flag(None, "dynamic, or a fixed number.", shown="dynamic in fp16, else 1")
     scale_window: int = flag(2000, "Good steps after which a dynamic scale is doubled.")
     backend: str = flag("own", "own (amp.py) or torch (torch.amp: O0 and O1).", ("own", "torch"))
@@ -32,7 +32,7 @@ class Settings(ParallelSettings):
         if self.precision in ("fp16", "bf16") and self.opt_level == "O0":
             raise UserError(f"--precision {self.precision} and --opt-level O0, which is fp32, contradict each other")
         self.opt_level = self.opt_level or ("O0" if self.precision == "fp32" else "O2")
-        self.half = self.half or (self.precision if self.precision in ("fp16", "bf16") else "fp16")
+        self.half = self.half or (self.precision if self.precision in ("fp16", "bf16") else "bf16")
         self.precision = "fp32" if self.opt_level == "O0" else self.half
         self.loss_scale = self.loss_scale or ("dynamic" if self.precision == "fp16" else "1")
         if self.loss_scale != "dynamic" and not _is_positive(self.loss_scale):

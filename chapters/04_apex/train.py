@@ -1,8 +1,8 @@
 """Chapter 04: mixed precision. Products in 16 bit, sums in 32, and a scaled loss so that small gradients survive.
 
-bash chapters/04_apex/train.sh                                     # two processes, O2 in fp16
-bash chapters/04_apex/train.sh --opt-level O1 --half bf16 --comm horovod
-bash chapters/04_apex/train.sh --opt-level O1 --backend torch
+bash chapters/04_apex/train.sh                                     # two processes, O2 in bf16
+bash chapters/04_apex/train.sh --half fp16                         # with a dynamic loss scale; slow on a CPU
+bash chapters/04_apex/train.sh --opt-level O1 --backend torch --comm horovod
 bash chapters/04_apex/train.sh --help
 """
 # ruff: noqa: E402
