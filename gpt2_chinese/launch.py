@@ -156,29 +156,25 @@ def _end_rank(
 ) -> NoReturn:  # fmt: skip
     """Ends a rank on an error nobody caught: what all ranks know is said once, a traceback is for what nobody knows.
 
-    A rank that gave up waiting notes it in the store. All who wait for the same rank give up within GRACE_S, so those
-    that did not are the ones that hang; a rank that died is named by the launcher, which sees how it ended.
+    A rank that loses another, by --timeout-s or by its connection, notes in the store that it has given up. All who wait
+    for the same rank do so within GRACE_S, so those that did not are the ones that hang or are gone.
     """
     status = 1
     if isinstance(error, RunError):
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif _is_about_peers(error):
-        status, text = LOST_PEER, str(error).lower()
-        line, speaks = f"rank {rank} lost its connection to another rank", True
+        status, speaks, line = LOST_PEER, True, f"rank {rank} waited in vain for the others"
         try:
-            if "timed out" in text or "timeout" in text:
-                store.set(f"gave up {rank}", "1")
-                time.sleep(GRACE_S)
-                waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
-                missing = [r for r in range(num_ranks) if r not in waited]
-                line = f"rank {rank} waited in vain for the others, longer than --timeout-s"
-                line += f": rank {', '.join(map(str, missing))} did not come" if missing else ""
-                speaks = rank == min(waited)
-                if speaks:
-                    _kill(store, missing)
-            else:
-                time.sleep(GRACE_S)  # the launcher ends this process before, when it has seen who died
+            store.set(f"gave up {rank}", "1")
+            time.sleep(GRACE_S)  # where a rank has died, the launcher says so and ends this one meanwhile
+            waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
+            missing = [r for r in range(num_ranks) if r not in waited]
+            speaks = rank == min(waited)
+            if missing:
+                line += f": rank {', '.join(map(str, missing))} did not come, or not within --timeout-s"
+            if speaks:
+                _kill(store, missing)
         except Exception as lost:
             line += f" ({type(lost).__name__} while asking for whom)"
         if speaks:

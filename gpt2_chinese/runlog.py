@@ -33,6 +33,7 @@ from gpt2_chinese.generate import generate
 from gpt2_chinese.launch import Ranks
 from gpt2_chinese.progress import Progress
 from gpt2_chinese.settings import Settings, display
+from gpt2_chinese.traffic import tcp_bytes
 from gpt2_chinese.weights import load_model
 
 PROMPTS = ("今天天气", "这家小店", "中国古代")
@@ -76,6 +77,7 @@ class Run:
         self.last_evaluation: dict[str, float] = {}
         self._row: dict[str, Any] = {}
         self._progress: Progress | None = None
+        self._counts_traffic, self._traffic = ranks.is_main and ranks.num_ranks > 1, None
         self._step_start = time.perf_counter()
         self._start = time.perf_counter()
         if ranks.is_main:
@@ -164,6 +166,7 @@ class Run:
         try:
             for step in range(self.first_step, last + 1):
                 seed_step(self.settings.seed, step, self.ranks.rank)
+                self._traffic = tcp_bytes() if self._counts_traffic else None
                 self._step_start = time.perf_counter()
                 yield step
         finally:
@@ -192,6 +195,7 @@ class Run:
             "tokens_per_s": tokens / seconds,
             "step_s": seconds,
             "peak_bytes": peak_bytes(self.ranks.device),
+            **self._step_traffic(),
             **{name: float(value) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
         }
         self._progress.step(step, self._row["loss"], tokens, seconds)
@@ -199,6 +203,16 @@ class Run:
             self._progress.write(f"warning: the loss of step {step} is {self._row['loss']}: a smaller --lr may help")
         if not self.evaluate_now(step):
             self._flush_row()
+
+    def _step_traffic(self) -> dict[str, int]:
+        """What rank 0 has sent and received since the step began, as the kernel counts it; nothing where it does not."""
+        now = tcp_bytes() if self._traffic else None
+        if now is None or self._traffic is None:
+            return {}
+        return {
+            "sent_bytes": max(0, now[0] - self._traffic[0]),
+            "received_bytes": max(0, now[1] - self._traffic[1]),
+        }
 
     def _flush_row(self) -> None:
         """Writes the line of the last step; it waits for the evaluation that belongs to it."""
@@ -270,12 +284,17 @@ class Run:
             weights: all of them on rank 0; other ranks may pass anything.
             table: rows of the chapter's own, printed in the summary.
         """
+        own = torch.zeros(self.ranks.num_ranks, dtype=torch.int64)
+        own[self.ranks.rank] = peak_bytes(self.ranks.device)
+        peaks = self.ranks.sum(own).tolist()
         if self.ranks.is_main:
             settings = self.settings
             about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
+            about["peak_bytes_by_rank"] = peaks
             final = checkpoint.export_final(self.directory / "final", settings.model, weights, settings.vocab, about)
             self._print_samples(final)
-            self._print_summary(table or [])
+            memory = ", ".join(f"rank {rank} {peak / 2**20:.0f} MiB" for rank, peak in enumerate(peaks))
+            self._print_summary([("peak memory", memory), *(table or [])] if len(peaks) > 1 else table or [])
             self._board.add_hparams(
                 {k: v for k, v in settings.values().items() if isinstance(v, int | float | str)},
                 {f"hparam/{k}": v for k, v in self.last_evaluation.items()},

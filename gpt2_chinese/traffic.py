@@ -6,6 +6,7 @@ GPUs (NVLink, shared memory) does not pass here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -16,18 +17,16 @@ ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # of struct tcp_info: tcpi_bytes_
 
 def tcp_bytes() -> tuple[int, int] | None:
     """(sent, received) over the connections that are open now, in bytes; None where the kernel does not tell."""
-    try:
-        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return None
     sent = received = 0
-    for number in numbers:
-        try:
-            with socket.socket(fileno=os.dup(number)) as connection:  # fails for what is no socket
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile, or no TCP connection
+                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKED_AND_RECEIVED.size)
                     acked, got = ACKED_AND_RECEIVED.unpack(info)
                     sent, received = sent + acked, received + got
-        except (OSError, struct.error):
-            continue
+    except (OSError, struct.error):
+        return None
     return sent, received

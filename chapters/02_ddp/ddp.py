@@ -21,6 +21,7 @@ A gradient is divided by the number of ranks BEFORE the sum: a sum of p gradient
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,8 +206,8 @@ class Replica:
         formula = ring_bytes(self.last_bytes, self.num_ranks)
         return {"reduced_bytes": self.last_bytes, "num_reductions": self.last_calls, "formula_bytes": formula}
 
-    def table(self) -> list[tuple[str, Any]]:
-        """For the summary: what a step costs in communication."""
+    def close(self) -> list[tuple[str, Any]]:
+        """Ends it, before the process group ends; returns rows for the summary: what a step cost in communication."""
         if self.num_ranks == 1:
             return [("communication", "none: one process")]
         formula = ring_bytes(self.last_bytes, self.num_ranks)
@@ -324,6 +325,12 @@ class TorchReplica(Replica):
     def wait(self) -> None:
         """As in OwnReplica; here backward has waited already."""
         self.end_step()
+
+    def close(self) -> list[tuple[str, Any]]:
+        """As in OwnReplica; lets go of the process group, whose threads would otherwise abort the process at its end."""
+        self.forward = self.model
+        gc.collect()  # DistributedDataParallel refers to itself
+        return super().close()
 
 
 def _reduce_and_note(replica, bucket):  # without annotations: torch wants them as types, and here they are strings

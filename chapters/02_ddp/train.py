@@ -78,4 +78,4 @@ for step in run.steps():
         run.save(step, weights_of(model), adamw_moments(model, optimizer), {"scaler": scaler.state_dict()})
 
 # -- end ---------------------------------------------------------------------------------------------------------------
-run.finish(weights_of(model), table=replica.table())
+run.finish(weights_of(model), table=replica.close())
