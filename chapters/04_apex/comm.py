@@ -11,6 +11,7 @@ What travels has the type of the weights: in O2 and O3 half the bytes.
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class Alone:
     def wait(self) -> None:
         """Returns when all gradients are averages."""
 
+    def close(self) -> list[tuple[str, Any]]:
+        """Ends it, before the process group ends; returns rows for the summary."""
+        return []
+
 
 class TorchReplica(Alone):
     """DistributedDataParallel: buckets, averaged while backward goes on; the last backward of a step waits for them."""
@@ -52,6 +57,12 @@ class TorchReplica(Alone):
 
     def no_sync(self, active: bool) -> contextlib.AbstractContextManager[Any]:
         return self.model.no_sync() if active else contextlib.nullcontext()
+
+    def close(self) -> list[tuple[str, Any]]:
+        """Lets go of the process group, whose threads would otherwise abort the process at its end."""
+        self.model = self.model.module
+        gc.collect()  # DistributedDataParallel refers to itself
+        return super().close()
 
 
 class HorovodReplica(Alone):

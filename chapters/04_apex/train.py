@@ -79,4 +79,4 @@ for step in run.steps():
         run.save(step, weights_of(masters), adamw_moments(masters, optimizer), {"scaler": scaler.state_dict()})
 
 # -- end ---------------------------------------------------------------------------------------------------------------
-run.finish(weights_of(masters))
+run.finish(weights_of(masters), table=replica.close())
