@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import math
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError
 
 if TYPE_CHECKING:
-    from gpt2_chinese.settings import Settings
+    from gpt2_chinese.settings import ParallelSettings
 
 BUILD_VARIABLE = "GPT2_CHINESE_HOROVOD_BUILD"  # set by train.sh: the script that builds Horovod when it is missing
 WORKERS_VARIABLE = "GPT2_CHINESE_ELASTIC_WORKERS"  # for the host discovery script of an elastic run
@@ -40,6 +39,7 @@ LAUNCHERS = (
 )
 # One host for each worker of an elastic run on this machine: 127.0.0.1, 127.0.0.01, 127.0.0.001 ... are one address.
 LOOPBACK = "127.0.0.1"
+GLOO_PATIENCE_S = 20
 LOST_PEER = 3  # as in launch.py, which imports torch: the status of a rank that ends because another one did
 LOST_LINE = "lost touch with the other ranks"  # what it says; the launcher then knows who did not
 
@@ -63,7 +63,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("horovod") is not None
 
 
-def start(settings: Settings, flags: Sequence[str] = ()) -> NoReturn:
+def start(settings: ParallelSettings, flags: Sequence[str] = ()) -> NoReturn:
     """Becomes Horovod's launcher for the program of these settings, with the same arguments.
 
     Args:
@@ -87,10 +87,12 @@ def start(settings: Settings, flags: Sequence[str] = ()) -> NoReturn:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # a lost peer is an exception, and said once
-    # A rank that stands still ends the job: its process (gloo waits in vain) or its program alone (Horovod sees a stall).
-    patience_s = str(math.ceil(getattr(settings, "timeout_s", 600)))
-    for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"):
-        os.environ.setdefault(name, patience_s)
+    # A rank that stands still ends the job. Its program alone: Horovod sees a stall. All of its process, Horovod's thread
+    # too: gloo waits in vain, which can be shorter, for that thread answers whatever the program does. In an elastic run
+    # it is how long two that are left may wait for each other, both in a ring that has lost a third.
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(settings.timeout_s))
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(settings.timeout_s))
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(min(settings.timeout_s, GLOO_PATIENCE_S)))
     where = [] if "--host-discovery-script" in flags else ["-H", f"localhost:{settings.nproc}"]
     command = ["--gloo", "-np", str(settings.nproc), *where, *flags, sys.executable, str(settings.program), *settings.argv]
     sys.stdout.flush()

@@ -159,12 +159,12 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
 
 
 @needs_horovod
-@pytest.mark.parametrize("lost", [0, 2])
-def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(tmp_path: Path, lost: int) -> None:
+def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(tmp_path: Path) -> None:
+    lost = 0  # the hardest one: another process must go on with the files
     flags = ("--max-steps", 120, "--eval-every", 120, "--save-every", 120, "--seq-len", 16)
     chapter = Chapter("03_horovod", tmp_path / "elastic")
     chapter.folder.mkdir()
-    process = start(chapter, *flags, "--elastic", "--nproc", 3)
+    process = start(chapter, *flags, "--elastic", "--nproc", 3, "--timeout-s", 8)
     os.kill(rank_pids(chapter.output)[lost], signal.SIGKILL)
     assert process.wait(timeout=90) == 0, (chapter.folder / "log").read_text()
     said = (chapter.folder / "log").read_text()
