@@ -77,7 +77,7 @@ class Run:
         self.last_evaluation: dict[str, float] = {}
         self._row: dict[str, Any] = {}
         self._progress: Progress | None = None
-        self._counts_traffic, self._traffic = ranks.is_main and ranks.num_ranks > 1, None
+        self._traffic: tuple[int, int] | None = None
         self._step_start = time.perf_counter()
         self._start = time.perf_counter()
         if ranks.is_main:
@@ -163,10 +163,10 @@ class Run:
         last = self.settings.max_steps
         if self.ranks.is_main:
             self._progress = Progress(self.first_step - 1, last)
+            self._traffic = tcp_bytes() if self.ranks.num_ranks > 1 else None
         try:
             for step in range(self.first_step, last + 1):
                 seed_step(self.settings.seed, step, self.ranks.rank)
-                self._traffic = tcp_bytes() if self._counts_traffic else None
                 self._step_start = time.perf_counter()
                 yield step
         finally:
@@ -205,14 +205,15 @@ class Run:
             self._flush_row()
 
     def _step_traffic(self) -> dict[str, int]:
-        """What rank 0 has sent and received since the step began, as the kernel counts it; nothing where it does not."""
-        now = tcp_bytes() if self._traffic else None
-        if now is None or self._traffic is None:
+        """What rank 0 has sent and received since the last row, as the kernel counts it; nothing where it does not.
+
+        What still lies in a socket's buffer counts for the next step: over many steps it is exact, over one it is not.
+        """
+        before, now = self._traffic, tcp_bytes() if self._traffic else None
+        if before is None or now is None:
             return {}
-        return {
-            "sent_bytes": max(0, now[0] - self._traffic[0]),
-            "received_bytes": max(0, now[1] - self._traffic[1]),
-        }
+        self._traffic = now
+        return {"sent_bytes": max(0, now[0] - before[0]), "received_bytes": max(0, now[1] - before[1])}
 
     def _flush_row(self) -> None:
         """Writes the line of the last step; it waits for the evaluation that belongs to it."""

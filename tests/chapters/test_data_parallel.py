@@ -1,0 +1,109 @@
+"""Chapters 01 and 02 as programs: the law of the curve, what they leave, refuse and survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chapters.program import SMALL, Chapter, environment
+from tests.chapters.technique import technique
+
+FLAGS = ("--max-steps", 20, "--save-every", 10, "--eval-every", 20, "--seq-len", 24, "--lr", "0.003", "--warmup-steps", 3,
+         "--clip-grad-norm", 0.3, "--batch-size", 24)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory) -> list[dict]:
+    chapter = Chapter("00_single", tmp_path_factory.mktemp("curve"))
+    chapter.train(*FLAGS)
+    return chapter.metrics()
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("01_parameter_server", ("--nproc", 3)),
+    ("01_parameter_server", ("--nproc", 2, "--mode", "async", "--staleness", 0, "--grad-accum", 4)),
+    ("02_ddp", ("--nproc", 4, "--variant", "bucket", "--bucket-mb", 0.1, "--check-sync", 1)),
+    ("02_ddp", ("--nproc", 2, "--backend", "torch", "--grad-accum", 4)),
+    ("02_ddp", ("--nproc", 1)),
+])  # fmt: skip
+def test_the_program_follows_the_curve(tmp_path: Path, curve, name, flags) -> None:
+    chapter = Chapter(name, tmp_path)
+    timeline = ("--timeline", tmp_path / "trace.json") if "bucket" in flags else ()
+    said = chapter.train(*FLAGS, *flags, *timeline)
+    rows = chapter.metrics()
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in curve], rel=1e-4)
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in curve], rel=1e-3)
+    assert [row["lr"] for row in rows] == [row["lr"] for row in curve] and rows[-1]["lr"] <= 0.01 * 0.003 * (1 + 1e-9)
+    assert sum(row["grad_norm"] > 0.3 for row in rows) > len(rows) / 2, "clipping is not at work"
+    assert rows[-1]["valid_loss"] == pytest.approx(curve[-1]["valid_loss"], rel=1e-4)
+    assert "Warning" not in said and "Traceback" not in said and "communication" in said or "through rank 0" in said
+    if flags[1] > 1:
+        keys = ("sent_bytes", "received_bytes") if name.startswith("01") else ("sent_bytes",)
+        counted = sum(row[key] for row in rows for key in keys) / len(rows)
+        assert counted == pytest.approx(rows[-1]["formula_bytes"], rel=0.05), "what the kernel counted is the formula"
+        assert "peak memory" in said and "rank 1" in said
+    assert not timeline or (tmp_path / "trace.png").exists()
+
+
+def settings_error(chapter: str, module: str, capsys, *flags: object) -> str:
+    settings = technique(chapter, module).Settings
+    program = str(Path(__file__).parents[2] / "chapters" / chapter / "train.py")
+    with pytest.raises(SystemExit) as end:
+        settings.from_command_line(program, "", [str(flag) for flag in flags])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("flags, line", [
+    (("--variant", "star"), "--variant"),
+    (("--variant", "ring", "--backend", "torch"), "--variant ring is of --backend own"),
+    (("--bucket-mb", "0"), "--bucket-mb must be above 0"),
+    (("--check-sync", "-1"), "--check-sync must be at least 0"),
+    (("--timeout-s", "0"), "--timeout-s must be at least 1"),
+    (("--batch-size", "7"), "--batch-size 7 is not divisible by --nproc 2"),
+    (("--bucket-md", "1"), "did you mean --bucket-mb"),
+])  # fmt: skip
+def test_what_02_refuses(capsys, tmp_path, flags, line) -> None:
+    assert line in settings_error("02_ddp", "ddp_settings", capsys, "--output-dir", tmp_path, *flags)
+
+
+@pytest.mark.parametrize("flags, line", [
+    (("--mode", "lazy"), "--mode"),
+    (("--staleness", "-1"), "--staleness must be at least 0"),
+    (("--mode", "async", "--precision", "fp16"), "--mode async with --precision fp16"),
+    (("--backend", "torch", "--device", "cpu"), "--backend torch is nn.DataParallel"),
+    (("--backend", "torch", "--mode", "async"), "--mode async is of --backend own"),
+])  # fmt: skip
+def test_what_01_refuses(capsys, tmp_path, flags, line) -> None:
+    assert line in settings_error("01_parameter_server", "server_settings", capsys, "--output-dir", tmp_path, *flags)
+
+
+@pytest.mark.parametrize("name, number, rank, line", [
+    ("02_ddp", signal.SIGKILL, 1, "rank 1 failed with status -9 (SIGKILL)"),
+    ("01_parameter_server", signal.SIGKILL, 0, "rank 0 failed with status -9 (SIGKILL)"),
+    ("02_ddp", signal.SIGSTOP, 0, "rank 0 did not come"),
+    ("01_parameter_server", signal.SIGSTOP, 2, "rank 2 did not come"),
+])  # fmt: skip
+def test_a_dead_or_hanging_rank_ends_the_job_and_is_named(tmp_path: Path, name, number, rank, line) -> None:
+    chapter = Chapter(name, tmp_path)
+    command = chapter.command("--max-steps", 100_000, "--nproc", 3, "--timeout-s", 4, "--eval-every", 10**6,
+                              "--save-every", 10**6, "--seq-len", SMALL["n_positions"] // 2)  # fmt: skip
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = chapter.output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None
+        time.sleep(0.05)
+    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
+    ranks = sorted(int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid)
+    begin = time.monotonic()
+    os.kill(ranks[-3:][rank], number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and line in said, said
+    assert "Traceback" not in said and time.monotonic() - begin < 30

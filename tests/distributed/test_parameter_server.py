@@ -1,0 +1,172 @@
+"""Chapter 01's technique on ranks: synchronous it is one process's curve, asynchronous its staleness keeps the bound."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt2_chinese.insync import check_in_sync
+from gpt2_chinese.launch import Ranks
+from tests.chapters.technique import (
+    STEPS,
+    Small,
+    assert_follows,
+    build,
+    clip_and_step,
+    is_red,
+    learning_rate,
+    rows,
+    technique,
+)  # fmt: skip
+
+server_module = technique("01_parameter_server", "server")
+
+
+def train(rank, num_ranks, bound, num_micros=1, num_steps=STEPS, delay_s=0.0):
+    model, optimizer = build(seed=rank)  # the server's weights and buffers must reach the workers
+    server = server_module.ParameterServer(model, rank, num_ranks, dist.group.WORLD, bound)
+    losses, norms, steps, staleness, took_part, scalars = [], [], [], [], 0, []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    for step in range(1, num_steps + 1):
+        optimizer.param_groups[0]["lr"] = learning_rate(min(step, STEPS))
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        batches = (rows(step, rank, num_ranks, micro, num_micros) for micro in range(num_micros))
+        for inputs, targets in server.work(step, batches):
+            loss = server(inputs, targets) / num_micros
+            loss.backward()
+            total += loss.detach()
+            took_part += 1
+            time.sleep(delay_s if rank == 1 else 0.0)
+        server.push(step, total, meet=step == num_steps)
+        if server.is_server:
+            norms.append(clip_and_step(model, optimizer))
+            staleness.append(list(server.staleness))
+            losses.append(server.loss)
+        server.pull()
+        scalars.append(server.step_scalars())
+        if bound is None:
+            check_in_sync(model, Ranks(rank, num_ranks, group=dist.group.WORLD), step, every=1)
+        if server.is_server:
+            time.sleep(delay_s / 20)
+    everyone = [losses]
+    dist.broadcast_object_list(everyone, 0)
+    return {"losses": everyone[0], "norms": norms, "optimizer_steps": len(steps), "staleness": staleness,
+            "took_part": took_part, "scalars": scalars, "moments": len(optimizer.state),
+            "weights": {n: p.detach() for n, p in model.named_parameters()}}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_micros", [1, 4])
+@pytest.mark.parametrize("bound", [None, 0])
+def test_the_law_of_the_curve(ranks, bound, num_micros, num_ranks):
+    """Synchronous, and asynchronous with staleness 0, which is the same."""
+    results = ranks(num_ranks).run(train, bound, num_micros)
+    assert_follows(results)
+    assert [result["optimizer_steps"] for result in results] == [STEPS] + [0] * (num_ranks - 1)
+    assert [result["moments"] > 0 for result in results] == [True] + [False] * (num_ranks - 1), "only the server steps"
+
+
+def nothing_arrives(rank, num_ranks):
+    """Workers push zeros: what would be the curve if the server forgot them."""
+    pack = server_module.ParameterServer._pack_gradients
+
+    def zeros(server, loss):
+        message = pack(server, loss)
+        if not server.is_server:
+            message[: server.num_gradients] = 0
+        return message
+
+    with mock.patch.object(server_module.ParameterServer, "_pack_gradients", zeros):
+        return train(rank, num_ranks, None)
+
+
+def test_without_its_messages_it_is_red(ranks):
+    results = ranks(2).run(nothing_arrives)
+    is_red(lambda: assert_follows(results))
+
+
+def test_bytes_through_the_server_are_the_formula_s(ranks):
+    gradients = sum(p.nbytes for p in Small().parameters())
+    for num_ranks in (2, 4):
+        scalars = ranks(num_ranks).run(train, None)[0]["scalars"][1:]  # the first has the first pull in it as well
+        assert all(row["server_bytes"] == row["formula_bytes"] for row in scalars)
+        assert scalars[0]["formula_bytes"] == pytest.approx(2 * (num_ranks - 1) * gradients, rel=0.01)
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_asynchronous_a_slow_worker_is_overtaken_within_the_bound(ranks, bound):
+    num_steps = 16
+    results = ranks(3).run(train, bound, 1, num_steps, 0.04)
+    server, slow, fast = results
+    assert server["optimizer_steps"] == num_steps
+    worst = max(max(each) for each in server["staleness"])
+    assert worst == bound, "a worker 20 times slower than the server runs into the bound, and not past it"
+    assert slow["took_part"] < fast["took_part"] <= num_steps and slow["took_part"] >= num_steps // (bound + 1)
+    assert all(loss == loss for loss in server["losses"])
+    for result in results[1:]:  # all met at the last step
+        for name, weight in server["weights"].items():
+            assert torch.equal(weight, result["weights"][name])
+
+
+class Odd(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes, self.never = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.uses = False
+
+    def forward(self, inputs, targets):
+        loss = super().forward(inputs, targets)
+        return loss + self.sometimes(self.embed(inputs)).square().mean() if self.uses else loss
+
+
+def unused(rank, num_ranks):
+    torch.manual_seed(0)
+    model = Odd()
+    model.uses = rank == 1
+    server = server_module.ParameterServer(model, rank, num_ranks, dist.group.WORLD)
+    for inputs, targets in server.work(1, [rows(1, rank, num_ranks)]):
+        loss = server(inputs, targets)
+        loss.backward()
+    server.push(1, loss)
+    server.pull()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_unused_parameters(ranks):
+    torch.manual_seed(0)
+    model = Odd()
+    for rank in range(2):
+        model.uses = rank == 1
+        (model(*rows(1, rank, 2)) / 2).backward()
+    grads = ranks(2).run(unused)[0]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert grads[name] is None
+        else:
+            torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def overflow(rank, num_ranks):
+    model, optimizer = build(0)
+    server = server_module.ParameterServer(model, rank, num_ranks, dist.group.WORLD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    for inputs, targets in server.work(1, [rows(1, rank, num_ranks)]):
+        loss = server(inputs, targets)
+        scaler.scale(loss * (float("inf") if rank == 1 else 1.0)).backward()
+    server.push(1, loss)
+    if server.is_server:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    server.pull(scaler)
+    return scaler.get_scale(), all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_an_overflow_on_a_worker_skips_the_step_and_the_scale_reaches_all(ranks):
+    assert ranks(3).run(overflow) == [(512.0, True)] * 3
