@@ -112,6 +112,7 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
                 run.log_evaluation(step, evaluate(model, valid, ranks, settings.precision))
             if run.save_now(step):
                 run.save(step, weights_of(model), adamw_moments(model, optimizer))
+            ranks.barrier()  # nobody holds the step done before rank 0, which may die, has written its row
             state.step = step
             state.commit()  # what a loss throws away is at most the step in which it happens
         return run
