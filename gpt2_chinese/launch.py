@@ -2,6 +2,7 @@
 
 settings -> launch() --nproc 1-> Ranks of one, no process group at all
                      --nproc N-> torchrun starts this program N times; each comes here again with RANK set and joins
+                     horovodrun, where a chapter asks for it, instead: horovodrun.py, horovodranks.py
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -26,6 +27,7 @@ import torch.distributed as dist
 # while there is none, it keeps no gloo threads alive after close(), which would abort the process at its end.
 import torch.distributed.nn  # noqa: F401
 
+from gpt2_chinese import horovodrun
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, RunError, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class Ranks:
             self.group = None
 
 
-def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
+def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:
     """Starts the other processes if there are to be any, and returns this one's Ranks.
 
     Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
@@ -97,14 +99,14 @@ def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
 
     Args:
         settings: of the run.
-        launcher: "torchrun", or the name of what must have started the program ("horovodrun" and the like), which then
-            joins the ranks in its own way.
+        launcher: "torchrun", or "horovodrun", which is used for one process too, so that its flags are.
+        flags: more flags of horovodrun.
     """
     with exit_on_user_error():
         _resolve_device(settings)
+        if "RANK" not in os.environ and launcher == "horovodrun":
+            horovodrun.start(settings, flags)
         if "RANK" not in os.environ and settings.nproc > 1:
-            if launcher != "torchrun":
-                raise UserError(f"--nproc {settings.nproc} needs {launcher}: start this chapter with its train.sh")
             raise SystemExit(_torchrun(settings))
     # Ctrl-C reaches every process of a terminal. Under a launcher the ranks die quietly and the launcher says the line.
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _say_interrupted)
@@ -112,6 +114,11 @@ def launch(settings: Settings, launcher: str = "torchrun") -> Ranks:
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if launcher == "horovodrun":
+        from gpt2_chinese import horovodranks
+
+        with exit_on_user_error():
+            return horovodranks.join(device)
     if settings.nproc == 1:
         return Ranks(device=device)
     store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))

@@ -57,17 +57,21 @@ class Run:
         settings: resolved.
         ranks: the processes.
         about: what the chapter adds to the header, as (name, value) rows.
+        first_step: where to go on, when it is not a checkpoint that says so: in memory, after the loss of a worker.
 
     Attributes:
         resume_from: the checkpoint to go on from, None at a fresh start.
         first_step: the first step this process will take.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks, about: Rows | None = None) -> None:
+    def __init__(
+        self, settings: Settings, ranks: Ranks, about: Rows | None = None, first_step: int | None = None
+    ) -> None:
         self.settings, self.ranks = settings, ranks
         self.directory = Path(settings.output_dir)
         self.resume_from = settings.resume_from
-        self.first_step = settings.resume_step + 1
+        self.first_step = first_step or settings.resume_step + 1
+        self._goes_on = bool(settings.resume_from) or self.first_step > 1
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
             raise UserError("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
         self.last_evaluation: dict[str, float] = {}
@@ -86,7 +90,7 @@ class Run:
         settings = self.settings
         self.directory.mkdir(parents=True, exist_ok=True)
         folder = self.directory / "checkpoints"
-        if settings.resume == "never" and folder.exists():
+        if settings.resume == "never" and self.first_step == 1 and folder.exists():
             aside = next(p for n in range(1, 10**6) if not (p := self.directory / f"checkpoints.old{n}").exists())
             os.rename(folder, aside)
             print(f"--resume never: earlier checkpoints moved to {display(aside)}")
@@ -103,7 +107,7 @@ class Run:
             },
         )
         metrics = self.directory / "metrics.jsonl"
-        keep = _rows_before(metrics, self.first_step) if self.resume_from else []
+        keep = _rows_before(metrics, self.first_step) if self._goes_on else []
         self.last_evaluation = next((_evaluation(row) for row in reversed(keep) if "valid_loss" in row), {})
         beside = metrics.with_name("metrics.jsonl.tmp")
         beside.write_text("".join(json.dumps(row) + "\n" for row in keep), encoding="utf-8")
@@ -113,7 +117,7 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter  # late: it takes a second to import
 
         self._board = SummaryWriter(str(self.directory / "tensorboard"), purge_step=self.first_step)
-        if not self.resume_from:
+        if not self._goes_on:
             listed = "\n".join(f"    {name}: {value}" for name, value in settings.values().items())
             self._board.add_text("settings", listed, 0)
 
@@ -143,8 +147,9 @@ class Run:
             *about,
             ("output", display(self.directory)),
         ]
-        if self.resume_from:
-            rows.append(("resuming", f"{display(self.resume_from)}, next is step {self.first_step}"))
+        if self._goes_on:
+            source = display(self.resume_from) if self.first_step == settings.resume_step + 1 else "memory"
+            rows.append(("resuming", f"{source}, next is step {self.first_step}"))
         print(f"{settings.chapter}")
         print_rows(rows)
         if tokens.unknown > 0.01 * len(tokens):

@@ -12,7 +12,7 @@ REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 _setup() {
     local extras="" candidate found=""
     # Without arguments of its own a sourced file sees those of its caller, so anything but a known name is not for us.
-    case "${1-}" in dev | docs | dev,docs | docs,dev) extras="$1" ;; esac
+    case "${1-}" in dev | docs | horovod | dev,docs | docs,dev | dev,docs,horovod) extras="$1" ;; esac
     for candidate in ${PYTHON:+"$PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11 \
         "$REPO/.venv/bin/python"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null 2>/dev/null; then

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.chapters.horovod import needs_horovod
 from tests.chapters.program import Chapter
 
 STEPS = 50
@@ -70,3 +71,16 @@ def test_patrickstar_follows_the_curve(train, curve, nproc, near):
         assert_same_curve(rows, train("07_patrickstar", "--nproc", 1, "--near-budget", "100%"), rel=0)
     if near == "100%" and nproc == 1:
         assert moved == 0, "and stay where they do"
+
+
+@needs_horovod
+@pytest.mark.parametrize("nproc, accumulate", [(1, 4), (2, 4), (3, 1), (4, 1)])
+def test_horovod_follows_the_curve(train, curve, nproc, accumulate):
+    rows = train("03_horovod", "--nproc", nproc, "--grad-accum", accumulate)
+    assert_same_curve(rows, curve(accumulate), rel=1e-4)
+
+
+def test_apex_at_o0_follows_the_curve(train, curve):
+    """At 1 to 4 processes and both backends: tests/distributed/test_amp_ranks.py; over Horovod: test_04_apex.py."""
+    rows = train("04_apex", "--nproc", 2, "--opt-level", "O0", "--grad-accum", 4)
+    assert_same_curve(rows, curve(4), rel=1e-4)

@@ -1,0 +1,120 @@
+"""Data parallel by Horovod (Sergeev and Del Balso 2018): an optimizer that averages the gradients of all ranks.
+
+    backward   h.3 -> h.2 -> h.1 -> h.0 -> embeddings       a hook on each gradient hands it to Horovod's own thread
+                 \\      \\      \\      \\        \\
+    Horovod       | what all ranks have ready, up to --fusion-mb, is one message: ring all-reduce |
+                                                             \\
+    program                                                   synchronize() -> clip -> step, without synchronizing again
+
+Ranks need not make their gradients in the same order: rank 0 collects who has which ready (each has a name), and only
+what all of them have travels. That is what set Horovod apart from the all-reduce of its time.
+
+What goes wrong easily, and is right here (chapters/04_apex/mistakes shows each with a number):
+  - clipping before synchronize() clips gradients that are being averaged by another thread at that moment;
+  - step() synchronizes by itself: after a synchronize() it must be told not to, or all is averaged twice;
+  - with accumulation Horovod must know after how many backward passes to begin, or it refuses the second one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from gpt2_chinese.batches import Batches
+from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
+from gpt2_chinese.evaluate import evaluate
+from gpt2_chinese.horovodranks import HorovodRanks
+from gpt2_chinese.insync import check_in_sync
+from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.optim import adamw, autocast, clip_gradients, learning_rate, set_learning_rate
+from gpt2_chinese.runlog import Run
+
+if TYPE_CHECKING:
+    from horovod_settings import Settings
+
+
+def distribute(optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings) -> Any:
+    """Horovod's DistributedOptimizer around `optimizer`, which must be fresh: its state is not taken over.
+
+    Args:
+        optimizer: of the model's parameters.
+        model: its parameters' names are the names of the messages.
+        settings: grad_accum, compression, adasum.
+    """
+    return hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=settings.grad_accum,
+        compression=hvd.Compression.fp16 if settings.compression == "fp16" else hvd.Compression.none,
+        op=hvd.Adasum if settings.adasum else hvd.Average,
+    )
+
+
+def broadcast(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives all ranks rank 0's weights and optimizer state, bit for bit.
+
+    Of a fresh optimizer there is nothing to give, and Horovod must not be asked to: it would make the state by taking a
+    step with gradients of zero, which counts as a step and lets weights decay (a loss 1e-4 off from the first step on).
+    """
+    hvd.broadcast_parameters(dict(model.named_parameters()), root_rank=0)
+    if optimizer.state:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+# ---- elastic ----------------------------------------------------------------------------------------------------------
+
+
+def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
+    """The loop of train.py as a function that Horovod calls again, with the state of the last step, when a worker is lost.
+
+    The global batch is what it was: the ranks that are left take larger parts of it, so the curve stays that of chapter 00.
+    In the rank that lost its peers the collective raises; hvd.elastic.run catches that, goes back to the last commit, meets
+    the others that are left, and calls `loop` anew. That may have made another process rank 0: it goes on with the files.
+    """
+    torch.manual_seed(settings.seed)
+    model = GPT2LMHeadModel(settings.model).to(ranks.device)
+    optimizer = distribute(adamw(model, settings), model, settings)
+    if settings.resume_from:
+        weights, moments, _ = load(settings.resume_from)
+        load_weights(model, weights)
+    else:
+        moments = {}
+        for name, parameter in model.named_parameters():  # for Horovod must find a state: see broadcast()
+            zeros = torch.zeros_like(parameter)
+            moments |= {f"step.{name}": torch.zeros(()), f"exp_avg.{name}": zeros, f"exp_avg_sq.{name}": zeros}
+    load_adamw_moments(model, optimizer, moments)
+
+    @hvd.elastic.run
+    def loop(state: hvd.elastic.TorchState) -> Run:
+        ranks = HorovodRanks.now(next(model.parameters()).device)
+        run = Run(settings, ranks, first_step=state.step + 1)
+        train, valid = Batches.of(settings, ranks)
+        for step in run.steps():
+            lr = learning_rate(step, settings)
+            set_learning_rate(optimizer, lr)
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=ranks.device)
+            for inputs, targets in train.micro_batches(step):
+                with autocast(ranks.device, settings.precision):
+                    micro_loss = model(inputs, targets) / settings.grad_accum
+                micro_loss.backward()
+                loss += micro_loss.detach()
+            optimizer.synchronize()
+            grad_norm = clip_gradients(model, settings.clip_grad_norm)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, workers=ranks.num_ranks)
+            check_in_sync(model, ranks, step, settings.check_sync)
+            if run.evaluate_now(step):
+                run.log_evaluation(step, evaluate(model, valid, ranks, settings.precision))
+            if run.save_now(step):
+                run.save(step, weights_of(model), adamw_moments(model, optimizer))
+            ranks.barrier()  # nobody holds the step done before rank 0, which may die, has written its row
+            state.step = step
+            state.commit()  # what a loss throws away is at most the step in which it happens
+        return run
+
+    loop(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=settings.resume_step)).finish(weights_of(model))

@@ -1,0 +1,64 @@
+"""The flags that chapter 03 adds, and how they reach Horovod's launcher."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.horovodrun import adopt_ranks, discovery_flags
+from gpt2_chinese.settings import ParallelSettings, flag
+
+DISCOVER = Path(__file__).with_name("discover_hosts.sh")
+
+
+@dataclass
+class Settings(ParallelSettings):
+    fusion_mb: int = flag(64, "MiB of gradients that Horovod packs into one message; 0: each travels alone.")
+    compression: str = flag("none", "What travels: gradients as they are, or in half their bytes.", ("none", "fp16"))
+    adasum: bool = flag(False, "Combine gradients by Adasum instead of their mean (needs a Horovod with MPI).")
+    timeline: str | None = flag(None, "File for Horovod's own trace, for Perfetto or chrome://tracing.", shown="none")
+    elastic: bool = flag(False, "Go on with the rest when a worker is lost.")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.fusion_mb < 0:
+            raise UserError(f"--fusion-mb must be at least 0, not {self.fusion_mb}")
+        if self.timeline is not None and not os.access(Path(self.timeline).absolute().parent, os.W_OK):
+            raise UserError(f"--timeline {self.timeline} cannot be written: its folder must exist and be writable")
+        if self.adasum and not _built_with_mpi():
+            raise UserError("--adasum needs a Horovod built with MPI: install Open MPI, then run scripts/build_horovod.sh")
+        if not self.elastic:
+            return
+        if self.nproc < 2 and "WORLD_SIZE" not in os.environ:
+            raise UserError("--elastic --nproc 1: with one worker there is none to lose, give --nproc 2 or more")
+        if self.adasum or self.precision == "fp16":
+            raise UserError(f"--elastic goes with neither {'--adasum' if self.adasum else '--precision fp16'}")
+        for fewer in range(self.nproc, 0, -1):
+            if self.batch_size % (fewer * self.grad_accum):
+                raise UserError(
+                    f"--elastic: --batch-size {self.batch_size} must stay divisible when workers are lost, and with "
+                    f"--grad-accum {self.grad_accum} it is not divisible among {fewer}"
+                )
+
+    def resolve(self) -> None:
+        adopt_ranks()
+        super().resolve()
+
+    def horovodrun_flags(self) -> list[str]:
+        """Flags of horovodrun for these settings."""
+        flags = ["--fusion-threshold-mb", str(self.fusion_mb)]
+        if self.timeline:
+            flags += ["--timeline-filename", str(Path(self.timeline).absolute())]
+        return flags + (discovery_flags(DISCOVER, self.nproc) if self.elastic else [])
+
+
+def _built_with_mpi() -> bool:
+    """True when scripts/build_horovod.sh found MPI; another Horovod is given the benefit of the doubt."""
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return "+torch" not in version or ".mpi" in version

@@ -1,0 +1,82 @@
+"""Chapter 03: data parallel with Horovod. Its optimizer averages gradients while backward is still at work.
+
+bash chapters/03_horovod/train.sh                                  # two processes, under horovodrun
+bash chapters/03_horovod/train.sh --nproc 4 --compression fp16 --timeline runs/03_timeline.json
+bash chapters/03_horovod/train.sh --elastic                        # goes on when a worker is lost
+bash chapters/03_horovod/train.sh --help
+"""
+# ruff: noqa: E402
+
+PARENT = "02_ddp"
+
+# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from horovod_settings import Settings
+
+settings = Settings.from_command_line(__file__, __doc__)
+
+import torch
+
+from gpt2_chinese.batches import Batches
+from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
+from gpt2_chinese.evaluate import evaluate
+from gpt2_chinese.insync import check_in_sync
+from gpt2_chinese.launch import launch
+from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.optim import adamw, autocast, clip_gradients, grad_scaler, learning_rate, set_learning_rate
+from gpt2_chinese.runlog import Run
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+ranks = launch(settings, "horovodrun", settings.horovodrun_flags())
+from distributed_optimizer import broadcast, distribute, train_elastically  # Horovod is there from here on
+
+if settings.elastic:
+    raise SystemExit(train_elastically(settings, ranks))  # this program's loop as a function that Horovod calls again
+run = Run(settings, ranks)
+
+# -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
+train, valid = Batches.of(settings, ranks)
+
+# -- model: the seed decides the weights -------------------------------------------------------------------------------
+torch.manual_seed(settings.seed)
+model = GPT2LMHeadModel(settings.model).to(ranks.device)
+
+# -- optimizer; the technique: one that averages the gradients of all ranks, each as soon as backward has made it ------
+optimizer = distribute(adamw(model, settings), model, settings)
+scaler = grad_scaler(ranks.device, settings.precision)
+if run.resume_from:
+    weights, moments, state = load(run.resume_from)
+    load_weights(model, weights)
+    load_adamw_moments(model, optimizer, moments)
+    if scaler.is_enabled() and state["extra"].get("scaler"):
+        scaler.load_state_dict(state["extra"]["scaler"])
+broadcast(model, optimizer)
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+for step in run.steps():
+    lr = learning_rate(step, settings)
+    set_learning_rate(optimizer, lr)
+    optimizer.zero_grad()
+
+    loss = torch.zeros((), device=ranks.device)
+    for inputs, targets in train.micro_batches(step):
+        with autocast(ranks.device, settings.precision):
+            micro_loss = model(inputs, targets) / settings.grad_accum
+        scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+
+    optimizer.synchronize()  # from here on all ranks hold the same gradients: they clip, skip and step alike
+    scaler.unscale_(optimizer)
+    grad_norm = clip_gradients(model, settings.clip_grad_norm)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    scaler.update()
+
+    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm)
+    check_in_sync(model, ranks, step, settings.check_sync)
+    if run.evaluate_now(step):
+        run.log_evaluation(step, evaluate(model, valid, ranks, settings.precision))
+    if run.save_now(step):
+        run.save(step, weights_of(model), adamw_moments(model, optimizer), {"scaler": scaler.state_dict()})
+
+# -- end ---------------------------------------------------------------------------------------------------------------
+run.finish(weights_of(model))

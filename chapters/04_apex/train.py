@@ -1,0 +1,82 @@
+"""Chapter 04: mixed precision. Products in 16 bit, sums in 32, and a scaled loss so that small gradients survive.
+
+bash chapters/04_apex/train.sh                                     # two processes, O2 in bf16
+bash chapters/04_apex/train.sh --half fp16                         # with a dynamic loss scale; slow on a CPU
+bash chapters/04_apex/train.sh --opt-level O1 --backend torch --comm horovod
+bash chapters/04_apex/train.sh --help
+"""
+# ruff: noqa: E402
+
+PARENT = "02_ddp"
+
+# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from amp_settings import Settings
+
+settings = Settings.from_command_line(__file__, __doc__)
+
+import torch
+from amp import initialize, optimizer_for
+from comm import replicate
+
+from gpt2_chinese.batches import Batches
+from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
+from gpt2_chinese.evaluate import evaluate
+from gpt2_chinese.insync import check_in_sync
+from gpt2_chinese.launch import launch
+from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.optim import clip_gradients, learning_rate, set_learning_rate
+from gpt2_chinese.runlog import Run
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+ranks = launch(settings, "horovodrun" if settings.comm == "horovod" else "torchrun")
+run = Run(settings, ranks, about=settings.about())
+
+# -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
+train, valid = Batches.of(settings, ranks)
+
+# -- model: the seed decides the weights -------------------------------------------------------------------------------
+torch.manual_seed(settings.seed)
+model = GPT2LMHeadModel(settings.model).to(ranks.device)
+
+# -- the technique: the model computes in 16 bit; masters are the fp32 weights that the optimizer sees ------------------
+masters, scaler = initialize(model, ranks, settings)
+replica = replicate(model, ranks, settings)
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+optimizer = optimizer_for(masters, settings)
+if run.resume_from:
+    weights, moments, state = load(run.resume_from)
+    load_weights(masters, weights)
+    scaler.write_back()
+    load_adamw_moments(masters, optimizer, moments)
+    if scaler.is_enabled() and state["extra"].get("scaler"):
+        scaler.load_state_dict(state["extra"]["scaler"])
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+for step in run.steps():
+    lr = learning_rate(step, settings)
+    set_learning_rate(optimizer, lr)
+    optimizer.zero_grad()
+
+    loss = torch.zeros((), device=ranks.device)
+    for number, (inputs, targets) in enumerate(train.micro_batches(step), start=1):
+        with replica.no_sync(number < settings.grad_accum):  # one reduction a step: with the last micro-batch
+            micro_loss = replica(inputs, targets) / settings.grad_accum
+            scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+
+    replica.wait()  # from here on all ranks hold the same gradients: they clip, skip and step alike
+    scaler.unscale_(optimizer)
+    grad_norm = clip_gradients(masters, settings.clip_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **scaler.metrics())
+    check_in_sync(model, ranks, step, settings.check_sync)
+    if run.evaluate_now(step):
+        run.log_evaluation(step, evaluate(model, valid, ranks))
+    if run.save_now(step):
+        run.save(step, weights_of(masters), adamw_moments(masters, optimizer), {"scaler": scaler.state_dict()})
+
+# -- end ---------------------------------------------------------------------------------------------------------------
+run.finish(weights_of(masters), table=replica.close())

@@ -1,0 +1,344 @@
+"""Builds Horovod 0.28.1 from its source distribution against the torch of the running interpreter, and installs it.
+
+Nobody publishes binaries of Horovod: it is compiled where it is used, against one torch and one Python. Its last release
+is of 2023 and asks CMake for C++14, while torch's headers have wanted C++17 since 2.1: changed in the unpacked source.
+The wheel is kept in the user's cache folder, so it is compiled once. What cannot be mended ends with one line and status 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+# (file of the unpacked source, text, its replacement)
+PATCHES = (
+    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+    # Python 3.12 has no distutils
+    ("horovod/torch/CMakeLists.txt", "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+     "import sysconfig; print(sysconfig.get_paths()['include'])"),
+    # no debug information: a third of the time, and a wheel of 1 MB instead of 18
+    ("setup.py", "'RelWithDebInfo'", "'Release'"),
+)  # fmt: skip
+# bytes of memory that one compiler takes with torch's headers
+BYTES_PER_COMPILER = 2 * 2**30
+SECONDS_BETWEEN_LINES = 15
+
+
+class BuildError(Exception):
+    """One line for the user: what is wrong and what to do."""
+
+
+def main() -> None:
+    """Leaves Horovod installed in the environment of the running interpreter, or exits with status 2."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the compilers are ended too
+    try:
+        local = local_version()
+        found = installed_version("horovod")
+        if found and not requirements(missing=True) and ("+torch" not in found or found.endswith(f"+{local}")):
+            say(f"horovod: {found} is installed")
+            return
+        begin = time.monotonic()
+        with only_one_at_a_time():
+            install_requirements()
+            wheel = find_wheel(local)
+            if wheel is None:
+                check_tools()
+                wheel = build(local)
+        run_pip("install", "--no-deps", "--force-reinstall", str(wheel))
+        say(f"horovod: {VERSION}+{local} installed in {time.monotonic() - begin:.0f} s (wheel kept in {wheel.parent})")
+    except BuildError as error:
+        say(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("error: the build of Horovod was interrupted; the next start begins it anew")
+        sys.exit(130)
+
+
+# -- what is there ------------------------------------------------------------------------------------------------------
+
+
+def torch_version() -> tuple[str, bool]:
+    """(version, has CUDA) of the installed torch, read from its version.py: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError(f"{sys.executable} has no torch: start a chapter's train.sh, which sets the environment up")
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    version = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE).group(1)
+    return version, bool(re.search(r"^cuda\b.*= ['\"]\d", text, re.MULTILINE))
+
+
+def local_version() -> str:
+    """What the wheel is built against, as the local part of its version: torch2.13.0.cpu.gloo."""
+    version, cuda = torch_version()
+    operations = ["gloo"]
+    if shutil.which("mpicxx"):
+        operations.append("mpi")
+    if cuda and shutil.which("nvcc") and nccl_home() is not None:
+        operations.append("nccl")
+    return re.sub(r"[^A-Za-z0-9.]+", ".", ".".join([f"torch{version}", *operations]))
+
+
+def nccl_home() -> Path | None:
+    """The folder with NCCL's include/ and lib/: HOROVOD_NCCL_HOME, the package that torch brings, or the system's."""
+    given = os.environ.get("HOROVOD_NCCL_HOME")
+    packaged = [Path(place, "nvidia", "nccl") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}]
+    for home in [*([Path(given)] if given else []), *packaged, Path("/usr"), Path("/usr/local")]:
+        if (home / "include" / "nccl.h").exists():
+            return home
+    return None
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def requirements(missing: bool = False) -> list[str]:
+    """The extra `horovod` of pyproject.toml: what building and running it needs; only what is missing, if asked."""
+    extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["horovod"]
+    return [r for r in extra if not missing or installed_version(re.match(r"[\w.-]+", r).group()) is None]
+
+
+def cache_folder() -> Path:
+    """Where wheels and the source distribution are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_chinese" / "horovod"
+
+
+def find_wheel(local: str) -> Path | None:
+    """The wheel built earlier for this torch, Python and platform."""
+    folder = wheel_folder(local)
+    return next(iter(sorted(folder.glob(f"horovod-{VERSION}+*.whl"))), None) if folder.is_dir() else None
+
+
+def wheel_folder(local: str) -> Path:
+    """A folder of the cache for one torch, Python and platform."""
+    platform = re.sub(r"\W", "_", sysconfig.get_platform())
+    return cache_folder() / f"{local}-{sys.implementation.cache_tag}-{platform}"
+
+
+def check_tools() -> None:
+    """Raises BuildError when something is missing that pip cannot bring."""
+    compiler = os.environ.get("CXX") or next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+    lacks = []
+    if not compiler or not shutil.which(compiler.split()[0]):
+        lacks.append("a C++ compiler (g++)")
+    if not shutil.which("make"):
+        lacks.append("make")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        lacks.append(f"Python's headers (python{sys.version_info.major}.{sys.version_info.minor}-dev)")
+    if lacks:
+        raise BuildError(
+            f"Horovod must be compiled, and this machine lacks {', '.join(lacks)}: on Debian and Ubuntu apt install "
+            "build-essential python3-dev, with conda conda install gxx make; chapter 02_ddp needs no compiler"
+        )
+
+
+# -- pip ----------------------------------------------------------------------------------------------------------------
+
+
+def run_pip(*arguments: str, cwd: Path = REPO) -> str:
+    """Runs pip of the running interpreter quietly; returns its output, raises BuildError when it fails."""
+    command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check", "--no-input"]
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode != 0:
+        raise BuildError(why_it_failed(f"pip {arguments[0]}", done.stdout))
+    return done.stdout
+
+
+def install_requirements() -> None:
+    """Installs what is missing of the extra `horovod`, in the pinned versions."""
+    if lacking := requirements(missing=True):
+        say(f"horovod: installing {', '.join(lacking)}")
+        run_pip("install", "-c", "constraints.txt", *lacking)
+
+
+def why_it_failed(what: str, output: str) -> str:
+    """One line from the output of pip or of the compiler."""
+    if re.search(r"NewConnectionError|NameResolution|Network is unreachable|ProxyError|ReadTimeout|timed out", output):
+        return f"{what} cannot reach the package index: check the network, or put {SDIST} into {cache_folder()}"
+    if re.search(r"No space left on device|Errno 28|Disk quota exceeded", output):
+        return f"{what}: the disk is full, make room for about 200 MiB in {cache_folder()} and {tempfile.gettempdir()}"
+    if re.search(r"Killed signal|cc1plus.*[Kk]illed", output):
+        return f"{what}: the compiler was killed, most likely for memory; start again with MAKEFLAGS=-j1"
+    wrong = [line.strip() for line in output.splitlines() if re.search(r"error[: ]|CMake Error", line, re.IGNORECASE)]
+    return f"{what} failed: {' '.join((wrong or output.splitlines() or ['no output'])[0].split())[:300]}"
+
+
+# -- building -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def only_one_at_a_time():
+    """Holds a lock that the kernel releases however its holder ends; the second of two starts finds the wheel made."""
+    import fcntl
+
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        lock = os.open(cache_folder() / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise BuildError(f"cannot write in {cache_folder()} ({error.strerror}): set XDG_CACHE_HOME") from error
+    with contextlib.suppress(OSError):  # a file system without locks: go on without
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("horovod: another start is building it; waiting")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def build(local: str) -> Path:
+    """Compiles the wheel and puts it into the cache; returns its path there."""
+    target = wheel_folder(local)
+    with tempfile.TemporaryDirectory(prefix="horovod_") as scratch:
+        source = unpack(fetch(), Path(scratch))
+        patch(source)
+        log = cache_folder() / "build.log"
+        made = Path(scratch, "wheel")
+        jobs = os.environ.get("MAKEFLAGS") or f"-j{num_compilers()}"
+        say(f"horovod: compiling {VERSION} against {local} with make {jobs}: three to ten minutes, once (log: {log})")
+        command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", str(made), "."]
+        status = run_with_progress(command, source, build_environment(local, jobs, Path(scratch)), log)
+        if status != 0:
+            text = log.read_text(errors="replace")
+            raise BuildError(f"{why_it_failed('the build of Horovod', text)} (log: {log})")
+        wheel = next(made.glob("*.whl"))
+        target.mkdir(parents=True, exist_ok=True)
+        beside = target / f"{wheel.name}.tmp{os.getpid()}"  # never half a wheel under its name
+        shutil.copyfile(wheel, beside)
+        os.replace(beside, target / wheel.name)
+    return target / wheel.name
+
+
+def fetch() -> Path:
+    """The source distribution, from the cache or from the package index, its checksum held."""
+    kept = cache_folder() / SDIST
+    if not kept.exists():
+        say(f"horovod: fetching {SDIST} from the package index")
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as beside:
+            run_pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", beside,
+                    f"horovod=={VERSION}")  # fmt: skip
+            os.replace(Path(beside, SDIST), kept)
+    if hashlib.sha256(kept.read_bytes()).hexdigest() != SDIST_SHA256:
+        kept.unlink()
+        raise BuildError(f"{SDIST} is not the file that was released (its checksum differs): removed, start again")
+    return kept
+
+
+def unpack(sdist: Path, folder: Path) -> Path:
+    """Unpacks the source distribution below `folder` and returns its top."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"horovod-{VERSION}"
+
+
+def patch(source: Path) -> None:
+    """Makes the changes of PATCHES; each must find its text, for a change that does nothing would show much later."""
+    for name, old, new in PATCHES:
+        text = (source / name).read_text()
+        if old not in text:
+            raise BuildError(f"{name} of {SDIST} does not hold {old!r}: this script fits {VERSION} only")
+        (source / name).write_text(text.replace(old, new))
+
+
+def num_compilers() -> int:
+    """As many at a time as there are cores and memory for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cores, memory // BYTES_PER_COMPILER))
+
+
+def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
+    """What Horovod's setup.py reads."""
+    operations = local.split(".")
+    chosen = {
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI" if "mpi" in operations else "HOROVOD_WITHOUT_MPI": "1",
+        "HOROVOD_LOCAL_VERSION": local,
+        "HOROVOD_CMAKE": str(Path(sys.executable).with_name("cmake")),
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the old projects that Horovod carries along
+        "MAKEFLAGS": jobs,
+    }
+    if "nccl" in operations:
+        chosen |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_HOME": str(linkable_nccl(scratch))}
+    return {**os.environ, **chosen}
+
+
+def linkable_nccl(scratch: Path) -> Path:
+    """NCCL's folder, with the name libnccl.so that linkers look for: the package that torch brings has libnccl.so.2."""
+    home = nccl_home()
+    if not (home / "lib" / "libnccl.so.2").exists() or (home / "lib" / "libnccl.so").exists():
+        return home
+    linked = scratch / "nccl"
+    (linked / "lib").mkdir(parents=True)
+    (linked / "include").symlink_to(home / "include")
+    (linked / "lib" / "libnccl.so").symlink_to(home / "lib" / "libnccl.so.2")
+    return linked
+
+
+def run_with_progress(command: list[str], cwd: Path, environment: dict[str, str], log: Path) -> int:
+    """Runs the build with its output in the log; shows cmake's percents on a moving line, elsewhere now and then."""
+    begin = next_line = time.monotonic()
+    terminal = sys.stderr.isatty()
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+                break
+            now = time.monotonic()
+            percents = re.findall(r"\[ *(\d+)%\] *(\w+.*)", log.read_text(errors="replace"))
+            percent, doing = percents[-1] if percents else ("0", "configuring")
+            line = f"horovod: {now - begin:4.0f} s  {percent:>3} %  {doing}"
+            if terminal:
+                width = shutil.get_terminal_size().columns - 1
+                print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+            elif now >= next_line:
+                next_line = now + SECONDS_BETWEEN_LINES
+                say(line[:120])
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # make and its compilers too
+            process.wait()
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return process.returncode
+
+
+def say(line: str) -> None:
+    """Talks to the user."""
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Chapter 03 as a program, under the real horovodrun with real processes: what it says, leaves, refuses and survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chapters.horovod import horovodrun, needs_horovod, rank_pids
+from tests.chapters.program import ROOT, Chapter, environment, run
+
+STEPS = ("--max-steps", 8, "--save-every", 4, "--eval-every", 8, "--lr", "1e-2", "--clip-grad-norm", 0.3)
+
+# Stands for train.py in the ranks: what it does to Horovod or to AdamW, then the chapter's program as it is.
+WRAPPER = '''
+import contextlib, json, os, runpy, sys
+program, how, *flags = sys.argv[1:]
+import horovod.torch as hvd, torch
+
+def alone(optimizer, **_):
+    optimizer.synchronize, optimizer.skip_synchronize = (lambda: None), contextlib.nullcontext
+    return optimizer
+
+step, seen = torch.optim.AdamW.step, []
+
+def noting(self, closure=None):
+    seen.append(sum(float(p.grad.double().square().sum()) for g in self.param_groups for p in g["params"]) ** 0.5)
+    return step(self, closure)
+
+if how == "alone":
+    hvd.DistributedOptimizer = alone
+else:
+    torch.optim.AdamW.step = noting
+sys.argv = [program, *flags]
+sys.path[0] = os.path.dirname(program)
+runpy.run_path(program, run_name="__main__")
+if how != "alone":
+    with open(f"{how}.{os.environ['HOROVOD_RANK']}", "w") as file:
+        json.dump(seen, file)
+'''
+
+
+def wrapped(chapter: Chapter, how: object, *flags: object, num_ranks: int = 2) -> list[str]:
+    """The command line of a run under horovodrun in which WRAPPER changes something."""
+    wrapper = chapter.folder / "wrapper.py"
+    wrapper.write_text(WRAPPER)
+    python, program, *given = chapter.command(*flags)
+    return horovodrun(num_ranks, wrapper, program, how, *given)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
+    """A run of eight steps on two processes with a timeline, and what it printed."""
+    chapter = Chapter("03_horovod", tmp_path_factory.mktemp("finished"))
+    return chapter, chapter.train(*STEPS, "--timeline", chapter.folder / "timeline.json")
+
+
+@needs_horovod
+def test_what_it_says_and_leaves(finished) -> None:
+    chapter, said = finished
+    for words in ("2 ranks x 1 micro-batch x 6", "step 8/8", "perplexity", "「今天天气」", "03_horovod/generate.sh"):
+        assert words in said, said
+    assert "<stdout>" not in said and "Traceback" not in said and "Warning" not in said
+    left = {path.name for path in chapter.output.iterdir()}
+    assert left == {"metrics.jsonl", "tensorboard", "checkpoints", "config.json", "final"}
+    rows = chapter.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 9)) and rows[-1]["lr"] <= 0.01 * 1e-2 * (1 + 1e-9)
+
+
+@needs_horovod
+def test_the_timeline_is_horovods_own_trace(finished) -> None:
+    text = (finished[0].folder / "timeline.json").read_text()
+    for words in ("NEGOTIATE_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "transformer.h.0.attn.c_attn.weight"):
+        assert words in text
+
+
+@needs_horovod
+def test_it_resumes_and_chapter_00_goes_on_with_it(finished, tmp_path: Path) -> None:
+    straight = finished[0].losses()
+    for name, flags, rel in (("03_horovod", (), 0), ("00_single", (), 1e-5)):
+        shutil.copytree(finished[0].output, tmp_path / name / "run")
+        shutil.rmtree(tmp_path / name / "run/checkpoints/step_000008")
+        shutil.rmtree(tmp_path / name / "run/final")
+        chapter = Chapter(name, tmp_path / name)
+        assert "step_000004, next is step 5" in chapter.train(*STEPS, *flags)
+        assert chapter.losses() == pytest.approx(straight, rel=rel, abs=0)
+
+
+@needs_horovod
+def test_one_step_a_batch_and_what_the_optimizer_sees_is_clipped(finished, tmp_path: Path) -> None:
+    chapter = Chapter("03_horovod", tmp_path)
+    run(wrapped(chapter, tmp_path / "seen", *STEPS, "--grad-accum", 3))
+    assert chapter.losses() == pytest.approx(finished[0].losses(), rel=1e-5)
+    seen = [json.loads((tmp_path / f"seen.{rank}").read_text()) for rank in (0, 1)]
+    assert seen[0] == seen[1] and len(seen[0]) == 8
+    assert max(seen[0]) <= 0.3 * (1 + 1e-5) and max(row["grad_norm"] for row in chapter.metrics()) > 0.6
+
+
+@needs_horovod
+def test_without_the_collective_it_is_red(finished, tmp_path: Path) -> None:
+    chapter = Chapter("03_horovod", tmp_path)
+    said = run(wrapped(chapter, "alone", *STEPS, "--check-sync", 4), status=1)
+    assert "after step 4 the weights of rank 1 are not those of rank 0" in said, said
+    assert chapter.losses() != pytest.approx(finished[0].losses()[: len(chapter.losses())], rel=1e-4)
+
+
+@needs_horovod
+def test_half_the_bytes_change_little(finished, tmp_path: Path) -> None:
+    chapter = Chapter("03_horovod", tmp_path)
+    chapter.train(*STEPS, "--compression", "fp16", "--fusion-mb", 1)
+    assert chapter.losses() == pytest.approx(finished[0].losses(), rel=1e-3)
+    assert chapter.losses() != finished[0].losses()
+    sent = [sorted(row["sent_bytes"] for row in rows)[4] for rows in (chapter.metrics(), finished[0].metrics())]
+    assert sent[0] < 0.6 * sent[1], sent
+
+
+def start(chapter: Chapter, *flags: object) -> subprocess.Popen:
+    """Starts a long run and waits for its first lines of metrics."""
+    command = chapter.command("--max-steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, *flags)
+    log = (chapter.folder / "log").open("w")
+    process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    metrics = chapter.output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None, (chapter.folder / "log").read_text()
+        time.sleep(0.05)
+    return process
+
+
+@needs_horovod
+@pytest.mark.parametrize("kill, flags", [(signal.SIGKILL, ()), (signal.SIGSTOP, ("--timeout-s", 2))], ids=["dies", "hangs"])
+def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tmp_path: Path, kill: signal.Signals, flags) -> None:
+    chapter = Chapter("03_horovod", tmp_path)
+    process = start(chapter, *flags)
+    pids = rank_pids(chapter.output)
+    os.kill(pids[1], kill)
+    begin = time.monotonic()
+    assert process.wait(timeout=60) == 1 and time.monotonic() - begin < 30
+    said = (tmp_path / "log").read_text()
+    assert "error: rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said, said
+    assert rank_pids(chapter.output) == {}
+
+
+@needs_horovod
+def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
+    chapter = Chapter("03_horovod", tmp_path)
+    process = start(chapter)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    said = (tmp_path / "log").read_text()
+    assert "interrupted: the same command goes on" in said and "Traceback" not in said, said
+    assert rank_pids(chapter.output) == {}
+
+
+@needs_horovod
+def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(tmp_path: Path) -> None:
+    lost = 0  # the hardest one: another process must go on with the files
+    flags = ("--max-steps", 120, "--eval-every", 120, "--save-every", 120, "--seq-len", 16)
+    chapter = Chapter("03_horovod", tmp_path / "elastic")
+    chapter.folder.mkdir()
+    process = start(chapter, *flags, "--elastic", "--nproc", 3, "--timeout-s", 8)
+    os.kill(rank_pids(chapter.output)[lost], signal.SIGKILL)
+    assert process.wait(timeout=90) == 0, (chapter.folder / "log").read_text()
+    said = (chapter.folder / "log").read_text()
+    assert f"elastic: lost the worker that began as rank {lost}" in said and "resuming    memory" in said
+    rows = chapter.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 121))
+    workers = [row["workers"] for row in rows]
+    assert workers[0] == 3 and workers[-1] == 2 and workers == sorted(workers, reverse=True)
+    alone = Chapter("00_single", tmp_path / "alone")
+    alone.folder.mkdir()
+    alone.train(*flags)
+    assert chapter.losses() == pytest.approx(alone.losses(), rel=1e-4)
+
+
+@pytest.mark.parametrize("flags, line", [
+    (("--fusion-mb", "-1"), "--fusion-mb must be at least 0"),
+    (("--fusion-mb", "many"), "--fusion-mb"),
+    (("--compression", "int8"), "--compression"),
+    (("--timeline", "/nowhere/trace.json"), "--timeline /nowhere/trace.json cannot be written"),
+    (("--adasum",), "--adasum needs a Horovod built with MPI"),
+    (("--elastic", "--nproc", "1"), "--elastic --nproc 1"),
+    (("--elastic", "--nproc", "4", "--batch-size", "8"), "--batch-size 8 must stay divisible when workers are lost"),
+    (("--elastic", "--precision", "fp16"), "--precision fp16"),
+    (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
+    (("--elastik",), "did you mean --elastic?"),
+])  # fmt: skip
+def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
+    said = Chapter("03_horovod", tmp_path).train(*flags, status=2)
+    assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_horovod_it_says_what_to_do(tmp_path: Path) -> None:
+    python, program, *flags = Chapter("03_horovod", tmp_path).command()
+    hide = f"import importlib.util as u, runpy, sys; find = u.find_spec; sys.argv = {[program, *flags]!r}; " \
+           "u.find_spec = lambda name, *a: None if name == 'horovod' else find(name, *a); " \
+           f"sys.path[0] = {str(Path(program).parent)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
+    said = run([python, "-c", hide], status=2)
+    assert said.startswith("error: Horovod is missing in this environment") and said.count("\n") == 1
+
+
+@needs_horovod
+def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
+    chapter = Chapter("03_horovod", tmp_path)
+    command = ["bash", str(ROOT / "chapters/03_horovod/train.sh"), *chapter.command("--max-steps", 2)[2:]]
+    env = environment() | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Done." in done.stdout
+    assert "horovod: 0.28" in done.stderr and done.stderr.count("horovod:") == 1

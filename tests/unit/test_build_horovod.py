@@ -1,0 +1,110 @@
+"""scripts/build_horovod.py without compiling: what it builds, when it has nothing to do, what it says where it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The script as a module, with a cache of its own."""
+    spec = importlib.util.spec_from_file_location("build_horovod", REPO / "scripts" / "build_horovod.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return module
+
+
+def test_the_wheel_is_named_after_torch_python_and_platform(script, monkeypatch) -> None:
+    monkeypatch.setattr(script, "torch_version", lambda: ("2.13.0+cpu", False))
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    local = script.local_version()
+    assert local == "torch2.13.0.cpu.gloo"
+    folder = script.wheel_folder(local)
+    assert folder.name.startswith(f"torch2.13.0.cpu.gloo-{sys.implementation.cache_tag}-")
+    assert script.find_wheel(local) is None
+    folder.mkdir(parents=True)
+    (folder / "horovod-0.28.1+x.whl.tmp7").write_text("half")
+    assert script.find_wheel(local) is None, "half a wheel is none"
+    (folder / "horovod-0.28.1+x.whl").write_text("whole")
+    assert script.find_wheel(local).name == "horovod-0.28.1+x.whl"
+
+
+def test_mpi_and_nccl_are_built_in_where_they_are(script, monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "nccl" / "include").mkdir(parents=True)
+    (tmp_path / "nccl" / "include" / "nccl.h").write_text("")
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "nccl"))
+    monkeypatch.setattr(script.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(script, "torch_version", lambda: ("2.13.0", True))
+    local = script.local_version()
+    assert local == "torch2.13.0.gloo.mpi.nccl"
+    environment = script.build_environment(local, "-j2", tmp_path)
+    assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL" and environment["HOROVOD_WITH_MPI"] == "1"
+    monkeypatch.setattr(script, "torch_version", lambda: ("2.13.0+cpu", False))
+    environment = script.build_environment("torch2.13.0.cpu.gloo", "-j2", tmp_path)
+    assert environment["HOROVOD_WITHOUT_MPI"] == "1" and "HOROVOD_GPU_OPERATIONS" not in environment
+
+
+def test_a_missing_compiler_is_one_line(script, monkeypatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    with pytest.raises(script.BuildError, match=r"lacks a C\+\+ compiler \(g\+\+\), make.*apt install build-essential"):
+        script.check_tools()
+
+
+def test_every_patch_must_find_its_text(script, tmp_path: Path) -> None:
+    for name, old, _ in script.PATCHES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with (tmp_path / name).open("a") as file:
+            file.write(old + "\n")
+    script.patch(tmp_path)
+    assert "set(CMAKE_CXX_STANDARD 17)" in (tmp_path / "CMakeLists.txt").read_text()
+    with pytest.raises(script.BuildError, match="fits 0.28.1 only"):
+        script.patch(tmp_path)
+
+
+def test_another_source_is_refused(script) -> None:
+    script.cache_folder().mkdir(parents=True)
+    (script.cache_folder() / script.SDIST).write_text("something else")
+    with pytest.raises(script.BuildError, match="checksum differs"):
+        script.fetch()
+    assert not (script.cache_folder() / script.SDIST).exists()
+
+
+@pytest.mark.parametrize("output, line", [
+    ("... NewConnectionError: ...", "cannot reach the package index"),
+    ("fatal error: No space left on device", "the disk is full"),
+    ("c++: fatal error: Killed signal terminated program cc1plus", "start again with MAKEFLAGS=-j1"),
+    ("x\n/a/b.cc:3:1: error: expected ';'\ny", "failed: /a/b.cc:3:1: error: expected ';'"),
+])  # fmt: skip
+def test_why_a_build_failed_is_one_line(script, output: str, line: str) -> None:
+    said = script.why_it_failed("the build", output)
+    assert line in said and "\n" not in said
+
+
+def test_what_it_installs_is_pinned(script) -> None:
+    extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["horovod"]
+    assert script.requirements() == extra
+    pins = (REPO / "constraints.txt").read_text()
+    assert all(f"\n{name}==" in pins for name in ("cmake", "cloudpickle", "psutil", "cffi", "pycparser"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not built")
+def test_a_second_call_is_one_line_and_quick() -> None:
+    environment = {**os.environ, "REPO": str(REPO), "PYTHON": sys.executable}
+    begin = time.monotonic()
+    command = ["bash", str(REPO / "scripts" / "build_horovod.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and time.monotonic() - begin < 5  # a third of a second on a quiet machine
+    said = done.stderr
+    assert said.startswith("horovod: 0.28") and said.endswith("is installed\n") and said.count("\n") == 1
