@@ -24,8 +24,8 @@ const int NORM_LANES = 256;
 
 enum Path { PATH_AUTO = 0, PATH_PLAIN = 1, PATH_AVX2 = 2, PATH_AVX512 = 3 };
 
-// 8-bit moments: values ascending, the boundaries between neighbours, and for each upper half of an fp32 number the least code
-// that a number with that upper half can have; see code_tables in quantize.py.
+// 8-bit moments: values ascending, the boundaries between neighbours, and for each upper half of an fp32 number the least
+// code that a number with that upper half can have; see quantize.py.
 struct Codes {
     const float *exp_avg, *exp_avg_bounds, *exp_avg_sq, *exp_avg_sq_bounds;
     const pstar_u8 *exp_avg_least, *exp_avg_sq_least;
