@@ -42,7 +42,7 @@ class Contender:
 
 
 def contenders(numel: int) -> list[Contender]:
-    """All that can run here. They share parameters and gradients and have moments of their own where they must."""
+    """All that can run here. Those of one layout share their arrays."""
     threads = torch.get_num_threads()
     param, grad, exp_avg, exp_avg_sq = (torch.rand(numel) for _ in range(4))
     grad16 = (grad - 0.5).to(torch.bfloat16)
@@ -66,7 +66,7 @@ def contenders(numel: int) -> list[Contender]:
     stream("fp32", 28, param, grad, exp_avg, exp_avg_sq)
     ours("pstar fp32", 28, "fp32", param, grad, exp_avg, exp_avg_sq)
     for name, options in (("torch AdamW(fused)", {"fused": True}), ("torch AdamW(foreach)", {"foreach": True})):
-        optimizer = torch_adamw(param, grad, options)
+        optimizer = torch_adamw(param, grad, exp_avg, exp_avg_sq, options)
         found.append(Contender(name, 28, "fp32", optimizer.step))
         if options.get("fused"):
             fused = optimizer
@@ -102,10 +102,14 @@ def compile_stream() -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-def torch_adamw(param: torch.Tensor, grad: torch.Tensor, options: dict) -> torch.optim.AdamW:
+def torch_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+                options: dict) -> torch.optim.AdamW:
+    """With moments that are given, so that all contenders work on the same pages of memory."""
     leaf = torch.nn.Parameter(param)
     leaf.grad = grad
-    return torch.optim.AdamW([leaf], **OPTIONS, **options)
+    optimizer = torch.optim.AdamW([leaf], **OPTIONS, **options)
+    optimizer.state[leaf] = {"step": torch.tensor(10.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return optimizer
 
 
 def deepspeed_adam(param: torch.Tensor, grad: torch.Tensor) -> torch.optim.Optimizer | None:

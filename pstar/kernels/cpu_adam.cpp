@@ -1,15 +1,12 @@
 // Adam on host memory: a plain C interface, without torch's headers, so that it builds in seconds.
 //
 // The loops are plain; the compiler makes vectors of them, once for each instruction set in PATHS, and the best that the
-// processor has is taken at run time. On aarch64 the plain path is NEON already. Memory is the limit: what is read is
-// written back in place, so its cache lines are there; only a separate 16-bit copy is written without being read first,
-// and for it streaming stores spare the read.
+// processor has is taken at run time. On aarch64 the plain path is NEON already. Memory is the limit: almost all that is
+// written was read just before, so its cache lines are there. Streaming stores (for the one array that is only written, the
+// 16-bit copy) and prefetch instructions were tried; the first gained nothing that could be measured, the second lost.
 #include "adam_formula.h"
 
 #include <stdlib.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -20,15 +17,15 @@ namespace {
 
 const pstar_i64 TILE = 16384;         // elements; threads share whole tiles
 const pstar_i64 SMALL = 4 * TILE;     // below this a second thread costs more than it brings
-const int BLOCK = 256;                // elements that go through all steps at once: few enough that the loads of the next
+const int BLOCK = 128;                // elements that go through all steps at once: few enough that the loads of the next
                                       // block overlap with the arithmetic of this one (2048: a fifth slower)
 const int NORM_BLOCK = 8192;          // elements; the same on CUDA, so that both give the same sum
 const int NORM_LANES = 256;
 
 enum Path { PATH_AUTO = 0, PATH_PLAIN = 1, PATH_AVX2 = 2, PATH_AVX512 = 3 };
 
-// 8-bit moments: values ascending, the boundaries between neighbours, and for each upper half of an fp32 number the least code
-// that a number with that upper half can have; see code_tables in quantize.py.
+// 8-bit moments: values ascending, the boundaries between neighbours, and for each upper half of an fp32 number the least
+// code that a number with that upper half can have; see quantize.py.
 struct Codes {
     const float *exp_avg, *exp_avg_bounds, *exp_avg_sq, *exp_avg_sq_bounds;
     const pstar_u8 *exp_avg_least, *exp_avg_sq_least;
@@ -63,15 +60,6 @@ PSTAR_FN void pack_stochastic(const float *from, pstar_u16 *to, int n, pstar_u32
     SIMD for (int i = 0; i < n; i++) to[i] = float_to_bf16_stochastic(from[i], random_bits(seed, index + i));
 }
 
-PSTAR_FN void stream_out(pstar_u16 *to, const pstar_u16 *from, int n) {
-    int i = 0;
-#if defined(__x86_64__)
-    for (; i < n && ((size_t)(to + i) & 15); i++) to[i] = from[i];
-    for (; i + 8 <= n; i += 8) _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-#endif
-    for (; i < n; i++) to[i] = from[i];
-}
-
 PSTAR_FN void decode(const pstar_u8 *codes, const float *values, float scale, float *to, int n) {
     SIMD for (int i = 0; i < n; i++) to[i] = values[codes[i]] * scale;
 }
@@ -95,14 +83,17 @@ PSTAR_FN float encode(float *from, const float *bounds, const pstar_u8 *least, p
 }
 
 PSTAR_FN void formula(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int n, const AdamScalars &h) {
-    SIMD for (int i = 0; i < n; i++) adam_element(param[i], grad[i], exp_avg[i], exp_avg_sq[i], h);
+    SIMD for (int i = 0; i < n; i++) {
+        float x = param[i], m = exp_avg[i], v = exp_avg_sq[i];    // each is read once: three reads of a line that is still
+        adam_element(x, grad[i], m, v, h);                        // on its way cost more than one
+        param[i] = x, exp_avg[i] = m, exp_avg_sq[i] = v;
+    }
 }
 
 // At most BLOCK elements from `first` on; m and v are their moments.
 PSTAR_FN void update_block(const AdamChunk &c, const AdamScalars &h, int param, int grad, pstar_i64 first, int n, float *m,
                            float *v) {
     alignas(64) float x_buffer[BLOCK], g_buffer[BLOCK];
-    alignas(64) pstar_u16 copy_buffer[BLOCK];
     pstar_u16 *x16 = (pstar_u16 *)c.param + first;
 
     const float *g = grad == GRAD_FP32 ? (const float *)c.grad + first
@@ -117,12 +108,7 @@ PSTAR_FN void update_block(const AdamChunk &c, const AdamScalars &h, int param, 
     if (param == PARAM_SPLIT) split(x, x16, (pstar_i16 *)c.extra + first, n);
     else if (param == PARAM_BF16) pack(x, PARAM_COPY_BF16, x16, n);
     else if (param == PARAM_BF16_SR) pack_stochastic(x, x16, n, c.seed, c.first_index + first);
-    else if (param == PARAM_COPY_BF16 || param == PARAM_COPY_FP16) {
-        pstar_u16 *copy = (pstar_u16 *)c.extra + first;
-        const bool shared = c.extra == c.grad;    // its line was just read: an ordinary store is free
-        pack(x, param, shared ? copy : copy_buffer, n);
-        if (!shared) stream_out(copy, copy_buffer, n);
-    }
+    else if (param == PARAM_COPY_BF16 || param == PARAM_COPY_FP16) pack(x, param, (pstar_u16 *)c.extra + first, n);
 }
 
 // Elements [begin, end) of a chunk; begin is a multiple of the quantisation block.
@@ -148,9 +134,6 @@ PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes 
             c.exp_avg_sq_scale[block] = encode(v, codes->exp_avg_sq_bounds, codes->exp_avg_sq_least, codes_v, n);
         }
     }
-#if defined(__x86_64__)
-    if (param == PARAM_COPY_BF16 || param == PARAM_COPY_FP16) _mm_sfence();    // streaming stores are weakly ordered
-#endif
 }
 
 // Sum of squares of one block: lane j takes elements j, j + 256, ...; then halves are added to halves. In float64 the
