@@ -17,7 +17,7 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     Each group of chunks is updated in its home tier, where its states are: only gradients and parameters travel. The
     global norm is taken per parameter and then over parameters in the model's order, exactly as clip_grad_norm_ does, so
-    that no layout changes it.
+    that no layout changes it while a parameter lies on one rank (on several its norm is the root of a sum of parts).
 
     Args:
         param_groups: as for any torch optimizer.

@@ -93,7 +93,7 @@ class Settings(BaseSettings):
             if self.near_budget == "auto":
                 self.near_budget = "25%"
                 try:
-                    plan()
+                    return plan()
                 except pstar.BudgetError:  # a large vocabulary on a small model: the embedding alone is more than that
                     self.near_budget = "min"
             plan()
