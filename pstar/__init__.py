@@ -10,9 +10,10 @@
 
 from pstar.config import Config, load_config
 from pstar.engine import Engine, initialize_engine
-from pstar.errors import ArgumentError, BudgetError, ConfigError, PstarError, StateError
+from pstar.errors import ArgumentError, BudgetError, CheckpointError, ConfigError, PstarError, StateError
 from pstar.hybrid_adam import HybridAdam
 from pstar.plan import Plan, plan_engine
+from pstar.scope import exclude, torch_scope
 
-__all__ = ["ArgumentError", "BudgetError", "Config", "ConfigError", "Engine", "HybridAdam", "Plan", "PstarError",
-           "StateError", "initialize_engine", "load_config", "plan_engine"]
+__all__ = ["ArgumentError", "BudgetError", "CheckpointError", "Config", "ConfigError", "Engine", "HybridAdam", "Plan",
+           "PstarError", "StateError", "exclude", "initialize_engine", "load_config", "plan_engine", "torch_scope"]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pstar.layout import Layout
+from pstar.layout import Layout, Unit
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,11 @@ class Costs:
     param: int
     grad: int
     states: int
-    """Optimizer states: fp32 moments, and the low half of a split master."""
+    """Optimizer states: fp32 moments, and what an fp32 master has beside the parameter."""
 
     @property
     def total(self) -> int:
-        """16 for fp32; 14 for bf16 with a split master, 16 with fp32 accumulation (pstar's table of layouts)."""
+        """16 for fp32, 14 for bf16 with a split master, 16 for fp16; in 16 bit 2 more with fp32 accumulation."""
         return self.param + self.grad + self.states
 
 
@@ -26,29 +26,33 @@ def model_data_bytes(layout: Layout, costs: Costs) -> int:
     return costs.total * layout.total_elems
 
 
-def _grad_bytes(elems: int, num_ranks: int, costs: Costs) -> int:
-    """Near bytes while a group's gradients are collected and reduced: all pieces, and the reduced one beside them."""
-    return costs.grad * (elems + (elems // num_ranks if num_ranks > 1 else 0))
+def _grad_bytes(unit: Unit, layout: Layout, costs: Costs) -> int:
+    """Near bytes while a unit's gradients are collected and reduced: all of them, and beside them the reduced piece of a
+    group (a chunk is reduced in place)."""
+    beside = layout.groups[unit.group].piece_elems if layout.num_ranks > 1 and unit.owner is None else 0
+    return costs.grad * (unit.elems + beside)
 
 
-def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], costs: Costs) -> tuple[int, str]:
+def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], costs: Costs,
+                         communication: str = "group") -> tuple[int, str]:
     """(bytes, module): the least near budget with which every module can run, and the module that needs it.
 
     uses: for each module the names of its own parameters, tied ones wherever they are used. A module's working set is
-    every group that holds one of them, or one of the modules around it (those are in use meanwhile), and in backward the
-    gradients of one of these groups.
+    every unit (group, or chunk) that holds one of them, or one of the modules around it (those are in use meanwhile), and
+    in backward the gradients of one of these units.
     """
-    slots = layout.slots
-    groups_of = {module: {slots[name].group for name in names} for module, names in uses.items()}
+    units = layout.units(communication)
+    unit_of = {slot.name: unit.index for unit in units for slot in unit.slots}
+    units_of = {module: {unit_of[name] for name in names} for module, names in uses.items()}
     need, neediest = 0, ""
-    for module, own in groups_of.items():
+    for module, own in units_of.items():
         path = module.split(".")
         around = [".".join(path[:depth]) for depth in range(len(path))]
-        groups = own.union(*(groups_of.get(name, ()) for name in around))
+        together = [units[index] for index in own.union(*(units_of.get(name, ()) for name in around))]
         if not own:
             continue
-        elems = [layout.groups[index].elems for index in groups]
-        bytes_needed = costs.param * sum(elems) + _grad_bytes(max(elems), layout.num_ranks, costs)
+        bytes_needed = (costs.param * sum(unit.elems for unit in together)
+                        + max(_grad_bytes(unit, layout, costs) for unit in together))
         if bytes_needed > need:
             need, neediest = bytes_needed, module
     return need, neediest
@@ -56,11 +60,11 @@ def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], co
 
 def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
     """The largest chunk with which two groups, one with its gradients, fit into the near budget."""
-    per_elem = 2 * costs.param * num_ranks + _grad_bytes(num_ranks, num_ranks, costs)
+    per_elem = 2 * costs.param * num_ranks + costs.grad * (num_ranks + (num_ranks > 1))
     return near_budget // per_elem
 
 
-def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs) -> list[int]:
+def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communication: str = "group") -> list[int]:
     """The groups whose optimizer states may live near, so that their update is computed there.
 
     Only the margin is given away: what is left of the budget when all parameters (gathered) and the gradients are near at
@@ -71,7 +75,7 @@ def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs) -> list[
         margin = near_budget - (costs.param + costs.grad) * layout.total_elems
         per_elem = costs.states
     else:
-        gradients = max(_grad_bytes(group.elems, layout.num_ranks, costs) for group in layout.groups)
+        gradients = max(_grad_bytes(unit, layout, costs) for unit in layout.units(communication))
         margin = near_budget - costs.param * layout.total_elems - gradients
         per_elem = costs.total
     near = []

@@ -5,28 +5,47 @@ from collections.abc import Mapping
 import torch
 
 from pstar.errors import ConfigError
-from pstar.kernels import join_master, split_master
-from pstar.optimizer import EXP_AVG, EXP_AVG_SQ, LOW, ChunkedAdam
+from pstar.layout import Span
+from pstar.optimizer import ChunkedAdam
+from pstar.precision import EXP_AVG, EXP_AVG_SQ, PARAM
 
 Tensors = dict[str, torch.Tensor]
+SCALER = "scaler."
+PREFIXES = {PARAM: "", EXP_AVG: "exp_avg.", EXP_AVG_SQ: "exp_avg_sq."}
+"""Of the keys of each kind of values."""
 
 
 def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     """(weights, moments) on rank 0, two empty dicts on the others. Every rank must call it.
 
     weights: name -> fp32 master in the parameter's shape. moments: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the
-    parameter's shape, 'step.NAME' -> number of updates, fp32 scalar, as torch.optim counts them. Moves no block.
+    parameter's shape, 'step.NAME' -> number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY',
+    the state of the loss scale, fp32 scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK
+    for each. Moves no block.
     """
-    chunks, weights, moments = optimizer.chunks, {}, {}
+    chunks, outside, found = optimizer.chunks, optimizer.outside, {kind: {} for kind in PREFIXES}
     for group in chunks.layout.groups:
-        for kind, prefix in (("param", ""), (EXP_AVG, "exp_avg."), (EXP_AVG_SQ, "exp_avg_sq.")):
-            flat = chunks.collectives.gather_on_host(_read_piece(optimizer, kind, group.index).cpu())
+        for kind in PREFIXES:
+            flat = chunks.collectives.gather_on_host(read_piece(optimizer, kind, group.index).cpu())
             for slot in group.slots if flat is not None else ():
                 values = flat[slot.offset : slot.offset + slot.numel].view(chunks.shapes[slot.name]).clone()
-                (moments if prefix else weights)[prefix + slot.name] = values
-    if weights:
-        weights = {name: weights[name] for name in chunks.params}
-        moments |= {f"step.{name}": torch.tensor(float(steps)) for name, steps in optimizer.steps.items()}
+                found[kind][slot.name] = values
+    steps = {name: torch.tensor(float(count)) for name, count in optimizer.steps.items()}
+    for name in outside.params:
+        keys = outside.keys(name)
+        count = steps.pop(name)
+        for kind, values in (outside.read(name) | {"step": count}).items():
+            flat = chunks.collectives.gather_on_host(values.reshape(-1)) if len(keys) > 1 else values.reshape(-1)
+            for key, own in zip(keys, flat.view(len(keys), -1) if flat is not None else (), strict=False):
+                (steps if kind == "step" else found[kind])[key] = own.view(values.shape).clone()
+    if chunks.collectives.rank != 0:
+        return {}, {}
+    order = [key for name in optimizer.steps for key in (outside.keys(name) if name in outside.params else [name])]
+    weights = {key: found[PARAM][key] for key in order}
+    moments = {PREFIXES[kind] + key: found[kind][key] for key in order for kind in (EXP_AVG, EXP_AVG_SQ)}
+    moments |= {f"step.{key}": steps[key] for key in order}
+    if optimizer.precision.name == "fp16":
+        moments |= {SCALER + key: torch.tensor(value) for key, value in optimizer.scaler.state().items()}
     return weights, moments
 
 
@@ -37,21 +56,26 @@ def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
 
     Raises ConfigError, naming all of them, when a name is missing or a shape differs.
     """
-    chunks = optimizer.chunks
+    chunks, outside = optimizer.chunks, optimizer.outside
+    shapes = chunks.shapes | {key: shape for name, shape in outside.shapes.items() for key in outside.keys(name)}
     wrong = [
         f"{name}: {'missing' if name not in weights else f'{tuple(weights[name].shape)}, not {tuple(shape)}'}"
-        for name, shape in chunks.shapes.items()
+        for name, shape in shapes.items()
         if name not in weights or weights[name].shape != shape
     ]
     if wrong:
         raise ConfigError(f"the weights do not fit the model: {'; '.join(wrong)}")
-    for name in chunks.shapes:
-        write(optimizer, "param", name, weights[name])
+    for name in optimizer.steps:
+        key = outside.own_key(name) if name in outside.params else name
+        write(optimizer, PARAM, name, weights[key])
         if moments:
             for kind in (EXP_AVG, EXP_AVG_SQ):
-                if f"{kind}.{name}" in moments:
-                    write(optimizer, kind, name, moments[f"{kind}.{name}"])
-            optimizer.steps[name] = int(moments.get(f"step.{name}", torch.tensor(0.0)))
+                if f"{kind}.{key}" in moments:
+                    write(optimizer, kind, name, moments[f"{kind}.{key}"])
+            optimizer.steps[name] = int(moments.get(f"step.{key}", torch.tensor(0.0)))
+    scaler = {key.removeprefix(SCALER): float(value) for key, value in (moments or {}).items() if key.startswith(SCALER)}
+    if scaler:
+        optimizer.scaler.load(scaler)
 
 
 @torch.no_grad()
@@ -60,30 +84,34 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor) ->
 
     values: the whole tensor, in any floating dtype, on any device; stored as the fp32 master where there is one.
     """
-    chunks, residency = optimizer.chunks, optimizer.residency
+    chunks = optimizer.chunks
+    if name in optimizer.outside.params:
+        return optimizer.outside.write(kind, name, values)
     group = chunks.slots[name].group
     chunks.drop_gathered(group)
-    tier, data = residency.peek((kind, group))
     for span in chunks.layout.groups[group].spans(chunks.collectives.rank):
-        if span.name != name:
-            continue
-        part = slice(span.piece_offset, span.piece_offset + span.numel)
-        mine = values.reshape(-1)[span.param_offset : span.param_offset + span.numel].to(data.device, torch.float32)
-        if kind == "param" and optimizer.split:
-            low = residency.peek((LOW, group))[1]
-            high, rest = torch.empty_like(mine, dtype=data.dtype), torch.empty_like(mine, dtype=low.dtype)
-            split_master(mine.contiguous(), high, rest)
-            data[part], low[part] = high, rest.to(low.device)
-        else:
-            data[part] = mine
-    residency.mark_written((kind, group), tier)
+        if span.name == name:
+            mine = values.reshape(-1)[span.param_offset : span.param_offset + span.numel]
+            write_span(optimizer, kind, group, span, mine)
 
 
-def _read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
-    """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing."""
+@torch.no_grad()
+def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor) -> None:
+    """Puts the values of one span, (span.numel,), into this rank's piece."""
     residency = optimizer.residency
-    _, data = residency.peek((kind, group))
-    if kind == "param" and optimizer.split:
-        _, low = residency.peek((LOW, group))
-        return join_master(data.to(low.device), low)
-    return data.to(torch.float32, copy=True)
+    kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
+    places = {each: residency.peek((each, group)) for each in kinds}
+    part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
+    if kind == PARAM:
+        optimizer.precision.write_master(values, {each: data[part] for each, (_, data) in places.items()})
+    else:
+        places[kind][1][part] = values
+    for each, (tier, _) in places.items():
+        residency.mark_written((each, group), tier)
+
+
+def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
+    """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing."""
+    kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
+    data = {each: optimizer.residency.peek((each, group))[1] for each in kinds}
+    return optimizer.precision.read_master(data) if kind == PARAM else data[kind].clone()

@@ -5,16 +5,24 @@ an expanded NaN without memory otherwise (RELEASED): its shape stays, and whoeve
 somebody else's bytes. A group's state follows from its parameters: it is pinned while one of them is COMPUTE.
 
 With one process a group's near buffer is its ("param", g) block. With p ranks each rank keeps its own piece in
-("param", g), and the near buffer is ("gathered", g), p pieces, filled by an all-gather and dropped when it must leave.
+("param", g), and the near buffer is ("gathered", u), dropped when it must leave. A *unit* u is what one collective brings
+together: a group, p pieces filled by an all-gather; or, to save memory, a chunk, broadcast by its owner.
+
+Collectives go on while the rank computes. The next unit of the trace is gathered ahead where near has room for it and for
+all that is touched before it, so that nothing is evicted, and nothing gathered, that would not have been otherwise. A unit
+whose gradients are complete is reduced until the next one is, until room is needed, or until backward ends. All of these
+moments follow from the program and the budget, never from how fast a rank is: the ranks must agree about evictions. For
+the same reason every rank has the same blocks near: pieces are created on all ranks at the same moments.
 """
 
+import zlib
 from enum import Enum
 
 import torch
 
-from pstar.collectives import Collectives
+from pstar.collectives import Collectives, Handle
 from pstar.errors import StateError
-from pstar.layout import Layout
+from pstar.layout import Layout, Unit
 from pstar.residency import Key, Residency
 from pstar.tiers import FAR, NEAR
 
@@ -34,172 +42,319 @@ class Chunks:
         residency, collectives: the layers below.
         param_dtype, grad_dtype: of the chunks.
         device: of near.
+        communication: gather and reduce a whole "group" at once, or one "chunk".
+        prefetch: gather the next unit ahead.
     """
 
     def __init__(self, layout: Layout, params: dict[str, torch.nn.Parameter], residency: Residency,
-                 collectives: Collectives, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device):
+                 collectives: Collectives, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device,
+                 communication: str = "group", prefetch: bool = True):
         self.layout, self.params = layout, params
         self.residency, self.collectives = residency, collectives
         self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
         self.slots = layout.slots
+        self.units = layout.units(communication)
+        self._place = {slot.name: (unit.index, slot.offset) for unit in self.units for slot in unit.slots}
         self.shapes = {name: param.shape for name, param in params.items()}
         self._placeholder = torch.full((1,), float("nan"), dtype=param_dtype, device=device)
         self._uses: dict[str, int] = dict.fromkeys(params, 0)          # COMPUTE is counted: modules nest
-        self._bound: set[int] = set()                                  # groups whose parameters are views of near
-        self._group_at: dict[int, int] = {}                            # address of a near buffer -> group
-        self._arrived: list[set[str]] = [set() for _ in layout.groups]  # gradients in this step
-        self._summed: list[set[str]] = [set() for _ in layout.groups]   # gradients in this micro-step
+        self._bound: set[int] = set()                                  # units whose parameters are views of near
+        self._unit_at: dict[int, int] = {}                             # address of a near buffer -> unit
+        self._arrived: list[set[str]] = [set() for _ in self.units]    # gradients in this step
+        self._summed: list[set[str]] = [set() for _ in self.units]     # gradients in this micro-step
+        self._reduced: set[int] = set()                                # units whose gradients are, or are being, reduced
         self.home = [FAR] * len(layout.groups)
         """The tier in which each group's optimizer states lie and its update is computed."""
+        self.reduce_late = False
+        """Reduce all units after backward, in the order of their numbers, instead of each as soon as it is complete."""
+        self.calls: list[int] = []
+        """What this rank asked of the others since the last step: u + 1 for a gather of unit u, -u - 1 for a reduction."""
+        self.prefetch = prefetch
+        self._looked_at = -1                    # the moment for which it was decided what is gathered ahead
+        self._ahead: dict[int, Handle] = {}     # units that are being gathered before they are needed
+        self._reducing: dict[int, Handle] = {}  # units whose gradients are being reduced
+        residency.settle = self.settle
 
     # ------------------------------------------------------------- parameters
 
-    def key(self, group: int) -> Key:
+    def key(self, unit: int) -> Key:
         """The block that parameters are views of."""
-        return ("param", group) if self.collectives.num_ranks == 1 else ("gathered", group)
+        return ("param" if self.collectives.num_ranks == 1 else "gathered", unit)
 
     def state(self, name: str) -> TensorState:
         if self._uses[name]:
             return TensorState.COMPUTE
-        return TensorState.HOLD if self.slots[name].group in self._bound else TensorState.RELEASED
+        return TensorState.HOLD if self._place[name][0] in self._bound else TensorState.RELEASED
 
-    def fetch(self, group: int) -> torch.Tensor:
-        """The group's near buffer with everybody's pieces; brings them near when they are not."""
-        key = self.key(group)
+    def fetch(self, unit: int) -> torch.Tensor:
+        """The unit's near buffer with everybody's pieces; brings them near when they are not."""
+        key = self.key(unit)
         self.residency.schedule.touch(key)
         if self.collectives.num_ranks == 1:
             data = self.residency.ensure(key, NEAR)
-        elif self.residency.is_near(key):
-            data = self.residency.peek(key)[1]
         else:
-            data = self._gather(group)
-        if group not in self._bound:
-            self._bind(group, data)
+            self.collectives.progress()
+            if not self.residency.is_near(key):
+                self._gather(unit).wait()
+            elif unit in self._ahead:
+                self._end_gather(unit)
+            data = self.residency.peek(key)[1]
+        if unit not in self._bound:
+            self._bind(unit, data)
+        if self.prefetch and self.collectives.num_ranks > 1:
+            self._look_ahead()
         return data
 
-    def _gather(self, group: int) -> torch.Tensor:
-        spec = self.layout.groups[group]
-        data = self.residency.create(("gathered", group), spec.elems, self.param_dtype, NEAR, derived=True)
-        tier, own = self.residency.peek(("param", group))
-        self.residency.copy(data.view(spec.num_ranks, -1)[self.collectives.rank], own, tier, NEAR)
-        self.collectives.all_gather(data)
-        return data
+    def _gather(self, unit: int) -> Handle:
+        self._say(unit + 1)
+        spec, rank = self.units[unit], self.collectives.rank
+        data = self.residency.create(("gathered", unit), spec.elems, self.param_dtype, NEAR, derived=True)
+        tier, own = self.residency.peek(("param", spec.group))
+        if spec.owner is None:
+            self.residency.copy(data.view(self.layout.num_ranks, -1)[rank], own, tier, NEAR)
+            return self.collectives.all_gather(data)
+        if spec.owner == rank:
+            self.residency.copy(data, own, tier, NEAR)
+        return self.collectives.broadcast(data, spec.owner)
 
-    def _bind(self, group: int, data: torch.Tensor) -> None:
-        for slot in self.layout.groups[group].slots:
+    def _look_ahead(self) -> None:
+        """Begins to gather the unit that the trace names next, where that takes room from nobody until it is needed."""
+        schedule = self.residency.schedule
+        if schedule.moment == self._looked_at:
+            return
+        self._looked_at = schedule.moment
+        upcoming = schedule.upcoming("gathered")
+        if upcoming is None or upcoming[0] in self.residency:
+            return
+        (_, unit), before = upcoming
+        room = self.units[unit].elems * self.param_dtype.itemsize
+        for key in set(before):    # gradients, and the reduced piece beside them
+            spec = self.units[key[1]]
+            elems = self.layout.groups[spec.group].piece_elems + (spec.elems if key not in self.residency else 0)
+            room += elems * self.grad_dtype.itemsize
+        if self.residency.tiers[NEAR].has_room(room):
+            self._ahead[unit] = self._gather(unit)
+            self.residency.pin(("gathered", unit))
+
+    def _end_gather(self, unit: int) -> None:
+        self._ahead.pop(unit).wait()
+        self.residency.unpin(("gathered", unit))
+
+    def settle(self) -> bool:
+        """Ends all collectives that are under way; whether there were any."""
+        under_way = bool(self._ahead or self._reducing)
+        for unit in list(self._ahead):
+            self._end_gather(unit)
+        for unit in list(self._reducing):
+            self._end_reduce(unit)
+        return under_way
+
+    def _bind(self, unit: int, data: torch.Tensor) -> None:
+        for slot in self.units[unit].slots:
             view = data[slot.offset : slot.offset + slot.numel].view(self.shapes[slot.name])
             self.params[slot.name].data = view
-        self._bound.add(group)
-        self._group_at[data.data_ptr()] = group
+        self._bound.add(unit)
+        self._unit_at[data.data_ptr()] = unit
 
     def on_leave(self, key: Key) -> None:
         """The residency is about to take a block from near."""
-        kind, group = key
-        if kind == self.key(group)[0] and group in self._bound:
-            self._bound.discard(group)
-            del self._group_at[self.residency.peek(key)[1].data_ptr()]
-            self.release_data(group)
+        kind, unit = key
+        if kind == self.key(unit)[0] and unit in self._bound:
+            self._bound.discard(unit)
+            del self._unit_at[self.residency.peek(key)[1].data_ptr()]
+            self._release_data(unit)
 
-    def release_data(self, group: int) -> None:
-        """Parameters of a group become placeholders."""
-        for slot in self.layout.groups[group].slots:
+    def _release_data(self, unit: int) -> None:
+        """Parameters of a unit become placeholders."""
+        for slot in self.units[unit].slots:
             if self._uses[slot.name]:
                 raise StateError(f"{slot.name} is in use (COMPUTE) and cannot be released")
             self.params[slot.name].data = self._placeholder.expand(self.shapes[slot.name])
 
+    def release_all(self) -> None:
+        """All parameters become placeholders: from now on their memory is in chunks."""
+        for unit in self.units:
+            self._release_data(unit.index)
+
     def acquire(self, names: tuple[str, ...]) -> None:
         """HOLD or RELEASED -> COMPUTE: the parameters' bytes come near and stay."""
         for name in names:
-            group = self.slots[name].group
-            self.fetch(group)
-            self.residency.pin(self.key(group))
+            unit = self._place[name][0]
+            self.fetch(unit)
+            self.residency.pin(self.key(unit))
             self._uses[name] += 1
 
     def release(self, names: tuple[str, ...]) -> None:
         """COMPUTE -> HOLD. Raises StateError for a parameter that is not COMPUTE."""
+        self.collectives.progress()
         for name in names:
             if not self._uses[name]:
                 raise StateError(f"{name} is released but not in use: it is {self.state(name).name}")
             self._uses[name] -= 1
-            self.residency.unpin(self.key(self.slots[name].group))
+            self.residency.unpin(self.key(self._place[name][0]))
 
-    def group_of(self, tensor: torch.Tensor) -> int | None:
-        """The group into whose near buffer a tensor points; None for a tensor of other memory."""
-        return self._group_at.get(tensor.untyped_storage().data_ptr())
+    def unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit into whose near buffer a tensor points; None for a tensor of other memory."""
+        unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
+        return None if unit is None else self.units[unit]
 
     def drop_gathered(self, group: int) -> None:
-        """The gathered copy is out of date: somebody's piece was updated."""
-        if ("gathered", group) in self.residency:
-            self.residency.drop(("gathered", group))
+        """The group's gathered copies are out of date: somebody's piece was updated."""
+        for unit in self.units:
+            if unit.group == group and ("gathered", unit.index) in self.residency:
+                if unit.index in self._ahead:
+                    self._end_gather(unit.index)
+                self.residency.drop(("gathered", unit.index))
 
     # -------------------------------------------------------------- gradients
 
     def add_grad(self, name: str, grad: torch.Tensor, last_micro_step: bool) -> None:
         """A parameter's gradient is there: it goes into its slot, and a group that is complete is reduced."""
-        slot = self.slots[name]
-        spec = self.layout.groups[slot.group]
-        key = self._grad_key(slot.group)
+        unit, offset = self._place[name]
+        key = self._grad_key(unit)
         self.residency.schedule.touch(key)
+        self.collectives.progress()
+        if unit in self._reduced:
+            raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several ranks "
+                             "a layer that is used twice needs checkpoint(..., use_reentrant=False), or the "
+                             "configuration \"find_unused_parameters\": true")
         if key in self.residency:
             data = self.residency.ensure(key, NEAR)
-        elif self._arrived[slot.group] and self._reduced(slot.group):
-            raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several ranks "
-                             "a layer that is used twice needs checkpoint(..., use_reentrant=False)")
         else:
-            data = self.residency.create(key, spec.elems, self.grad_dtype, NEAR)
-        place = data[slot.offset : slot.offset + slot.numel].view(grad.shape)
-        if name in self._arrived[slot.group]:
+            data = self.residency.create(key, self.units[unit].elems, self.grad_dtype, NEAR)
+        place = data[offset : offset + grad.numel()].view(grad.shape)
+        if name in self._arrived[unit]:
             place.add_(grad)
         else:
             place.copy_(grad)
         self.residency.mark_written(key, NEAR)
-        self._arrived[slot.group].add(name)
-        self._summed[slot.group].add(name)
-        if last_micro_step and len(self._summed[slot.group]) == self._num_trainable(slot.group):
-            self._complete(slot.group)
+        self._arrived[unit].add(name)
+        self._summed[unit].add(name)
+        complete = len(self._summed[unit]) == self._num_trainable(unit)
+        if last_micro_step and complete and not self.reduce_late:
+            self._complete(unit)
 
     def end_backward(self, last_micro_step: bool) -> None:
-        """Backward is over. After the last micro-step, groups that wait for gradients that never come are reduced."""
-        for group, summed in enumerate(self._summed):
-            if last_micro_step and self._arrived[group] and self._grad_key(group) in self.residency and (
-                    len(summed) < self._num_trainable(group)):
-                self._complete(group)
+        """Backward is over. After the last micro-step, units that wait for gradients that never come are reduced."""
+        if self.reduce_late and last_micro_step:
+            self._complete_late()
+            self.settle()
+            return
+        for unit, summed in enumerate(self._summed):
+            if last_micro_step and self._arrived[unit] and self._grad_key(unit) in self.residency and (
+                    len(summed) < self._num_trainable(unit)):
+                self._complete(unit)
             summed.clear()
+        self.settle()
 
-    def _reduced(self, group: int) -> bool:
-        return self.collectives.num_ranks > 1 and ("grad", group) in self.residency
+    def _complete_late(self) -> None:
+        """Reduces every unit in which some rank has a gradient: those of a rank that has none are zero."""
+        with_grads = torch.tensor([float(bool(names)) for names in self._arrived], dtype=torch.float64, device=self.device)
+        for unit, num_ranks in enumerate(self.collectives.sum(with_grads).tolist()):
+            self._summed[unit].clear()
+            if not num_ranks:
+                continue
+            if self._grad_key(unit) not in self.residency:    # with one rank this does not happen
+                self.residency.create(self._grad_key(unit), self.units[unit].elems, self.grad_dtype, NEAR)
+            self._complete(unit)
 
-    def _grad_key(self, group: int) -> Key:
-        return ("grad", group) if self.collectives.num_ranks == 1 else ("grad_full", group)
+    def _say(self, call: int) -> None:
+        """This rank is about to make a collective call, as an entry of calls."""
+        self.calls.append(call)
+        self.collectives.about(abs(call) - 1)
 
-    def _num_trainable(self, group: int) -> int:
-        return sum(self.params[slot.name].requires_grad for slot in self.layout.groups[group].slots)
+    def check_calls(self) -> None:
+        """Every rank must have made the same collective calls since the last step: else gradients of one unit were added
+        to those of another. Raises StateError on every rank, before anything is updated. Every rank calls it.
+        """
+        calls, self.calls, ranks = self.calls, [], self.collectives.num_ranks
+        if ranks == 1:
+            return
+        digest = zlib.crc32(repr(calls).encode())
+        if len(set(self._from_all([digest, len(calls)]))) == 1:
+            return
+        longest = max(count for _, count in self._from_all([digest, len(calls)]))
+        first, *others = self._from_all(calls + [0] * (longest - len(calls)))
+        rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+        number = next(number for number in range(longest) if first[number] != other[number])
+        raise StateError(f"the ranks use different parameters: collective {number + 1} of the step was "
+                         f"{_call(first[number])} on rank 0 and {_call(other[number])} on rank {rank}; all must run "
+                         "the same modules in the same order, but for gradients that are missing under "
+                         "\"find_unused_parameters\": true with room near for all parameters")
 
-    def _complete(self, group: int) -> None:
-        """All gradients of a group are there: reduce them, and send the piece to where the update will be."""
-        spec = self.layout.groups[group]
-        if self.collectives.num_ranks > 1:
-            full = self.residency.ensure(("grad_full", group), NEAR)
-            for slot in spec.slots:
-                if slot.name not in self._arrived[group]:
-                    full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have one
-            self.residency.pin(("grad_full", group))
-            piece = self.residency.create(("grad", group), spec.piece_elems, self.grad_dtype, NEAR)
-            self.collectives.reduce_scatter_mean(piece, full)
-            self.residency.unpin(("grad_full", group))
-            self.residency.drop(("grad_full", group))
-        if self.home[group] == FAR:
-            self.residency.send_far(("grad", group))
+    def _from_all(self, values: list[int]) -> list[tuple[int, ...]]:
+        """Every rank's values, by rank."""
+        rows = torch.zeros(self.collectives.num_ranks, len(values), dtype=torch.float64, device=self.device)
+        rows[self.collectives.rank] = torch.tensor(values, dtype=torch.float64)
+        return [tuple(map(int, row)) for row in self.collectives.sum(rows).tolist()]
+
+    def _grad_key(self, unit: int) -> Key:
+        return ("grad" if self.collectives.num_ranks == 1 else "grad_full", unit)
+
+    def _num_trainable(self, unit: int) -> int:
+        return sum(self.params[slot.name].requires_grad for slot in self.units[unit].slots)
+
+    def _complete(self, unit: int) -> None:
+        """All gradients of a unit are there: they begin to be reduced, and the piece goes to where the update will be."""
+        spec = self.units[unit]
+        if self.collectives.num_ranks == 1:
+            if self.home[spec.group] == FAR:
+                self.residency.send_far(("grad", spec.group))
+            return
+        for other in list(self._reducing):
+            self._end_reduce(other)
+        self._say(-unit - 1)
+        self._reduced.add(unit)
+        full = self.residency.ensure(("grad_full", unit), NEAR)
+        for slot in spec.slots:
+            if slot.name not in self._arrived[unit]:
+                full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have one
+        self.residency.pin(("grad_full", unit))
+        if spec.owner is None:
+            piece = self._create_grad(spec.group, NEAR)
+            self.residency.pin(("grad", spec.group))
+            self._reducing[unit] = self.collectives.reduce_scatter_mean(piece, full)
+        else:
+            self._reducing[unit] = self.collectives.reduce_mean(full, spec.owner)
+
+    def _create_grad(self, group: int, tier: str) -> torch.Tensor:
+        return self.residency.create(("grad", group), self.layout.groups[group].piece_elems, self.grad_dtype, tier)
+
+    def _end_reduce(self, unit: int) -> None:
+        """The unit's gradients are reduced: this rank's piece goes to where the update will be."""
+        spec, handle = self.units[unit], self._reducing.pop(unit)
+        key, home = ("grad", spec.group), self.home[spec.group]
+        handle.wait()
+        if spec.owner is not None:
+            if key not in self.residency:    # made by all ranks when the first chunk of the group is there
+                self._create_grad(spec.group, home)
+            if spec.owner == self.collectives.rank:
+                tier, piece = self.residency.peek(key)
+                self.residency.copy(piece, self.residency.peek(("grad_full", unit))[1], NEAR, tier)
+        else:
+            self.residency.unpin(key)
+        self.residency.unpin(("grad_full", unit))
+        self.residency.drop(("grad_full", unit))
+        if spec.owner is None and home == FAR:
+            self.residency.send_far(key)
 
     def arrived(self, name: str) -> bool:
         """Whether the parameter got a gradient in this step, on this rank."""
-        return name in self._arrived[self.slots[name].group]
+        return name in self._arrived[self._place[name][0]]
 
     def drop_grads(self) -> None:
         """Forgets all gradients, as zero_grad does."""
-        for group in range(len(self.layout.groups)):
-            for kind in ("grad", "grad_full"):
-                if (kind, group) in self.residency:
-                    self.residency.drop((kind, group))
-            self._arrived[group].clear()
-            self._summed[group].clear()
+        self.settle()
+        self._looked_at = -1
+        self._reduced.clear()
+        for kind, number in (("grad", len(self.layout.groups)), ("grad_full", len(self.units))):
+            for index in range(number):
+                if (kind, index) in self.residency:
+                    self.residency.drop((kind, index))
+        for names in (*self._arrived, *self._summed):
+            names.clear()
+
+
+def _call(number: int) -> str:
+    """An entry of Chunks.calls in words."""
+    return f"{'a gather' if number > 0 else 'a reduction'} of unit {abs(number) - 1}" if number else "none"

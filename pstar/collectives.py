@@ -2,6 +2,8 @@
 
 import os
 import platform
+import time
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +17,37 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+class Waitable(Protocol):
+    """What a backend gives back for a collective that was begun."""
+
+    def wait(self) -> object: ...
+
+
+class Handle:
+    """A collective that goes on while others compute. Its tensors must not be touched before `wait` has returned.
+
+    Args:
+        begun: what goes on; None for nothing.
+        ledger: where the seconds that wait takes are written.
+    """
+
+    def __init__(self, begun: Waitable | None = None, ledger: Ledger | None = None):
+        self._begun, self._ledger = begun, ledger
+
+    def wait(self) -> None:
+        """Returns when the result is there (on a GPU: when the current stream will see it)."""
+        if self._begun is not None:
+            begin = time.perf_counter()
+            self._begun.wait()
+            self._ledger.waited_s += time.perf_counter() - begin
+            self._begun = None
+
+
 class Collectives:
     """Gathers and reduces the pieces of a group of chunks over the ranks of a process group.
+
+    Those of whole groups return a Handle. They are carried out in the order of the calls, which must be the same on all
+    ranks.
 
     Args:
         group: a torch.distributed process group; None means the default group where one is initialised, and otherwise one
@@ -34,11 +65,11 @@ class Collectives:
         self.ledger = ledger
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.num_ranks = 1 if self.alone else dist.get_world_size(group)
-        # Checkpoints travel between host memories, which NCCL cannot do.
-        self._host_group = self.group
+        # Checkpoints and objects travel between host memories, which NCCL cannot do.
+        self.host_group = self.group
         if not self.alone and dist.get_backend(self.group) != "gloo":
             members = dist.get_process_group_ranks(self.group) if self.group else None
-            self._host_group = dist.new_group(members, backend="gloo")
+            self.host_group = dist.new_group(members, backend="gloo")
         self._memory = self._share_memory() if through_memory and self.num_ranks > 1 else None
 
     @property
@@ -49,7 +80,7 @@ class Collectives:
     def _share_memory(self) -> SharedMemory | None:
         """The staging area, where every rank is on this host and computes without a GPU; decided by all ranks alike."""
         host = (shared_memory.available() and dist.get_backend(self.group) == "gloo", platform.node())
-        if not self._all_ranks(host[0]) or len(set(self._from_all(host))) > 1:
+        if not self._all_ranks(host[0]) or len(set(self.from_all(host))) > 1:
             return None
         path: list = [None]
         if self.rank == 0:
@@ -63,43 +94,78 @@ class Collectives:
             os.unlink(path[0])
         return memory
 
-    def _from_all(self, value: object) -> list:
-        values: list = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self.group)
+    def from_all(self, value: object) -> list:
+        """The value of every rank, by rank, on every rank; any object that can be pickled."""
+        values: list = [value] * self.num_ranks
+        if self.num_ranks > 1:
+            dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def _all_ranks(self, value: bool) -> bool:
-        return all(self._from_all(value))
+    def from_rank_0(self, value: object) -> object:
+        """Rank 0's value, on every rank."""
+        return self.from_all(value if self.rank == 0 else None)[0]
 
-    def all_gather(self, flat: torch.Tensor) -> None:
+    def _all_ranks(self, value: bool) -> bool:
+        return all(self.from_all(value))
+
+    def about(self, unit: int) -> None:
+        """The next collective is about this unit: through shared memory, ranks that mean different ones raise at once."""
+        if self._memory:
+            self._memory.subject = unit
+
+    def progress(self) -> None:
+        """Lets collectives that were begun go on, without waiting. Over a process group they do so by themselves."""
+        if self._memory:
+            self._memory.progress()
+
+    def all_gather(self, flat: torch.Tensor) -> Handle:
         """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""
         if self.num_ranks == 1:
-            return
+            return Handle()
         piece = flat.view(self.num_ranks, -1)[self.rank]
-        if self._memory:
-            self._memory.all_gather(flat)
-        else:
-            _all_gather(flat, piece, group=self.group)
         self.ledger.add("gather", flat.nbytes - piece.nbytes)
+        if self._memory:
+            return Handle(self._memory.all_gather(flat), self.ledger)
+        return Handle(_all_gather(flat, piece, group=self.group, async_op=True), self.ledger)
 
-    def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> None:
+    def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Handle:
         """piece, (S,), becomes this rank's part of the mean of flat, (p * S,), over the ranks. Changes flat.
 
         Divides before it adds: a sum of p gradients may overflow 16 bits where their mean does not.
         """
-        if self._memory:
-            self._memory.reduce_scatter_mean(piece, flat)
-        else:
-            flat.div_(self.num_ranks)
-            _reduce_scatter(piece, flat, group=self.group)
         self.ledger.add("reduce", flat.nbytes - piece.nbytes)
+        if self._memory:
+            return Handle(self._memory.reduce_scatter_mean(piece, flat), self.ledger)
+        flat.div_(self.num_ranks)
+        return Handle(_reduce_scatter(piece, flat, group=self.group, async_op=True), self.ledger)
+
+    def broadcast(self, flat: torch.Tensor, owner: int) -> Handle:
+        """In place: flat, (S,), becomes that of rank `owner` of the group."""
+        if self.num_ranks == 1:
+            return Handle()
+        self.ledger.add("gather", 0 if self.rank == owner else flat.nbytes)
+        if self._memory:
+            return Handle(self._memory.broadcast(flat, owner), self.ledger)
+        return Handle(dist.broadcast(flat, group=self.group, group_src=owner, async_op=True), self.ledger)
+
+    def reduce_mean(self, flat: torch.Tensor, owner: int) -> Handle:
+        """In place: flat, (S,), becomes the mean over the ranks on rank `owner`; elsewhere it is spoilt."""
+        self.ledger.add("reduce", flat.nbytes * (self.num_ranks - 1) if self.rank == owner else 0)
+        if self._memory:
+            return Handle(self._memory.reduce_mean(flat, owner), self.ledger)
+        flat.div_(self.num_ranks)
+        return Handle(dist.reduce(flat, group=self.group, group_dst=owner, async_op=True), self.ledger)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of values over the ranks, on every rank."""
+        """The sum of values over the ranks, on every rank; waits for it."""
+        if self.num_ranks == 1:
+            return values
+        begin = time.perf_counter()
         if self._memory:
-            return self._memory.sum(values)
-        if self.num_ranks > 1:
+            values = self._memory.sum(values)
+        else:
             dist.all_reduce(values, group=self.group)
+        self.ledger.waited_s += time.perf_counter() - begin
         return values
 
     def gather_on_host(self, piece: torch.Tensor) -> torch.Tensor | None:
@@ -108,5 +174,5 @@ class Collectives:
             return piece
         flat = torch.empty(self.num_ranks, piece.numel(), dtype=piece.dtype) if self.rank == 0 else None
         parts = list(flat.unbind(0)) if flat is not None else None
-        dist.gather(piece, parts, group=self._host_group, group_dst=0)
+        dist.gather(piece, parts, group=self.host_group, group_dst=0)
         return flat.view(-1) if flat is not None else None

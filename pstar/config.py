@@ -19,6 +19,8 @@ class OptimizerParams:
     """Added to the root of the second moment."""
     weight_decay: float = 0.0
     """Decoupled for AdamW, added to the gradient for Adam."""
+    use_hybrid_adam: bool = True
+    """PatrickStar's key. false: every update is computed far, by the CPU. true: near, where states have room there."""
 
 
 @dataclass
@@ -36,20 +38,61 @@ class Bf16Config:
 
 
 @dataclass
+class Fp16Config:
+    enabled: bool = False
+    """Compute in fp16 with a scaled loss; the optimizer keeps a separate fp32 master of every parameter."""
+    loss_scale: float = 0.0
+    """The loss is multiplied by it before backward; 0 for a dynamic scale, which the keys below describe."""
+    initial_scale_power: int = 16
+    """The dynamic scale begins at 2 to this power."""
+    loss_scale_window: int = 1000
+    """Steps in a row without an overflow after which the dynamic scale doubles."""
+    hysteresis: int = 2
+    """The overflow, counted from 1, that first halves the dynamic scale; doubling it restores the count. It is no factor."""
+    consecutive_hysteresis: bool = False
+    """Every step without an overflow restores the count, not only a doubling."""
+    min_loss_scale: float = 1.0
+    """The dynamic scale never becomes smaller."""
+
+
+@dataclass
+class MemTracerConfig:
+    use_async_mem_monitor: bool = False
+    """PatrickStar's key, accepted without effect: the ledger counts bytes as they are taken, so nothing is sampled."""
+
+
+@dataclass
+class ClientConfig:
+    mem_tracer: MemTracerConfig = field(default_factory=MemTracerConfig)
+    """PatrickStar's section of how memory is observed."""
+
+
+@dataclass
 class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Which optimizer, with which hyper-parameters."""
     bf16: Bf16Config = field(default_factory=Bf16Config)
-    """bf16 training; fp32 where it is not enabled."""
+    """bf16 training; fp32 where neither it nor fp16 is enabled."""
+    fp16: Fp16Config = field(default_factory=Fp16Config)
+    """fp16 training with a loss scale."""
     gradient_clipping: float = 0.0
     """Largest global norm of the gradients; 0 for no clipping."""
     gradient_accumulation_steps: int = 1
     """Backward passes per optimizer step; the gradients are averaged over them, and reduced once."""
+    find_unused_parameters: bool = False
+    """torch DDP's name. true: gradients wait until backward is over and are reduced in a fixed order: a parameter may then
+    get one on some ranks only, or two in one backward (reentrant checkpointing). They all wait in memory; the gathers must
+    still agree, as they do where near holds all parameters."""
     default_chunk_size: int | str = "auto"
-    """Elements of a chunk, or auto: searched for the least padding within the near budget."""
+    """Elements of a chunk, or auto: searched for the least padding within the near budget. Never more than the model has."""
     ownership: str = "whole"
     """whole: each rank owns every p-th chunk, p chunks are gathered at once (PatrickStar). sharded: each chunk is cut into
     p pieces and gathered alone, which needs less room near (Gemini)."""
+    communication: str = "group"
+    """group: the p chunks of a group are gathered and reduced at once (PatrickStar). chunk: one chunk at a time is broadcast
+    by its owner and reduced to it: less room near, as many bytes on the way. Only with ownership whole."""
+    prefetch: bool = True
+    """Gather the next chunks while the current ones compute, where near has room for both."""
     near_budget: int | str = "auto"
     """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data, min (the least that works), or auto
     (40 % of the GPU's memory; without a GPU, all model data)."""
@@ -57,6 +100,12 @@ class Config:
     """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
     eviction_policy: str = "next_use"
     """next_use (Belady on the traced step) or lru."""
+    release_after_init: bool = False
+    """PatrickStar's key, accepted without effect: the start is lazy, no process ever makes chunks that it does not own."""
+    use_cpu_embedding: bool = False
+    """PatrickStar's key, accepted. Embeddings are computed near, as all else; true is answered with a warning."""
+    client: ClientConfig = field(default_factory=ClientConfig)
+    """PatrickStar's section of the chunk manager."""
 
     def __post_init__(self) -> None:
         self.given: frozenset[str] = frozenset()
@@ -67,6 +116,7 @@ class Config:
             raise ConfigError("optimizer.params: lr, eps and weight_decay must not be negative")
         if len(self.optimizer.params.betas) != 2 or not all(0 <= beta < 1 for beta in self.optimizer.params.betas):
             raise ConfigError(f"optimizer.params.betas is {self.optimizer.params.betas}; give two numbers in [0, 1)")
+        self._check_fp16()
         if self.gradient_clipping < 0:
             raise ConfigError(f"gradient_clipping is {self.gradient_clipping}; give 0 (off) or a positive norm")
         if self.gradient_accumulation_steps < 1:
@@ -75,9 +125,34 @@ class Config:
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use or lru")
         if self.ownership not in ("whole", "sharded"):
             raise ConfigError(f"ownership is {self.ownership!r}; choose whole or sharded")
+        if self.communication not in ("group", "chunk"):
+            raise ConfigError(f"communication is {self.communication!r}; choose group or chunk")
+        if self.communication == "chunk" and self.ownership == "sharded":
+            raise ConfigError("communication is chunk and ownership is sharded, which gathers one chunk at a time anyway; "
+                              "set communication to group or ownership to whole")
         size = self.default_chunk_size
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"default_chunk_size is {size!r}; give a positive number of elements, or auto")
+
+    @property
+    def precision(self) -> str:
+        """What the model computes in: fp32, bf16 or fp16."""
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    def _check_fp16(self) -> None:
+        fp16 = self.fp16
+        if fp16.enabled and self.bf16.enabled:
+            raise ConfigError("bf16.enabled and fp16.enabled are both true; choose one")
+        if not 0 <= fp16.loss_scale < float("inf"):
+            raise ConfigError(f"fp16.loss_scale is {fp16.loss_scale}; give 0 (dynamic) or a positive number")
+        if not 0 <= fp16.initial_scale_power <= 32:
+            raise ConfigError(f"fp16.initial_scale_power is {fp16.initial_scale_power}, the scale would begin at 2 to that "
+                              "power; give 0 to 32")
+        for name in ("loss_scale_window", "hysteresis"):
+            if getattr(fp16, name) < 1:
+                raise ConfigError(f"fp16.{name} is {getattr(fp16, name)}; give at least 1")
+        if not 0 < fp16.min_loss_scale <= 2.0**32:
+            raise ConfigError(f"fp16.min_loss_scale is {fp16.min_loss_scale}; give a positive number up to 2^32")
 
 
 def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config:

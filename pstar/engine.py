@@ -1,10 +1,8 @@
 """initialize_engine: a model and a configuration become an engine and its optimizer."""
 
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,22 @@ from pstar.chunks import Chunks
 from pstar.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import ConfigError, StateError
+from pstar.export import export_weights, import_weights
 from pstar.hooks import Hooks
-from pstar.lazy import Recipe, record, storage_key
+from pstar.lazy import Recipe, build, storage_key
 from pstar.optimizer import ChunkedAdam
+from pstar.outside import OutsideParams
 from pstar.plan import Plan
+from pstar.precision import PARAM
 from pstar.residency import Residency
+from pstar.scaler import LossScaler
 from pstar.schedule import Schedule
-from pstar.tiers import FAR, MOVES, NEAR, Ledger, Tier, format_bytes
+from pstar.scope import mode_of
+from pstar.sharded import load_sharded, save_sharded
+from pstar.tiers import FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
+
+HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
+"""The keys of optimizer.params that every parameter group has."""
 
 
 class Engine(torch.nn.Module):
@@ -36,16 +43,19 @@ class Engine(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device):
         super().__init__()
         self.module, self.config, self.layout = module, plan.config, plan.layout
-        self.device, self.costs = device, plan.costs
+        self.device, self.costs, self._precision = device, plan.costs, plan.precision
         on_gpu = device.type == "cuda"
         self.ledger = collectives.ledger
         self.near = Tier(NEAR, device, plan.near_budget)
         self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=on_gpu)
         self.schedule = Schedule(plan.config.eviction_policy)
         self._residency = Residency(self.near, self.far, self.ledger, self.schedule, lambda key: self._chunks.on_leave(key))
-        self._params = dict(module.named_parameters())
+        self._params = {name: param for name, param in module.named_parameters() if mode_of(param) is None}
+        self._outside = OutsideParams({name: param for name, param in module.named_parameters() if name not in self._params},
+                                      plan.precision, plan.accumulates, collectives, device)
         self._chunks = Chunks(plan.layout, self._params, self._residency, collectives, plan.param_dtype, plan.grad_dtype,
-                              device)
+                              device, plan.config.communication, plan.config.prefetch)
+        self._chunks.reduce_late = plan.config.find_unused_parameters
         for group in plan.near_homes:
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
@@ -56,14 +66,17 @@ class Engine(torch.nn.Module):
     def _take_over(self, param_groups: list[dict], recipe: Recipe | None) -> ChunkedAdam:
         """Fills the chunks with the initial weights and installs the hooks: the module has no memory of its own any more."""
         settings = self.config.optimizer
-        self._optimizer = ChunkedAdam(param_groups, self._chunks, settings.type == "AdamW", self.config.gradient_clipping,
-                                      asdict(settings.params))
+        defaults = {key: value for key, value in vars(settings.params).items() if key in HYPER_PARAMETERS}
+        self._optimizer = ChunkedAdam(
+            param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._precision,
+            make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping, defaults)
         if recipe is None:
-            load_state(self._optimizer, {name: param.data for name, param in self._params.items()})
+            for name, param in self._params.items():
+                write(self._optimizer, PARAM, name, param.data)
         else:
             self._materialise(recipe)
-        for group in self.layout.groups:
-            self._chunks.release_data(group.index)
+        self._outside.adopt()
+        self._chunks.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
         self._hooks = Hooks(self.module, self._chunks)
@@ -73,7 +86,8 @@ class Engine(torch.nn.Module):
     def _materialise(self, recipe: Recipe) -> None:
         """Lazy start: each parameter is made, this rank's part of it goes into its chunk, and it is forgotten."""
         wanted: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in [*self._params.items(), *(("", buffer) for buffer in self.module.buffers())]:
+        kept = [*self._outside.params.values(), *self.module.buffers()]
+        for name, tensor in [*self._params.items(), *(("", tensor) for tensor in kept)]:
             if tensor.device.type == "meta":
                 wanted.setdefault(storage_key(tensor), []).append((name, tensor))
 
@@ -81,15 +95,17 @@ class Engine(torch.nn.Module):
             for name, tensor in tensors:
                 made = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                 if name:
-                    write(self._optimizer, "param", name, made)
-                    made = torch.nn.Parameter(torch.empty(0), requires_grad=tensor.requires_grad)
+                    write(self._optimizer, PARAM, name, made)
+                    made = torch.empty(0)
+                if isinstance(tensor, torch.nn.Parameter):
+                    made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)
                 torch.utils.swap_tensors(tensor, made)    # the same object, wherever it is referenced
 
         recipe.replay(wanted, take)
         for name, param in self._params.items():    # real ones, which model_func took from elsewhere
             if param.numel() and all(name != other for tensors in wanted.values() for other, _ in tensors):
-                write(self._optimizer, "param", name, param.data)
+                write(self._optimizer, PARAM, name, param.data)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients it is part of a training step; without, it leaves the schedule alone."""
@@ -102,13 +118,18 @@ class Engine(torch.nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks."""
+        """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks.
+
+        In fp16 they are those of the loss times the loss scale, until the optimizer divides them by it.
+        """
         if not self.schedule.in_step:
             raise StateError("model.backward(loss) without a training forward before it: call model(...) in train mode")
         steps = self.config.gradient_accumulation_steps
         self._micro_step += 1
         self._hooks.last_micro_step = self._micro_step == steps
-        (loss / steps if steps > 1 else loss).backward()
+        loss = loss / steps if steps > 1 else loss
+        scale = self._optimizer.loss_scale
+        (loss.float() * scale if scale != 1 else loss).backward()
         self._hooks.end_backward()
         self._micro_step %= steps
 
@@ -130,6 +151,29 @@ class Engine(torch.nn.Module):
         """Puts gathered tensors back, at any number of ranks and with any chunk size."""
         load_state(self._optimizer, weights, moments)
 
+    def save_checkpoint(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Writes the folder `path`, complete or not at all; every rank calls it and writes its own part (pstar.sharded).
+
+        extra: JSON content that load_checkpoint gives back: where the data are, scheduler.state_dict().
+        Raises CheckpointError on all ranks.
+        """
+        save_sharded(self._optimizer, Path(path), extra or {})
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Goes on from a checkpoint of any number of ranks, chunk size, ownership and precision; returns its `extra`.
+
+        Raises CheckpointError.
+        """
+        return load_sharded(self._optimizer, Path(path))
+
+    def export_weights(self, path: str | Path) -> None:
+        """Writes the fp32 weights as one safetensors file, a group of chunks at a time; every rank calls it."""
+        export_weights(self._optimizer, Path(path))
+
+    def import_weights(self, path: str | Path) -> None:
+        """Takes the weights of a safetensors file; every rank calls it. The moments stay. Raises CheckpointError."""
+        import_weights(self._optimizer, Path(path))
+
     # ---------------------------------------------------------------- what it did
 
     @property
@@ -144,13 +188,17 @@ class Engine(torch.nn.Module):
             bound = "no bound" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)
             budgets.append(f"{tier.name} {bound}")
         whole = model_data_bytes(layout, self.costs)
+        kept, held = len(self._outside.params), format_bytes(self._outside.num_bytes)
+        outside = [("outside chunks", f"{kept} parameters, {held} on each process")] if kept else []
         return [
             ("chunks", f"{layout.chunk_elems:,} elements each (larger parameters apart), in {len(layout.groups)} groups of "
-                       f"{layout.num_ranks} {'' if self.config.ownership == 'whole' else 'pieces of one '}(one a rank), "
+                       f"{layout.num_ranks} {'' if self.config.ownership == 'whole' else 'pieces of one '}(one a rank"
+                       f"{', gathered one by one' if self.config.communication == 'chunk' else ''}), "
                        f"{layout.utilisation:.1%} used"),
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a parameter"),
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),
+            *outside,
         ]
 
     def memory_table(self) -> list[tuple[str, str]]:
@@ -163,11 +211,27 @@ class Engine(torch.nn.Module):
         rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES]
         return rows
 
-    def step_scalars(self) -> dict[str, int]:
-        """Numbers of the last step for a metrics log, in bytes, of this rank."""
+    def step_scalars(self) -> dict[str, float]:
+        """Numbers of the last step for a metrics log, of this rank: bytes, and seconds spent waiting for other ranks.
+
+        In fp16 the loss scale of the NEXT step as well, and the steps skipped so far.
+        """
         moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in MOVES}
+        scaling = {"loss_scale": self._optimizer.loss_scale, "skipped_steps": self._optimizer.skipped_steps}
+        scaling = scaling if self._precision.name == "fp16" else {}
         return {"near_bytes": self.near.used_bytes, "near_peak_bytes": self.near.peak_bytes,
-                "far_bytes": self.far.used_bytes} | moved
+                "far_bytes": self.far.used_bytes, "wait_s": self.ledger.step_waited_s} | moved | scaling
+
+
+def make_scaler(config: Config) -> LossScaler:
+    """The loss scale that a configuration asks for; outside fp16 it is 1 and stays 1."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return LossScaler()
+    if fp16.loss_scale > 0:
+        return LossScaler(fp16.loss_scale)
+    return LossScaler(max(2.0**fp16.initial_scale_power, fp16.min_loss_scale), True, fp16.loss_scale_window, fp16.hysteresis,
+                      fp16.consecutive_hysteresis, fp16.min_loss_scale)
 
 
 def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int = 0,
@@ -190,13 +254,18 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         ConfigError: the configuration cannot be run. BudgetError: the budget cannot hold one module's working set.
     """
     config = load_config(config)
+    if config.use_cpu_embedding:
+        warnings.warn("use_cpu_embedding: embeddings are computed near, as all else; a budget near that is too small for "
+                      "one says so", stacklevel=2)
     if device is None:
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cpu":
+        keep_freed_memory(False)    # while it starts
     default_near = None
     if device.type == "cuda":
         default_near = int(0.4 * torch.cuda.get_device_properties(device).total_memory)
-    module, recipe = _build(model_func)
+    module, recipe = build(model_func)
     collectives = Collectives(group, Ledger())
     plan = Plan(module, config, collectives.num_ranks, default_near)
     engine = Engine(module, plan, collectives, device)
@@ -204,18 +273,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     listed = sum(len(entry["params"]) for entry in groups)
     if listed != len(list(module.parameters())):
         raise ConfigError(f"param_groups lists {listed} parameters, the model has {len(list(module.parameters()))}")
-    return engine, engine._take_over(groups, recipe)
-
-
-def _build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
-    """The model without memory and the recipe of its weights; where that cannot be, the model and None, with a warning."""
-    try:
-        module, recipe = record(model_func)
-        if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
-            raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
-        return module, recipe
-    except Exception as error:    # whatever the model's own code raises when it computes with shapes alone
-        module = model_func()     # a mistake of the model's own is raised again here
-        reason = str(error).split("\n")[0]
-        warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)
-        return module, None
+    optimizer = engine._take_over(groups, recipe)
+    if device.type == "cpu":
+        keep_freed_memory()
+    return engine, optimizer

@@ -4,6 +4,9 @@
 class PstarError(Exception):
     """Base of all errors that the engine raises on purpose."""
 
+    one_line = True
+    """The message says what is wrong and what to do: a program may show it without the traceback."""
+
 
 class ConfigError(PstarError, ValueError):
     """A configuration that cannot be run: an unknown key, a bad value, a model without parameters."""
@@ -19,3 +22,7 @@ class StateError(PstarError, RuntimeError):
 
 class ArgumentError(PstarError, ValueError):
     """Tensors or numbers that a kernel cannot take; the message begins with the argument's name."""
+
+
+class CheckpointError(PstarError, OSError):
+    """A checkpoint that could not be written, is damaged, or is of another model."""

@@ -7,6 +7,9 @@ a handle (a `saved_tensors_hooks` pair), so the graph never holds a chunk's memo
 tensor *is* the moment at which backward needs the parameter. The parameter stays in use until another node of the graph
 runs. And when its gradient has been accumulated, all of its uses are over: the gradient moves into its chunk.
 
+torch.compile stops before these hooks and goes on after them (`torch.compiler.disable`): what is between two hooks is
+compiled, and sees parameters as inputs, wherever they are at that call. Whole blocks are never one graph.
+
 The pair is set around each module, on top of whatever pair is in force there: activation checkpointing
 (torch.utils.checkpoint) has one of its own, and its recomputation in backward runs these modules again.
 """
@@ -46,7 +49,9 @@ class Hooks:
         self._pairs: list[AbstractContextManager] = []
         names = {id(param): name for name, param in chunks.params.items()}
         for child in module.modules():
-            own = tuple(dict.fromkeys(names[id(param)] for param in child.parameters(recurse=False)))
+            own = tuple(dict.fromkeys(names[id(p)] for p in child.parameters(recurse=False) if id(p) in names))
+            if not own and not any(True for _ in child.children()):
+                continue    # a dropout or an activation: nothing to bring, and the pair of the module around it is in force
             child.register_forward_pre_hook(self._before_forward(own), prepend=True)
             child.register_forward_hook(self._after_forward(own), always_call=True)
         for name, param in chunks.params.items():
@@ -54,6 +59,7 @@ class Hooks:
                 param.register_post_accumulate_grad_hook(self._after_grad(name))
 
     def _before_forward(self, names: tuple[str, ...]):
+        @torch.compiler.disable
         def acquire(module: torch.nn.Module, args: tuple) -> None:
             self.chunks.acquire(names)
             pair = self._saving() if torch.is_grad_enabled() else nullcontext()
@@ -63,6 +69,7 @@ class Hooks:
         return acquire
 
     def _after_forward(self, names: tuple[str, ...]):
+        @torch.compiler.disable
         def release(module: torch.nn.Module, args: tuple, output: object) -> None:
             self._pairs.pop().__exit__(None, None, None)
             self.chunks.release(names)
@@ -94,14 +101,14 @@ class Hooks:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _pack(self, tensor: torch.Tensor) -> SavedView | None:
-        group = self.chunks.group_of(tensor)
-        if group is None:
+        unit = self.chunks.unit_of(tensor)
+        if unit is None:
             return None
         start = tensor.storage_offset()
-        for slot in self.chunks.layout.groups[group].slots:
+        for slot in unit.slots:
             if slot.offset <= start < slot.offset + slot.numel:
                 return SavedView(slot.name, start - slot.offset, tensor.size(), tensor.stride())
-        raise StateError(f"a tensor saved for backward begins at element {start} of group {group}, in no parameter")
+        raise StateError(f"a tensor saved for backward begins at element {start} of group {unit.group}, in no parameter")
 
     def _unpack(self, saved: SavedView) -> torch.Tensor:
         node = torch._C._current_autograd_node()

@@ -18,7 +18,8 @@ equal pieces: there the owner of a piece holds a part of the parameter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from pstar.errors import ConfigError
 
@@ -27,6 +28,7 @@ from pstar.errors import ConfigError
 ALIGN_ELEMS = 32
 
 OWNERSHIPS = ("whole", "sharded")
+COMMUNICATIONS = ("group", "chunk")
 
 # What the start of one more collective and copy costs, in elements that could have travelled meanwhile: some 100
 # microseconds at 0.6 GB/s between two processes without a GPU. On a faster link it is more, and matters less.
@@ -90,6 +92,19 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Unit:
+    """What one collective brings together: a whole group, or the chunk that one rank owns of it."""
+
+    index: int
+    group: int
+    owner: int | None
+    """The rank that has all of it; None for a group, of which each rank has a piece."""
+    elems: int
+    slots: tuple[Slot, ...]
+    """Their offsets are inside the unit."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Every parameter's place for a model, a chunk size and a number of ranks."""
 
@@ -100,6 +115,26 @@ class Layout:
     @property
     def slots(self) -> dict[str, Slot]:
         return {slot.name: slot for group in self.groups for slot in group.slots}
+
+    def units(self, communication: str = "group") -> tuple[Unit, ...]:
+        """What is gathered and reduced at once: groups, or, with "chunk", each chunk alone. Empty chunks are left out.
+
+        A group whose parameters reach over several pieces (sharded, or larger than a chunk) is one unit either way.
+        """
+        units: list[Unit] = []
+        for group in self.groups:
+            size = group.piece_elems
+            cut = communication == "chunk" and group.num_ranks > 1 and all(
+                slot.offset // size == (slot.offset + slot.numel - 1) // size for slot in group.slots)
+            if not cut:
+                units.append(Unit(len(units), group.index, None, group.elems, group.slots))
+                continue
+            for rank in range(group.num_ranks):
+                own = [slot for slot in group.slots if slot.offset // size == rank]
+                if own:
+                    moved = tuple(replace(slot, offset=slot.offset - rank * size) for slot in own)
+                    units.append(Unit(len(units), group.index, rank, size, moved))
+        return tuple(units)
 
     @property
     def num_params(self) -> int:
@@ -205,3 +240,41 @@ def least_waste(layouts: Sequence[Layout]) -> Layout:
 def search_chunk_size(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None) -> int:
     """The chunk size whose chunks waste least, at most max_elems."""
     return least_waste(candidate_layouts(modules, num_ranks, max_elems)).chunk_elems
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor that is one run of its flattened elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """Its first element in the flattened tensor."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
+    """The run of `numel` elements from `start` on of a flattened tensor, as boxes in order; at most 2n - 1 in n dimensions.
+
+    In two dimensions: what is left of the first row, the whole rows, the beginning of the last one.
+    """
+    if numel == 0:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (numel,), start) if shape else Box((), (), 0)]
+    row = prod(shape[1:])
+    first, last = -(-start // row), (start + numel) // row    # the whole rows are [first, last)
+
+    def inside(index: int, begin: int, end: int) -> list[Box]:
+        parts = boxes(shape[1:], begin - index * row, end - begin)
+        return [Box((index, *part.offsets), (1, *part.sizes), part.start + index * row) for part in parts]
+
+    if first > last:    # all of it lies in one row
+        return inside(last, start, start + numel)
+    found = inside(first - 1, start, first * row) if start < first * row else []
+    if first < last:
+        found.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]), first * row))
+    return found + (inside(last, last * row, start + numel) if last * row < start + numel else [])

@@ -10,6 +10,8 @@ scratch memory only as far as it draws random numbers.
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -200,3 +202,17 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
         stack.enter_context(recorder)
         module = model_func()
     return module, Recipe(recorder.ops, recorder.kept)
+
+
+def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
+    """The model without memory and the recipe of its weights; where that cannot be, the model and None, with a warning."""
+    try:
+        module, recipe = record(model_func)
+        if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
+        return module, recipe
+    except Exception as error:    # whatever the model's own code raises when it computes with shapes alone
+        module = model_func()     # a mistake of the model's own is raised again here
+        reason = str(error).split("\n")[0]
+        warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)
+        return module, None

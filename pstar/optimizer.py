@@ -1,113 +1,144 @@
 """The optimizer front: a torch.optim.Optimizer whose states lie in chunks."""
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from pstar.chunks import Chunks
 from pstar.errors import StateError
-from pstar.kernels import AdamUpdate, adam_steps
+from pstar.kernels import adam_steps
 from pstar.layout import Group, Span
-
-LOW, EXP_AVG, EXP_AVG_SQ = "low", "exp_avg", "exp_avg_sq"
+from pstar.norms import ParameterNorms
+from pstar.outside import OutsideParams
+from pstar.precision import Precision
+from pstar.scaler import LossScaler
 
 
 class ChunkedAdam(torch.optim.Optimizer):
     """Adam and AdamW over chunks. Parameter groups and learning-rate schedulers work as on any torch optimizer.
 
     Each group of chunks is updated in its home tier, where its states are: only gradients and parameters travel. The
-    global norm is taken per parameter and then over parameters in the model's order, exactly as clip_grad_norm_ does, so
-    that no layout changes it while a parameter lies on one rank (on several its norm is the root of a sum of parts).
+    global norm is taken per parameter and then over parameters in the model's order, as clip_grad_norm_ does, its sums in an
+    order that no layout changes (pstar.norms).
+
+    A step whose gradients are not all finite is skipped, in every precision and on all ranks alike: parameters, moments
+    and counts of updates stay as they are. What tells is the norm, which is taken after the reduction and travels anyway.
 
     Args:
         param_groups: as for any torch optimizer.
+        params: qualified name to parameter, all of them, in the model's order.
         chunks: the parameters and gradients.
+        outside: the parameters that are in no chunk.
+        precision: which states a parameter has.
+        scaler: of the loss, and so of the gradients in the chunks; they are divided by it inside the update.
         adamw: decoupled weight decay, or Adam with L2 regularisation.
         clip_norm: largest global norm; 0 for no clipping.
         defaults: lr, betas, eps, weight_decay.
     """
 
-    def __init__(self, param_groups: list[dict], chunks: Chunks, adamw: bool, clip_norm: float, defaults: dict):
+    def __init__(self, param_groups: list[dict], params: dict[str, torch.nn.Parameter], chunks: Chunks,
+                 outside: OutsideParams, precision: Precision, scaler: LossScaler, adamw: bool, clip_norm: float,
+                 defaults: dict):
         super().__init__(param_groups, defaults)
         self.chunks, self.residency = chunks, chunks.residency
+        self.outside, self.precision, self.scaler = outside, precision, scaler
         self.adamw, self.clip_norm = adamw, clip_norm
-        self.split = chunks.param_dtype == torch.bfloat16
-        self.state_kinds = {EXP_AVG: torch.float32, EXP_AVG_SQ: torch.float32} | ({LOW: torch.int16} if self.split else {})
         self.grad_norm: float | None = None
-        """Global norm of the last step's gradients, before clipping."""
-        self.steps = dict.fromkeys(chunks.params, 0)
+        """Global norm of the last step's gradients, unscaled, before clipping; not finite when the step was skipped."""
+        self.skipped = False
+        """Whether the last step was skipped."""
+        self.names = {id(param): name for name, param in params.items()}
+        self.steps = dict.fromkeys(params, 0)
+        self._parameter_norms: ParameterNorms | None = None
         for group in chunks.layout.groups:
-            for kind, dtype in self.state_kinds.items():
+            for kind, dtype in precision.states.items():
                 key = (kind, group.index)
                 self.residency.create(key, group.piece_elems, dtype, chunks.home[group.index]).zero_()
                 self.residency.pin(key)    # states stay where their update is computed
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss; 1 where nothing is scaled."""
+        return self.scaler.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped in the whole run."""
+        return self.scaler.skipped_steps
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
         self.chunks.drop_grads()
+        self.outside.drop_grads()
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """One update of every parameter that got a gradient on some rank."""
+        """One update of every parameter that got a gradient on some rank; none where a gradient is not finite.
+
+        Raises StateError after many skipped steps in a row that no smaller loss scale can end.
+        """
         if closure is not None:
             raise StateError("ChunkedAdam.step takes no closure: call model.backward(loss) before it")
-        norms, used = self._norms()
-        total = torch.linalg.vector_norm(norms)
+        total, used = self._total_norm()
         self.grad_norm = float(total)
-        scale = 1.0
-        if self.clip_norm > 0:
-            scale = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0))
+        self.skipped = not math.isfinite(self.grad_norm)
+        if not self.skipped:
+            clip = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)) if self.clip_norm > 0 else 1.0
+            self._apply(clip / self.loss_scale, used)
+        self.zero_grad()
+        self.residency.schedule.end_step()
+        self.residency.ledger.end_step()
+        self.scaler.update(self.skipped)
+
+    def _apply(self, grad_scale: float, used: set[str]) -> None:
+        """Adam on all that got a gradient, every gradient times grad_scale."""
         for name in used:
             self.steps[name] += 1
         options = self._options()
+        for option in options.values():
+            option |= {"grad_scale": grad_scale, "adamw": self.adamw}
         for group in self.chunks.layout.groups:
             if ("grad", group.index) in self.residency:
-                self._update(group, scale, used, options)
-        self.chunks.drop_grads()
-        self.residency.schedule.end_step()
-        self.residency.ledger.end_step()
+                self._update(group, used, options)
+        self.outside.update(used, lambda name: options[name] | {"step": self.steps[name]})
+
+    def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
+        """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""
+        self.chunks.check_calls()
+        norms, used = self._norms()
+        by_name = dict(zip((name for name in self.chunks.params if name in used), norms, strict=True))
+        if self.outside.params:
+            self.outside.reduce()
+            others, used_outside = self.outside.norms()
+            by_name, used = by_name | others, used | used_outside
+            norms = torch.stack([by_name[name] for name in self.steps if name in by_name]) if by_name else norms
+        return torch.linalg.vector_norm(norms) / self.loss_scale, used
 
     def _norms(self) -> tuple[torch.Tensor, set[str]]:
-        """(fp32 norm of each parameter's gradient in the model's order, names of those that have one).
+        """(fp32 norm of each parameter's gradient in the model's order, names of those that have one)."""
+        chunks = self.chunks
+        if self._parameter_norms is None:
+            self._parameter_norms = ParameterNorms(chunks.layout, list(chunks.params), chunks.collectives, chunks.device)
+        pieces = {group.index: self.residency.peek(("grad", group.index))[1] for group in chunks.layout.groups
+                  if ("grad", group.index) in self.residency}
+        return self._parameter_norms(pieces, chunks.arrived)
 
-        Squares travel as float64, in which the square of an fp32 number is exact: where one rank holds the whole parameter
-        the sum over ranks and the root give back the very norm it computed.
-        """
-        names = list(self.chunks.params)
-        number = {name: index for index, name in enumerate(names)}
-        sums = torch.zeros(2, len(names), dtype=torch.float64)
-        for group in self.chunks.layout.groups:
-            if ("grad", group.index) not in self.residency:
-                continue
-            _, grads = self.residency.peek(("grad", group.index))
-            for span in self._spans(group):
-                if self.chunks.arrived(span.name):
-                    part = grads[span.piece_offset : span.piece_offset + span.numel]
-                    norm = torch.linalg.vector_norm(part, dtype=torch.float32)
-                    sums[0, number[span.name]] += float(norm) ** 2
-        for name in names:
-            sums[1, number[name]] = float(self.chunks.arrived(name))
-        sums = self.chunks.collectives.sum(sums.to(self.chunks.device)).cpu()
-        used = {name for name in names if sums[1, number[name]] > 0}
-        present = torch.tensor([name in used for name in names])
-        return sums[0].sqrt().to(torch.float32)[present], used
-
-    def _update(self, group: Group, scale: float, used: set[str], options: dict[str, dict]) -> None:
+    def _update(self, group: Group, used: set[str], options: dict[str, dict]) -> None:
         """Adam on this rank's piece of one group, in the group's home tier."""
         tier = self.chunks.home[group.index]
         self.chunks.drop_gathered(group.index)
-        buffers = {}
-        for kind in ("param", "grad", *self.state_kinds):
+        buffers, kinds = {}, self.precision.kinds
+        for kind in ("grad", *kinds):
             buffers[kind] = self.residency.ensure((kind, group.index), tier)
             self.residency.pin((kind, group.index))
         updates = []
         for span in self._spans(group):
             if span.name in used:
-                part, option = slice(span.piece_offset, span.piece_offset + span.numel), options[span.name]
-                own = {kind: buffers[kind][part] for kind in ("param", "grad", *self.state_kinds)}
-                updates.append(AdamUpdate(**own, step=self.steps[span.name], lr=float(option["lr"]), betas=option["betas"],
-                                          eps=option["eps"], weight_decay=option["weight_decay"], adamw=self.adamw,
-                                          grad_scale=scale))
+                part = slice(span.piece_offset, span.piece_offset + span.numel)
+                updates.append(self.precision.update(
+                    buffers["grad"][part], {kind: buffers[kind][part] for kind in kinds}, step=self.steps[span.name],
+                    **options[span.name]))
         adam_steps(updates)
         for kind in buffers:
             self.residency.unpin((kind, group.index))
@@ -117,9 +148,11 @@ class ChunkedAdam(torch.optim.Optimizer):
         return group.spans(self.chunks.collectives.rank)
 
     def _options(self) -> dict[str, dict]:
-        """Each parameter's hyper-parameters, as they are now in param_groups."""
-        names = {id(param): name for name, param in self.chunks.params.items()}
-        return {names[id(param)]: group for group in self.param_groups for param in group["params"]}
+        """Each parameter's hyper-parameters as AdamUpdate takes them, as they are now in param_groups."""
+        return {
+            self.names[id(param)]: {"lr": float(group["lr"])} | {key: group[key] for key in ("betas", "eps", "weight_decay")}
+            for group in self.param_groups for param in group["params"]
+        }
 
     def state_dict(self) -> dict:
         """param_groups only: weights and moments are gathered by the engine's gather_state."""

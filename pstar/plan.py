@@ -15,8 +15,10 @@ from pstar.budget import (
 )
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError
-from pstar.layout import Layout, ModuleSpec, candidate_layouts, least_waste, make_layout
-from pstar.lazy import record
+from pstar.layout import Layout, ModuleSpec, align, candidate_layouts, least_waste, make_layout
+from pstar.lazy import build
+from pstar.precision import Precision
+from pstar.scope import mode_of
 from pstar.tiers import parse_bytes
 
 
@@ -34,22 +36,23 @@ class Plan:
 
     def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None):
         self.config = config
-        names = {id(param): name for name, param in module.named_parameters()}
+        names = {id(param): name for name, param in module.named_parameters() if mode_of(param) is None}
         specs, placed = [], set()
         uses: dict[str, tuple[str, ...]] = {}
         for module_name, child in module.named_modules():
-            own = {names[id(param)]: param.numel() for param in child.parameters(recurse=False)}
+            own = {names[id(param)]: param.numel() for param in child.parameters(recurse=False) if id(param) in names}
             uses[module_name] = tuple(own)
             specs.append(ModuleSpec(module_name, tuple((n, size) for n, size in own.items() if n not in placed)))
             placed |= set(own)
-        self.param_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
-        accumulate = config.gradient_accumulation_steps > 1
-        self.grad_dtype = torch.float32 if accumulate else self.param_dtype
-        self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, 10 if config.bf16.enabled else 8)
+        self.precision = Precision(config.precision)
+        self.param_dtype = self.precision.param_dtype
+        self.accumulates = config.gradient_accumulation_steps > 1
+        self.grad_dtype = self.precision.grad_dtype(self.accumulates)
+        self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes)
         self._default_near_bytes = default_near_bytes
         layouts = self._candidates(specs, num_ranks)
         # (layout, the least near bytes it needs, the module that needs them)
-        needs = [(layout, *smallest_near_budget(layout, uses, self.costs)) for layout in layouts]
+        needs = [(layout, *smallest_near_budget(layout, uses, self.costs, config.communication)) for layout in layouts]
         fitting = [layout for layout, need, _ in needs if config.near_budget != "min" and need <= self._near_bytes(layout)]
         least_layout, least, module_name = min(needs, key=lambda item: item[1])
         if config.near_budget == "min":
@@ -63,9 +66,12 @@ class Plan:
         self.layout = least_waste(fitting)
         self.near_budget = least if config.near_budget == "min" else self._near_bytes(self.layout)
         whole = model_data_bytes(self.layout, self.costs)
-        self.near_homes = groups_at_home_near(self.layout, self.near_budget, self.costs)
+        self.near_homes = []
+        if config.optimizer.params.use_hybrid_adam:
+            self.near_homes = groups_at_home_near(self.layout, self.near_budget, self.costs, config.communication)
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
-        least_far = smallest_far_budget(self.layout, self.near_homes, self.costs, accumulate)
+        least_far = smallest_far_budget(self.layout, self.near_homes, self.costs,
+                                        self.accumulates or config.find_unused_parameters)
         if self.far_budget is not None and self.far_budget < least_far:
             raise BudgetError(
                 f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of {num_ranks} "
@@ -83,9 +89,11 @@ class Plan:
         """The layout of the chunk size that was asked for, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
-            return [make_layout(specs, config.default_chunk_size, num_ranks, config.ownership)]
+            whole = sum(align(size) for spec in specs for _, size in spec.parameters)    # a larger chunk is padding
+            chunk = min(config.default_chunk_size, max(whole, 1))
+            return [make_layout(specs, chunk, num_ranks, config.ownership)]
         params = sum(size for spec in specs for _, size in spec.parameters)
-        chunks_a_group = num_ranks if config.ownership == "whole" else 1
+        chunks_a_group = num_ranks if config.ownership == "whole" and config.communication == "group" else 1
         # At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
         most = min(params // (4 * chunks_a_group), 64 * 2**20)
         if config.near_budget not in ("auto", "min"):
@@ -96,8 +104,8 @@ class Plan:
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,
                 num_ranks: int = 1) -> Plan:
-    """Checks a configuration against a model before any process is started: builds the model without memory.
+    """Checks a configuration against a model before any process is started: builds the model without memory where it can.
 
     Raises what initialize_engine would raise.
     """
-    return Plan(record(model_func)[0], load_config(config), num_ranks)
+    return Plan(build(model_func)[0], load_config(config), num_ranks)

@@ -49,6 +49,9 @@ class Residency:
         self.tiers = {NEAR: near, FAR: far}
         self.ledger, self.schedule, self._on_leave = ledger, schedule, on_leave
         self.blocks: dict[Key, Block] = {}
+        self.settle: Callable[[], bool] = lambda: False
+        """Ends what is under way and holds near memory meanwhile; whether there was something. Asked before anything is
+        evicted: what is under way depends on the program alone, so that all ranks evict the same."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self.blocks
@@ -136,6 +139,8 @@ class Residency:
     def make_room(self, tier: str, num_bytes: int, what: str) -> None:
         """Evicts until num_bytes fit into the tier. Raises BudgetError when nothing more may leave."""
         while not self.tiers[tier].has_room(num_bytes):
+            if tier == NEAR and self.settle():
+                continue
             if not (self._evict() if tier == NEAR else self._drop_duplicate()):
                 used, budget = self.tiers[tier].used_bytes, self.tiers[tier].budget_bytes
                 raise BudgetError(f"{tier}: no room for {what} ({format_bytes(num_bytes)}): {format_bytes(used)} of "

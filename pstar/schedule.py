@@ -66,6 +66,11 @@ class Schedule:
     def in_step(self) -> bool:
         return self._in_step
 
+    @property
+    def moment(self) -> int:
+        """Number of the access that the trace is at; -1 before the first and while a step is recorded."""
+        return self._moment
+
     def begin_step(self) -> None:
         if self._in_step:
             raise StateError("begin_step inside a step: the step before it was not ended by optimizer.step()")
@@ -97,6 +102,19 @@ class Schedule:
             self._moment += 1
             if self._moment >= len(self.trace) or self.trace.accesses[self._moment] != key:
                 self.forget()
+
+    def upcoming(self, kind: str) -> tuple[Key, tuple[Key, ...]] | None:
+        """(the next key (kind, ...) of this step after the current moment, the keys touched before it).
+
+        None where that is not known: outside a step, without a trace, and where none follows in this step.
+        """
+        if not self._in_step or self._paused or self.trace is None:
+            return None
+        first = self._moment + 1
+        for moment in range(first, len(self.trace)):
+            if self.trace.accesses[moment][0] == kind:
+                return self.trace.accesses[moment], self.trace.accesses[first:moment]
+        return None
 
     def end_step(self) -> None:
         """The step is over: what was recorded becomes the trace; a trace not walked to its end is forgotten."""

@@ -8,6 +8,10 @@ copy in and one copy out. Data pass through a staging area in slices:
 
 The halves alternate: nobody overwrites a half before every rank has entered the exchange after it, that is, has read it.
 Sums are taken in the order of ranks, so that every run gives the same bits.
+
+A collective is begun by its call and goes on whenever `progress` is called: it never waits there, it does what can be done
+by now. So a rank that is ahead of the others computes instead of waiting for them, and no thread competes with the
+computation for its core. Collectives are carried out one after the other, in the order of the calls, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import os
 import platform
 import tempfile
 import time
+from collections import deque
+from collections.abc import Iterator
 
 import torch
 
@@ -48,6 +54,18 @@ def make_file(num_ranks: int) -> str | None:
     return path
 
 
+class Exchange:
+    """A collective that was begun; `wait` ends it. Its tensors must not be touched before."""
+
+    def __init__(self, memory: SharedMemory, tag: int, steps: Iterator[None]):
+        self._memory, self.tag, self.steps = memory, tag, steps
+        self.done = False
+
+    def wait(self) -> None:
+        """Returns when the result is there. Raises StateError where a rank does not come, or comes with another call."""
+        self._memory.finish(self)
+
+
 class SharedMemory:
     """The staging area of p ranks in one file of /dev/shm.
 
@@ -60,59 +78,166 @@ class SharedMemory:
         self.rank, self.num_ranks = rank, num_ranks
         head = COUNTER_BYTES * num_ranks
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
-        self._counters = data[:head].view(torch.int64).view(num_ranks, -1)[:, 0]
+        cells = data[:head].view(torch.int64).view(num_ranks, -1)
+        self._counters = cells[:, 0]
+        # What each rank does in its exchanges of even and of odd number; two, for a rank may be one ahead.
+        self._tags = cells[:, 1:3]
         self._halves = data[head:].view(2, num_ranks, SLICE_BYTES)
         self._count = 0
+        self._begun: deque[Exchange] = deque()
+        self.subject = -1
+        """Number of the unit that the next collective is about; ranks that mean different ones notice."""
+        self._staged = False    # the first of them has written its slice and waits for the others
 
-    def all_gather(self, flat: torch.Tensor) -> None:
+    def all_gather(self, flat: torch.Tensor) -> Exchange:
         """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""
-        pieces = flat.view(self.num_ranks, -1)
-        step = SLICE_BYTES // flat.itemsize
-        for start in range(0, pieces.shape[1], step):
-            part = pieces[:, start : start + step]
-            staged = self._stage(part.shape[1], flat.dtype)
-            staged[self.rank].copy_(part[self.rank])
-            self._meet()
-            for other in range(self.num_ranks):
-                if other != self.rank:
-                    part[other].copy_(staged[other])
+        def steps() -> Iterator[None]:
+            pieces = flat.view(self.num_ranks, -1)
+            step = SLICE_BYTES // flat.itemsize
+            for start in range(0, pieces.shape[1], step):
+                part = pieces[:, start : start + step]
+                staged = self._stage(part.shape[1], flat.dtype)
+                staged[self.rank].copy_(part[self.rank])
+                yield
+                for other in range(self.num_ranks):
+                    if other != self.rank:
+                        part[other].copy_(staged[other])
 
-    def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> None:
+        return self._begin(1, flat.numel(), steps())
+
+    def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Exchange:
         """piece, (S,), becomes this rank's part of the mean of flat, (p * S,): divided first, then summed in fp32."""
-        pieces = flat.view(self.num_ranks, -1)
-        step = SLICE_BYTES // (flat.itemsize * self.num_ranks)
-        for start in range(0, pieces.shape[1], step):
-            part = pieces[:, start : start + step]
-            staged = self._stage(part.numel(), flat.dtype).view(self.num_ranks, self.num_ranks, -1)   # (writer, owner, n)
-            torch.div(part, self.num_ranks, out=staged[self.rank])
-            self._meet()
-            total = staged[0, self.rank].to(torch.promote_types(flat.dtype, torch.float32), copy=True)
-            for other in range(1, self.num_ranks):
-                total += staged[other, self.rank]
-            piece[start : start + step].copy_(total)
+        def steps() -> Iterator[None]:
+            pieces = flat.view(self.num_ranks, -1)
+            step = SLICE_BYTES // (flat.itemsize * self.num_ranks)
+            for start in range(0, pieces.shape[1], step):
+                part, target = pieces[:, start : start + step], piece[start : start + step]
+                staged = self._stage(part.numel(), flat.dtype).view(self.num_ranks, self.num_ranks, -1)  # (writer, owner, n)
+                for owner in range(self.num_ranks):
+                    if owner != self.rank:
+                        torch.div(part[owner], self.num_ranks, out=staged[self.rank, owner])
+                yield
+                own = part[self.rank].div_(self.num_ranks)
+                self._add_up([own if other == self.rank else staged[other, self.rank] for other in range(self.num_ranks)],
+                             target)
+
+        return self._begin(2, flat.numel(), steps())
+
+    def broadcast(self, flat: torch.Tensor, owner: int) -> Exchange:
+        """In place: flat, (S,), becomes the owner's."""
+        def steps() -> Iterator[None]:
+            step = SLICE_BYTES // flat.itemsize
+            for start in range(0, flat.numel(), step):
+                part = flat[start : start + step]
+                staged = self._stage(part.numel(), flat.dtype)
+                if self.rank == owner:
+                    staged[owner].copy_(part)
+                yield
+                if self.rank != owner:
+                    part.copy_(staged[owner])
+
+        return self._begin(3 + 16 * owner, flat.numel(), steps())
+
+    def reduce_mean(self, flat: torch.Tensor, owner: int) -> Exchange:
+        """In place on the owner: flat, (S,), becomes the mean over the ranks, with the bits of reduce_scatter_mean."""
+        def steps() -> Iterator[None]:
+            step = SLICE_BYTES // flat.itemsize
+            for start in range(0, flat.numel(), step):
+                part = flat[start : start + step]
+                staged = self._stage(part.numel(), flat.dtype)
+                if self.rank != owner:
+                    torch.div(part, self.num_ranks, out=staged[self.rank])
+                yield
+                if self.rank == owner:
+                    own = part.div_(self.num_ranks)
+                    self._add_up([own if other == owner else staged[other] for other in range(self.num_ranks)], part)
+
+        return self._begin(4 + 16 * owner, flat.numel(), steps())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of values, (N,) with N at most SLICE_BYTES of them, over the ranks, in rank order."""
-        staged = self._stage(values.numel(), values.dtype)
-        staged[self.rank].copy_(values.reshape(-1))
-        self._meet()
-        total = staged[0].clone()
-        for other in range(1, self.num_ranks):
-            total += staged[other]
+        """The sum of values, (N,), over the ranks, in rank order; waits for it."""
+        total = torch.empty_like(values).view(-1)
+
+        def steps() -> Iterator[None]:
+            step = SLICE_BYTES // values.itemsize
+            for start in range(0, values.numel(), step):
+                part = values.reshape(-1)[start : start + step]
+                staged = self._stage(part.numel(), values.dtype)
+                staged[self.rank].copy_(part)
+                yield
+                target = total[start : start + step].copy_(staged[0])
+                for other in range(1, self.num_ranks):
+                    target += staged[other]
+
+        self._begin(5, values.numel(), steps()).wait()
         return total.view(values.shape)
+
+    # ------------------------------------------------------------- one after the other
+
+    def progress(self) -> None:
+        """Does what can be done without waiting."""
+        while self._begun:
+            first = self._begun[0]
+            if self._staged:
+                if int(self._counters.min()) < self._count:
+                    return
+                self._compare_calls(first)
+            try:
+                next(first.steps)
+            except StopIteration:
+                first.done, self._staged = True, False
+                self._begun.popleft()
+                continue
+            # This rank's slice is written: say so. The tag goes first, for whoever sees the counter reads it.
+            self._tags[self.rank, self._count % 2] = first.tag
+            self._count += 1
+            self._counters[self.rank] = self._count
+            self._staged = True
+
+    def finish(self, exchange: Exchange) -> None:
+        """Goes on until the exchange, and all that were begun before it, are done."""
+        deadline = time.monotonic() + WAIT_S
+        self.progress()
+        while not exchange.done:
+            os.sched_yield()
+            self.progress()
+            if time.monotonic() > deadline:
+                late = [rank for rank in range(self.num_ranks) if int(self._counters[rank]) < self._count]
+                raise StateError(f"rank {self.rank} waited {WAIT_S:.0f} s in collective {self._count} for ranks {late}: "
+                                 "they hang, died, or made other collective calls")
+
+    def _begin(self, kind: int, numel: int, steps: Iterator[None]) -> Exchange:
+        exchange = Exchange(self, (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind, steps)
+        self.subject = -1
+        self._begun.append(exchange)
+        self.progress()
+        return exchange
+
+    def _compare_calls(self, exchange: Exchange) -> None:
+        """Every rank has staged this exchange: they must have meant the same one."""
+        tags = self._tags[:, (self._count - 1) % 2].tolist()
+        if any(tag != exchange.tag for tag in tags):
+            other = next(rank for rank, tag in enumerate(tags) if tag != exchange.tag)
+            raise StateError(f"collective {self._count}: rank {other} is in {_call(tags[other])} where rank {self.rank} is "
+                             f"in {_call(exchange.tag)}: every rank must run the same modules in the same order")
 
     def _stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The half for the next exchange, (p, numel): one row a rank."""
         return self._halves[self._count % 2].view(dtype)[:, :numel]
 
-    def _meet(self) -> None:
-        """Says that this rank's slice is written, and waits for all the others'."""
-        self._count += 1
-        self._counters[self.rank] = self._count
-        deadline = time.monotonic() + WAIT_S
-        while int(self._counters.min()) < self._count:
-            os.sched_yield()
-            if time.monotonic() > deadline:
-                late = [rank for rank in range(self.num_ranks) if int(self._counters[rank]) < self._count]
-                raise StateError(f"rank {self.rank} waited {WAIT_S:.0f} s in collective {self._count} for ranks {late}: "
-                                 "they hang, died, or made other collective calls")
+    def _add_up(self, terms: list[torch.Tensor], target: torch.Tensor) -> None:
+        """target = the sum of terms in their order, in fp32 at least. target may be one of the terms."""
+        if self.num_ranks == 2 and target.dtype == torch.float32:
+            torch.add(*terms, out=target)
+            return
+        total = terms[0].to(torch.promote_types(target.dtype, torch.float32), copy=True)
+        for term in terms[1:]:
+            total += term
+        target.copy_(total)
+
+
+def _call(tag: int) -> str:
+    """A tag in words."""
+    kind = ("", "a gather", "a reduction", "a broadcast", "a reduction", "a sum")[tag & 15]
+    subject = (tag >> 10) % 2**16
+    return kind + (f" of unit {subject - 1}" if subject else "") + f" ({tag >> 26} elements)"

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
+from pstar.norms import clip_grad_norm_
 
 VOCAB, WIDTH, LAYERS, BATCH, LENGTH = 211, 48, 3, 12, 9
 LR, WEIGHT_DECAY, CLIP = 2e-3, 0.1, 1.0
@@ -77,7 +78,7 @@ def oracle(num_steps: int, num_micros: int = 1, clip: float = CLIP,
             loss = model(*share(step, 0, 1, micro, num_micros)) / num_micros
             loss.backward()
             total += loss.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        norms.append(clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
         losses.append(total)
     return losses, {name: param.detach().clone() for name, param in model.named_parameters()}, norms

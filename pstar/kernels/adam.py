@@ -106,8 +106,17 @@ def round_stochastically(values: torch.Tensor, seed: int, first_index: int) -> t
 
 def squared_norm_with_torch(grad: torch.Tensor) -> torch.Tensor:
     """The sum of squares, float64, a scalar on grad's device, added in the order of cpu_adam.cpp and cuda_adam.cu."""
+    return sum_blocks(norm_blocks_with_torch(grad))
+
+
+def norm_blocks_with_torch(grad: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each block of NORM_BLOCK elements, float64, on grad's device."""
     squares = torch.nn.functional.pad(grad.reshape(-1).to(torch.float64), (0, -grad.numel() % NORM_BLOCK)).square_()
-    blocks = _sum_lanes(squares.view(-1, NORM_BLOCK)) if grad.numel() else squares
+    return _sum_lanes(squares.view(-1, NORM_BLOCK)) if grad.numel() else squares
+
+
+def sum_blocks(blocks: torch.Tensor) -> torch.Tensor:
+    """The sum of squares, a scalar, from those of a gradient's blocks, (num_blocks,) float64."""
     return _sum_lanes(blocks.view(1, -1))[0]
 
 

@@ -46,6 +46,7 @@ def library() -> ctypes.CDLL | None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     found.pstar_has_path.argtypes = [integer]
     found.pstar_adam.argtypes = [ctypes.POINTER(AdamChunk), integer, integer, integer, pointer, integer, integer]
+    found.pstar_norm_blocks.argtypes = [pointer, ctypes.c_int64, integer, pointer, integer, integer]
     found.pstar_squared_norm.argtypes = [pointer, ctypes.c_int64, integer, pointer, integer, integer]
     return found
 
@@ -86,6 +87,12 @@ def squared_norm_on_cpu(grad: torch.Tensor, path: str | None = None) -> float:
     _answer(library().pstar_squared_norm(grad.data_ptr(), grad.numel(), GRAD_KINDS[grad.dtype], ctypes.byref(result),
                                          torch.get_num_threads(), _number(path)), path)
     return result.value
+
+
+def norm_blocks_on_cpu(grad: torch.Tensor, sums: torch.Tensor, path: str | None = None) -> None:
+    """The sums of squares of grad's blocks into sums, float64."""
+    _answer(library().pstar_norm_blocks(grad.data_ptr(), grad.numel(), GRAD_KINDS[grad.dtype], sums.data_ptr(),
+                                        torch.get_num_threads(), _number(path)), path)
 
 
 def _number(path: str | None) -> int:

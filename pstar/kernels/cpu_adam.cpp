@@ -243,22 +243,29 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
     return 0;
 }
 
-// The sum of squares of `numel` elements in float64: the same for any number of threads and any path.
-extern "C" int pstar_squared_norm(const void *grads, pstar_i64 numel, int grad, double *result, int num_threads, int path) {
+// The sums of squares of each block of NORM_BLOCK elements in float64, the last block perhaps shorter.
+extern "C" int pstar_norm_blocks(const void *grads, pstar_i64 numel, int grad, double *sums, int num_threads, int path) {
     if (path == PATH_AUTO) path = best_path();
     if (!has(path)) return 1;
     if (grad < GRAD_FP32 || grad > GRAD_BF16) return 2;
     const Norm norm = NORMS[path];
     const pstar_i64 num_blocks = (numel + NORM_BLOCK - 1) / NORM_BLOCK;
-    double *sums = (double *)malloc((num_blocks + 1) * sizeof(double));
-    if (!sums) return 3;
     if (numel < SMALL || num_threads < 1) num_threads = 1;
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
     for (pstar_i64 block = 0; block < num_blocks; block++) {
         const pstar_i64 begin = block * NORM_BLOCK, end = begin + NORM_BLOCK < numel ? begin + NORM_BLOCK : numel;
         sums[block] = norm(grads, grad, begin, end);
     }
-    *result = sum_lanes(sums, num_blocks);
-    free(sums);
     return 0;
+}
+
+// The sum of squares of `numel` elements in float64: the same for any number of threads and any path.
+extern "C" int pstar_squared_norm(const void *grads, pstar_i64 numel, int grad, double *result, int num_threads, int path) {
+    const pstar_i64 num_blocks = (numel + NORM_BLOCK - 1) / NORM_BLOCK;
+    double *sums = (double *)malloc((num_blocks + 1) * sizeof(double));
+    if (!sums) return 3;
+    const int status = pstar_norm_blocks(grads, numel, grad, sums, num_threads, path);
+    if (!status) *result = sum_lanes(sums, num_blocks);
+    free(sums);
+    return status;
 }

@@ -227,3 +227,13 @@ def squared_norms_on_cuda(grads: list[torch.Tensor]) -> torch.Tensor:
             for place, number in enumerate(numbers):    # an index tensor would be copied to the device, and waited for
                 results[number].copy_(own[place])
     return results
+
+
+def norm_blocks_on_cuda(grad: torch.Tensor) -> torch.Tensor:
+    """The sums of squares of grad's blocks, (num_blocks,) float64, on its device."""
+    sums = torch.empty(-(-grad.numel() // NORM_BLOCK), dtype=torch.float64, device=grad.device)
+    if grad.numel():
+        (batch,), partial = norm_batches_of([grad]), ctypes.c_void_p(sums.data_ptr())
+        kinds = (0, GRAD_KINDS[grad.dtype], False)
+        _launch(grad.device, kinds, "pstar_norm_blocks", sums.numel(), NORM_THREADS, batch, partial)
+    return sums

@@ -6,7 +6,7 @@ import torch
 
 from pstar.errors import ArgumentError
 from pstar.kernels import cpu, cuda
-from pstar.kernels.adam import squared_norm_with_torch, update_with_torch
+from pstar.kernels.adam import NORM_BLOCK, norm_blocks_with_torch, squared_norm_with_torch, update_with_torch
 from pstar.kernels.update import GRAD_KINDS, AdamUpdate
 
 
@@ -44,10 +44,7 @@ def squared_norms(grads: list[torch.Tensor], implementation: str | None = None) 
     Not finite exactly where the gradient holds an infinity or a NaN: the overflow check needs no other pass. fp32, fp16 and
     bf16. The order of additions is fixed: threads, code paths and devices do not change a bit.
     """
-    for number, grad in enumerate(grads):
-        if grad.dtype not in GRAD_KINDS or not grad.is_contiguous() or grad.device != grads[0].device:
-            raise ArgumentError(f"grads[{number}]: a contiguous fp32, fp16 or bf16 tensor on the device of the first is "
-                                f"wanted, found {grad.dtype} on {grad.device}, strides {grad.stride()}")
+    _check_grads(grads)
     if not grads:
         return torch.zeros(0, dtype=torch.float64)
     device = grads[0].device
@@ -56,3 +53,26 @@ def squared_norms(grads: list[torch.Tensor], implementation: str | None = None) 
     if implementation != "torch" and device.type == "cuda" and cuda.library() is not None:
         return cuda.squared_norms_on_cuda(grads)
     return torch.stack([squared_norm_with_torch(grad) for grad in grads])
+
+
+def norm_blocks(grad: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
+    """The sum of squares of each run of NORM_BLOCK elements of grad, float64, (ceil(N / NORM_BLOCK),), on its device.
+
+    squared_norms adds these, in the order of sum_blocks: whoever holds a part of a gradient that begins at a multiple of
+    NORM_BLOCK has its share of the very sum that the whole gradient has. Raises ArgumentError as squared_norms does.
+    """
+    _check_grads([grad])
+    if implementation != "torch" and grad.device.type == "cpu" and cpu.library() is not None:
+        sums = torch.empty(-(-grad.numel() // NORM_BLOCK), dtype=torch.float64)
+        cpu.norm_blocks_on_cpu(grad, sums, implementation)
+        return sums
+    if implementation != "torch" and grad.device.type == "cuda" and cuda.library() is not None:
+        return cuda.norm_blocks_on_cuda(grad)
+    return norm_blocks_with_torch(grad)
+
+
+def _check_grads(grads: list[torch.Tensor]) -> None:
+    for number, grad in enumerate(grads):
+        if grad.dtype not in GRAD_KINDS or not grad.is_contiguous() or grad.device != grads[0].device:
+            raise ArgumentError(f"grads[{number}]: a contiguous fp32, fp16 or bf16 tensor on the device of the first is "
+                                f"wanted, found {grad.dtype} on {grad.device}, strides {grad.stride()}")

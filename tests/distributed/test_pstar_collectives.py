@@ -26,10 +26,10 @@ def exchange_case(rank: int, num_ranks: int, through_memory: bool):
     for numel in SIZES:
         for dtype in DTYPES:
             flat, piece = values(rank, numel * num_ranks, dtype), torch.empty(numel, dtype=dtype)
-            collectives.reduce_scatter_mean(piece, flat)
+            collectives.reduce_scatter_mean(piece, flat).wait()
             flat = torch.full((num_ranks, numel), float("nan"), dtype=dtype)
             flat[rank] = piece
-            collectives.all_gather(flat.view(-1))
+            collectives.all_gather(flat.view(-1)).wait()
             results.append(flat)
     results.append(collectives.sum(torch.arange(5, dtype=torch.float64) * (rank + 1)))
     return collectives.through_memory, dict(collectives.ledger.moved_bytes), results, glob.glob("/dev/shm/pstar_*")

@@ -82,6 +82,7 @@ def test_a_good_example_is_green(tmp_path):
         ("chapters/02_ddp/train.py", "import runpy\nrunpy.run_path('x')", "must not use runpy.run_path"),
         ("chapters/02_ddp/train.py", "import torch.distributed as dist", "torch.distributed does not belong here"),
         ("gpt2_chinese/evaluate.py", "import torch\n\ntorch.distributed.barrier()", "evaluate.py:3: torch.distributed"),
+        ("gpt2_chinese/launch.py", "import horovod.torch as hvd", "launch.py:1: horovod does not belong here"),
         ("pstar/engine.py", "from torch import distributed as dist", "engine.py:1: torch.distributed does not belong"),
         ("pstar/engine.py", "from torch.distributed import barrier", "engine.py:1: torch.distributed does not belong"),
         ("pstar/tiers.py", "from pstar import residency", "tiers (row 1) must not import residency (row 2"),

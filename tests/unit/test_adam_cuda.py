@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pstar
-from pstar.kernels import adam_steps, cuda, squared_norms
+from pstar.kernels import adam_steps, cuda, norm_blocks, squared_norms
 from tests import toy
 from tests.unit.test_adam_kernels import BF16, FP16, FP32, LAYOUTS, arrays, assert_same_bits, make
 
@@ -59,6 +59,8 @@ def test_the_same_bits_as_the_cpu(layout, grad_dtype, bits):
 def test_the_same_norms_as_the_cpu(dtype):
     grads = [torch.randn(numel).to(dtype) for numel in (0, 1, 300, 8_193, 3_000_017)]
     assert torch.equal(squared_norms([grad.cuda() for grad in grads]).cpu(), squared_norms(grads))
+    for grad in grads:
+        assert torch.equal(norm_blocks(grad.cuda()).cpu(), norm_blocks(grad))
     mixed = [grads[1].cuda(), grads[2].float().cuda(), grads[3].half().cuda()]
     assert torch.equal(squared_norms(mixed).cpu(), squared_norms([grad.cpu() for grad in mixed]))
 

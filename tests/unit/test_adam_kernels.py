@@ -9,7 +9,19 @@ import pytest
 import torch
 
 from pstar.errors import ArgumentError
-from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_step, adam_steps, cpu, join_master, split_master, squared_norms
+from pstar.kernels import (
+    NORM_BLOCK,
+    QUANT_BLOCK,
+    AdamUpdate,
+    adam_step,
+    adam_steps,
+    cpu,
+    join_master,
+    norm_blocks,
+    split_master,
+    squared_norms,
+    sum_blocks,
+)
 from pstar.kernels.quantize import code_tables, least_codes
 
 CPU = torch.device("cpu")
@@ -299,6 +311,18 @@ def test_squared_norm_is_the_same_whoever_adds(dtype):
             torch.set_num_threads(threads)
         assert len(found) == 1
         assert found.pop() == pytest.approx(exact, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_blocks_of_a_norm_add_up_to_it_wherever_the_gradient_is_cut(implementation, dtype):
+    grad = shifted(torch.randn(5 * NORM_BLOCK + 77, generator=torch.Generator().manual_seed(5)).to(dtype), 1)
+    blocks = norm_blocks(grad, implementation)
+    assert blocks.shape == (6,) and sum_blocks(blocks) == squared_norms([grad], implementation)[0]
+    for cut in (NORM_BLOCK, 4 * NORM_BLOCK):
+        parts = norm_blocks(grad[:cut], implementation), norm_blocks(grad[cut:], implementation)
+        assert torch.equal(torch.cat(parts), blocks)
+    assert norm_blocks(grad[:0], implementation).numel() == 0
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

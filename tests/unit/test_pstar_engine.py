@@ -8,6 +8,7 @@ from torch import nn
 
 import pstar
 from pstar.chunks import TensorState
+from pstar.norms import clip_grad_norm_
 from pstar.tiers import FAR, NEAR
 from tests import toy
 
@@ -99,7 +100,7 @@ def test_bf16_with_a_split_master_is_bitwise_adam_on_an_fp32_master():
         expected.append(loss.item())
         for name, param in reference.named_parameters():
             masters[name].grad = param.grad.float()
-        torch.nn.utils.clip_grad_norm_(masters.values(), toy.CLIP)
+        clip_grad_norm_(masters.values(), toy.CLIP)
         adamw.step()
     assert losses == expected
     weights, _ = model.gather_state()
@@ -180,7 +181,7 @@ def test_a_skipped_layer_is_traced_anew():
         adamw.zero_grad()
         expected = reference(*toy.batch(step))
         expected.backward()
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), toy.CLIP)
+        clip_grad_norm_(reference.parameters(), toy.CLIP)
         adamw.step()                                                             # skips parameters without a gradient
         assert loss.item() == expected.item(), step
     assert model.schedule.num_traced == 2
@@ -221,7 +222,7 @@ def test_fault_learning_rate_schedulers_are_obeyed():
         adamw.zero_grad()
         expected = reference(*toy.batch(step))
         expected.backward()
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), toy.CLIP)
+        clip_grad_norm_(reference.parameters(), toy.CLIP)
         adamw.step()
         theirs.step()
         assert loss.item() == expected.item()
@@ -327,6 +328,9 @@ def test_mistakes_in_the_loop_are_named():
     ({"default_chunk_size": "big"}, "default_chunk_size is 'big'"),
     ({"near_budget": "lots"}, "'lots' is no amount of memory"),
     ({"eviction_policy": "random"}, "eviction_policy is 'random'"),
+    ({"communication": "all"}, "communication is 'all'; choose group or chunk"),
+    ({"communication": "chunk", "ownership": "sharded"}, "set communication to group or ownership to whole"),
+    ({"prefetch": 1}, "'prefetch' must be bool, found 1"),
 ])
 def test_a_configuration_that_cannot_run(values, message, tmp_path):
     path = tmp_path / "config.json"

@@ -117,3 +117,26 @@ def test_the_search_allocates_nothing_and_ends_soon():
     start = time.process_time()
     search_chunk_size(gpt2(48, 1600), 8, 128 * 2**20)
     assert time.process_time() - start < 30, "a search that makes no tensor takes a second or so, not half a minute"
+
+
+@settings(max_examples=100, deadline=None)
+@given(modules_strategy, st.integers(1, 5000), st.integers(1, 5), st.sampled_from(["whole", "sharded"]))
+def test_units_hold_every_parameter_once_and_chunks_lie_in_their_owners_piece(modules, chunk, num_ranks, ownership):
+    layout = make_layout(modules, chunk, num_ranks, ownership)
+    assert [unit.slots for unit in layout.units()] == [group.slots for group in layout.groups]
+    units = layout.units("chunk")
+    assert [unit.index for unit in units] == list(range(len(units)))
+    names = [slot.name for unit in units for slot in unit.slots]
+    assert sorted(names) == sorted(layout.slots)
+    for unit in units:
+        group = layout.groups[unit.group]
+        if unit.owner is None:
+            assert unit.elems == group.elems and unit.slots == group.slots
+            continue
+        spans = {span.name: span for span in group.spans(unit.owner)}
+        assert unit.elems == group.piece_elems and num_ranks > 1
+        for slot in unit.slots:
+            assert (spans[slot.name].piece_offset, spans[slot.name].numel) == (slot.offset, slot.numel)
+    modules_of = {module.name: tuple(name for name, _ in module.parameters) for module in modules}
+    least = {mode: smallest_near_budget(layout, modules_of, Costs(4, 4, 8), mode)[0] for mode in ("group", "chunk")}
+    assert least["chunk"] <= least["group"]

@@ -216,3 +216,35 @@ def test_a_model_that_looks_at_its_values_starts_plainly_and_says_so() -> None:
 
     with pytest.warns(UserWarning, match="lazy start is not possible"):
         compare(Looking, deep_inputs, lambda out: out)
+    with pytest.warns(UserWarning, match="lazy start is not possible"):
+        assert pstar.plan_engine(Looking).layout.num_params > 0, "it can be planned as well"
+
+
+@pytest.mark.parametrize("what", ["block.compile()", "torch.compile(block)", "torch.compile(engine)"])
+def test_torch_compile_gives_the_same_bits_and_compiles_what_is_between_the_hooks(what: str) -> None:
+    """With the backend aot_eager, whose graphs have autograd of their own but the kernels of plain PyTorch."""
+    def model_func() -> toy.Toy:
+        model = toy.Toy()
+        for index, block in enumerate(model.blocks):
+            if what == "block.compile()":
+                block.compile(backend="aot_eager")
+            elif what == "torch.compile(block)":
+                model.blocks[index] = torch.compile(block, backend="aot_eager")
+        return model
+
+    losses, weights, _ = toy.oracle(4)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, optimizer = toy.build(model_func, near_budget="min", default_chunk_size=5_000)
+    called = torch.compile(model, backend="aot_eager") if what == "torch.compile(engine)" else model
+    got = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = called(*toy.batch(step))
+        model.backward(loss)
+        optimizer.step()
+        got.append(loss.item())
+    assert got == losses and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    trained = {name.replace("_orig_mod.", ""): value for name, value in model.gather_state()[0].items()}
+    assert all(torch.equal(trained[name], value) for name, value in weights.items())
+    assert model.ledger.moves["near to far"] > 0 and model.schedule.num_traced == 1

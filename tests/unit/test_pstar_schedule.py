@@ -113,3 +113,21 @@ def test_illegal_uses():
     with pytest.raises(ConfigError, match="next_use, lru"):
         Schedule("random")
     assert schedule.victim([]) is None
+
+
+def test_what_comes_next_is_known_inside_a_traced_step_only():
+    schedule = Schedule()
+    accesses = [("gathered", 0), ("grad_full", 0), ("gathered", 1), ("grad_full", 1)]
+    for step in range(2):
+        assert schedule.upcoming("gathered") is None
+        schedule.begin_step()
+        for moment, key in enumerate(accesses):
+            schedule.touch(key)
+            assert schedule.moment == (moment if step else -1)
+            expected = None
+            if step and moment < 2:
+                expected = ("gathered", 1), tuple(accesses[moment + 1 : 2])
+            assert schedule.upcoming("gathered") == expected
+            with schedule.paused():
+                assert schedule.upcoming("gathered") is None
+        schedule.end_step()

@@ -1,5 +1,9 @@
 """The ledger and the residency: the budget after every operation, copies only where they are needed, loud mistakes."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -165,3 +169,35 @@ def test_what_is_no_amount_of_memory(text):
 def test_amounts_for_people():
     amounts = {12: "12 bytes", 2048: "2 KiB", 5.4 * 2**20: "5.4 MiB", 2**50: "1024 TiB"}
     assert [format_bytes(number) for number in amounts] == list(amounts.values())
+
+
+FAULTS = """
+import resource, sys, torch
+from pstar.tiers import keep_freed_memory
+torch.set_num_threads(1)
+kept = sys.argv[1] == "keep" and keep_freed_memory()
+def step():
+    held = [torch.ones(1_000_000) for _ in range(20)]    # 80 MB, in pieces of 4
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(int(kept), (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5)
+"""
+
+
+def test_freed_memory_is_kept_for_the_next_step():
+    """Without it the C library keeps memory or not, as it falls; what it costs where it does not is seen by forcing it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    faults = {}
+    for mode, forced in (("keep", {}), ("leave", {"MALLOC_MMAP_THRESHOLD_": "65536"})):
+        command = [sys.executable, "-c", FAULTS, mode]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=env | forced)
+        kept, faults[mode] = map(float, run.stdout.split())
+        if mode == "keep" and not kept:
+            pytest.skip("no glibc here")
+    assert faults["keep"] < 0.1 * faults["leave"]
+    run = subprocess.run([sys.executable, "-c", FAULTS, "keep"], capture_output=True, text=True, check=True,
+                         env=env | {"MALLOC_TRIM_THRESHOLD_": "1000000"})
+    assert run.stdout.startswith("0 "), "the user's own settings stay"

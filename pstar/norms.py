@@ -1,0 +1,124 @@
+"""The global norm of gradients that lie in pieces on several ranks, with the same bits whatever the layout.
+
+A sum of floating-point numbers depends on the order of its additions. Here the order belongs to the parameter: its
+elements are squared in float64 and added in blocks of NORM_BLOCK, the blocks' sums are added in one fixed order (see
+pstar.kernels.squared_norms), and the norms of the parameters in the model's order, as clip_grad_norm_ does. Which rank
+holds which part changes nothing but who computes a block's sum:
+
+    parameter   | block 0 | block 1 | block 2 | block 3 | ..      rank 0 sums blocks 0 and 1, rank 1 sums block 3, and the
+    rank 0      |xxxxxxxxxxxxxxxxxxxxxxxx|                        elements of block 2 are brought together: each of its
+    rank 1                               |xxxxxxxxxxxxxxxx ..     places is written by one rank and 0 on the others
+
+Block sums and those elements travel in sums over the ranks in which all terms but one are 0, which is exact.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from pstar.collectives import Collectives
+from pstar.kernels import NORM_BLOCK, norm_blocks, squared_norms, sum_blocks
+from pstar.layout import Layout, Span
+
+
+def parameter_norms(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each gradient, fp32, (N,), on the CPU: the oracle of ParameterNorms, for plain tensors."""
+    return _root(torch.cat([squared_norms([grad.contiguous().view(-1)]).cpu() for grad in grads]))
+
+
+def global_norm(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, an fp32 scalar on the CPU; infinite or NaN where one of them is not finite."""
+    return torch.linalg.vector_norm(parameter_norms(grads))
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_ with the engine's norm: scales gradients in place, returns the norm before."""
+    grads = [param.grad for param in parameters if param.grad is not None]
+    total = global_norm(grads)
+    scale = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    for grad in grads:
+        grad.mul_(scale)
+    return total
+
+
+def _root(squares: torch.Tensor) -> torch.Tensor:
+    return squares.sqrt().to(torch.float32)
+
+
+class ParameterNorms:
+    """The norm of every parameter's gradient, from the pieces that the ranks hold.
+
+    Args:
+        layout: which part lies on which rank.
+        names: the parameters in the model's order; those of the layout.
+        collectives: what brings the parts together.
+        device: where tensors must be that travel between ranks.
+    """
+
+    def __init__(self, layout: Layout, names: list[str], collectives: Collectives, device: torch.device):
+        self._names, self._collectives, self._device = names, collectives, device
+        self._number = {name: index for index, name in enumerate(names)}
+        self._spans = {group.index: group.spans(collectives.rank) for group in layout.groups}
+        self._numel = {name: slot.numel for name, slot in layout.slots.items()}
+        self._first_block: dict[str, int] = {}               # of each parameter that lies on several ranks
+        self._shared: dict[tuple[str, int], int] = {}        # (name, block) on several ranks -> row of what travels
+        self._num_blocks = 0
+        for group in layout.groups:
+            for rank in range(group.num_ranks):
+                for span in group.spans(rank):
+                    if span.param_offset == 0 and span.numel < self._numel[span.name]:
+                        self._first_block[span.name] = self._num_blocks
+                        self._num_blocks += -(-self._numel[span.name] // NORM_BLOCK)
+                    if span.param_offset % NORM_BLOCK:       # a boundary inside a block
+                        self._shared.setdefault((span.name, span.param_offset // NORM_BLOCK), len(self._shared))
+
+    def __call__(self, pieces: Mapping[int, torch.Tensor],
+                 arrived: Callable[[str], bool]) -> tuple[torch.Tensor, set[str]]:
+        """(fp32 norms, (N,), on the CPU, of the parameters that have a gradient on some rank, in order; their names).
+
+        pieces: this rank's piece of each group's reduced gradients, (S,), fp32, bf16 or fp16, where there are any.
+        arrived: whether a parameter got a gradient on this rank.
+        """
+        num = len(self._names)
+        values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64)
+        squares, present, blocks = values[:num], values[num : 2 * num], values[2 * num :]
+        rows = torch.zeros(len(self._shared), NORM_BLOCK)
+        whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for group, piece in pieces.items():
+            for span in self._spans[group]:
+                if self._collectives.num_ranks == 1 and not arrived(span.name):
+                    continue                                 # its place was never written; on several ranks it is 0
+                part = piece[span.piece_offset : span.piece_offset + span.numel]
+                if span.name in self._first_block:
+                    self._take_part(span, part, blocks, rows)
+                else:
+                    whole.setdefault(part.device, []).append((self._number[span.name], part))
+        for parts in whole.values():
+            squares[[number for number, _ in parts]] = squared_norms([part for _, part in parts]).cpu()
+        present[[self._number[name] for name in self._names if arrived(name)]] = 1.0
+        values = self._collectives.sum(values.to(self._device)).cpu()
+        squares, present, blocks = values[:num], values[num : 2 * num] > 0, values[2 * num :]
+        if self._shared:
+            rows = self._collectives.sum(rows.to(self._device).view(-1)).cpu().view(-1, NORM_BLOCK)
+        for (name, block), row in self._shared.items():
+            blocks[self._first_block[name] + block] = norm_blocks(rows[row])[0]
+        for name, first in self._first_block.items():
+            squares[self._number[name]] = sum_blocks(blocks[first : first - (-self._numel[name] // NORM_BLOCK)])
+        used = {name for name, has_one in zip(self._names, present.tolist(), strict=True) if has_one}
+        return _root(squares[present]), used
+
+    def _take_part(self, span: Span, part: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """A part of a parameter: its whole blocks are summed, elements of the others are laid into their rows."""
+        start, stop, end = span.param_offset, span.param_offset + span.numel, self._numel[span.name]
+        first = -(-start // NORM_BLOCK)
+        last = -(-stop // NORM_BLOCK) if stop == end else stop // NORM_BLOCK
+        if first < last:
+            at = self._first_block[span.name]
+            inside = part[first * NORM_BLOCK - start : min(last * NORM_BLOCK, end) - start]
+            blocks[at + first : at + last] = norm_blocks(inside).cpu()
+        for block in {start // NORM_BLOCK, (stop - 1) // NORM_BLOCK}:
+            row = self._shared.get((span.name, block))
+            if row is not None:
+                low, high = max(start, block * NORM_BLOCK), min(stop, (block + 1) * NORM_BLOCK)
+                rows[row, low - block * NORM_BLOCK : high - block * NORM_BLOCK] = part[low - start : high - start].cpu()

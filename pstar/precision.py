@@ -1,0 +1,80 @@
+"""Where the fp32 master of a parameter is: what the model computes with, and what the optimizer changes.
+
+| compute | parameter | states beside it | bytes a parameter, gradient included |
+|---|---|---|---|
+| fp32 | its own master | both moments | 4 + 4 + 8 |
+| bf16 | the master's high half | the low half, both moments | 2 + 2 + 2 + 8 |
+| fp16 | the master, rounded | the master, both moments | 2 + 2 + 4 + 8 |
+
+bf16 has fp32's exponent, so that a master can be split in two halves and lose nothing (see kernels.split_master); fp16 has
+not, so it needs a whole one (Micikevicius et al. 2018). A gradient summed in fp32 takes 2 bytes more in 16 bit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pstar.kernels import AdamUpdate, join_master, split_master
+
+PARAM, EXP_AVG, EXP_AVG_SQ, LOW, MASTER = "param", "exp_avg", "exp_avg_sq", "low", "master"
+
+Buffers = Mapping[str, torch.Tensor]
+"""Equal runs of elements by kind: PARAM, and each of a Precision's states."""
+
+
+class Precision:
+    """One of the layouts above.
+
+    Args:
+        name: fp32, bf16 or fp16.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.param_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        master = {"fp32": {}, "bf16": {LOW: torch.int16}, "fp16": {MASTER: torch.float32}}[name]
+        self.states: dict[str, torch.dtype] = {EXP_AVG: torch.float32, EXP_AVG_SQ: torch.float32} | master
+        """The optimizer's states, by kind."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of buffers of a parameter, the parameter itself first."""
+        return (PARAM, *self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of an element's states."""
+        return sum(dtype.itemsize for dtype in self.states.values())
+
+    def grad_dtype(self, accumulates: bool) -> torch.dtype:
+        """Of gradients; those of several micro-steps are summed in fp32."""
+        return torch.float32 if accumulates else self.param_dtype
+
+    def read_master(self, buffers: Buffers) -> torch.Tensor:
+        """The fp32 master, a copy."""
+        if MASTER in self.states:
+            return buffers[MASTER].clone()
+        if LOW in self.states:
+            return join_master(buffers[PARAM].to(buffers[LOW].device), buffers[LOW])
+        return buffers[PARAM].clone()
+
+    def write_master(self, values: torch.Tensor, buffers: Buffers) -> None:
+        """Gives the parameter, and its master where it has one, fp32 values (N,)."""
+        if LOW in self.states:
+            high, low = (torch.empty_like(values, dtype=buffers[kind].dtype) for kind in (PARAM, LOW))
+            split_master(values.contiguous(), high, low)
+            buffers[PARAM].copy_(high)
+            buffers[LOW].copy_(low)
+            return
+        buffers[PARAM].copy_(values)
+        if MASTER in self.states:
+            buffers[MASTER].copy_(values)
+
+    def update(self, grad: torch.Tensor, buffers: Buffers, **options: Any) -> AdamUpdate:
+        """The kernels' view of one Adam update; options are AdamUpdate's other fields."""
+        given = dict(buffers)
+        if MASTER in given:
+            options |= {"copy16": given[PARAM]}
+            given[PARAM] = given.pop(MASTER)
+        return AdamUpdate(grad=grad, **given, **options)

@@ -1,0 +1,85 @@
+"""The global norm of pieces on several ranks: the bits of the norm of the whole, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pstar.collectives import Collectives
+from pstar.kernels import NORM_BLOCK
+from pstar.layout import ModuleSpec, make_layout
+from pstar.norms import ParameterNorms, clip_grad_norm_, global_norm, parameter_norms
+from pstar.tiers import Ledger
+
+SIZES = {"a": 3 * NORM_BLOCK + 5, "b": 7, "c": 40_000, "d": 2 * NORM_BLOCK, "e": 130_001, "unused": 50}
+
+
+def grads(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(numel, generator=generator).to(dtype) for name, numel in SIZES.items()}
+
+
+def layouts(num_ranks: int):
+    modules = [ModuleSpec(name, ((name, numel),)) for name, numel in SIZES.items()]
+    for ownership in ("whole", "sharded"):
+        for chunk in (64, 5_000, 40_032, 140_000):
+            yield make_layout(modules, chunk, num_ranks, ownership)
+
+
+def norms_case(rank: int, num_ranks: int, dtype: torch.dtype, drop_rows: bool = False):
+    collectives, results = Collectives(None, Ledger()), []
+    for layout in layouts(num_ranks):
+        pieces = {}
+        for group in layout.groups:
+            piece = torch.zeros(group.piece_elems, dtype=dtype)
+            for span in group.spans(rank):
+                if span.name != "unused":
+                    whole = grads(dtype)[span.name]
+                    piece[span.piece_offset : span.piece_offset + span.numel] = whole[span.param_offset :][: span.numel]
+            pieces[group.index] = piece
+        norms = ParameterNorms(layout, list(SIZES), collectives, torch.device("cpu"))
+        if drop_rows:
+            norms._shared.clear()
+        # "b" has a gradient on rank 0 only: then the others' share of its mean is 0
+        results.append(norms(pieces, lambda name: name != "unused" and (name != "b" or rank == 0)))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_no_layout_changes_a_bit(ranks, num_ranks, dtype):
+    expected = parameter_norms(grad for name, grad in grads(dtype).items() if name != "unused")
+    for results in ranks(num_ranks).run(norms_case, dtype):
+        for norms, used in results:
+            assert torch.equal(norms, expected)
+            assert used == set(SIZES) - {"unused"}
+
+
+def test_without_the_blocks_on_two_ranks_the_norm_is_another(ranks):
+    expected = parameter_norms(grad for name, grad in grads().items() if name != "unused")
+    assert any(not torch.equal(norms, expected) for norms, _ in ranks(2).run(norms_case, torch.float32, True)[0])
+
+
+def test_on_one_rank_it_is_the_oracle():
+    norms = ParameterNorms(layout := make_layout([ModuleSpec("m", tuple(SIZES.items()))], 10**6), list(SIZES),
+                           Collectives(None, Ledger()), torch.device("cpu"))
+    piece = torch.full((layout.groups[0].piece_elems,), math.nan)    # what nobody wrote is not read
+    for name, grad in grads().items():
+        slot = layout.slots[name]
+        piece[slot.offset : slot.offset + slot.numel] = grad
+    got, used = norms({0: piece}, lambda name: name in ("a", "e"))
+    assert torch.equal(got, parameter_norms([grads()["a"], grads()["e"]])) and used == {"a", "e"}
+
+
+def test_it_is_the_norm_of_torch_up_to_rounding():
+    params, theirs = ([torch.nn.Parameter(torch.zeros(numel)) for numel in SIZES.values()] for _ in range(2))
+    for ours, other, grad in zip(params, theirs, grads().values(), strict=True):
+        ours.grad, other.grad = grad.clone(), grad.clone()
+    total = clip_grad_norm_(params, 0.5)
+    assert total == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs, 0.5).item(), rel=1e-6)
+    assert total == pytest.approx(math.sqrt(sum(grad.double().square().sum().item() for grad in grads().values())), rel=1e-7)
+    for ours, other in zip(params, theirs, strict=True):
+        torch.testing.assert_close(ours.grad, other.grad)
+    assert global_norm([params[0].grad, torch.tensor([math.inf])]) == math.inf
