@@ -4,6 +4,7 @@
         model.safetensors       float32 weights under Hugging Face's names; the tied head is left out
         optimizer.safetensors   exp_avg.NAME, exp_avg_sq.NAME, step.NAME of AdamW, float32
         config.json             the model
+        parts/                  instead of the first two where every rank writes its own part (parts.py)
         state.json              step, tokens, the settings that matter, versions, and what a chapter adds under "extra"
         manifest.json           size and SHA-256 of each file above
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-MANIFEST = "manifest.json"
+MANIFEST, PARTS = "manifest.json", "parts"
 
 
 def save(
@@ -44,14 +45,29 @@ def save(
         moments: as `adamw_moments` gives them.
         state: JSON content for state.json; state["model"] becomes config.json. `step` is added.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    target = directory / f"step_{step:06d}"
-    for stale in directory.glob("step_*.tmp*"):  # left by a process that was killed while it wrote
-        shutil.rmtree(stale, ignore_errors=True)
-    beside = directory / f"{target.name}.tmp{os.getpid()}"
-    beside.mkdir()
+    beside = begin(directory, step)
     _save_tensors(beside / "model.safetensors", weights)
     _save_tensors(beside / "optimizer.safetensors", moments)
+    return complete(beside, step, state)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """An empty folder beside `directory`/step_NNNNNN, for `complete` to rename. Called by one process alone."""
+    beside = beside_of(directory, step)
+    for stale in directory.glob("step_*.tmp*"):  # left by a process that was killed while it wrote
+        shutil.rmtree(stale, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
+
+
+def beside_of(directory: Path, step: int) -> Path:
+    """Where `begin` makes that folder: known to all ranks."""
+    return directory / f"step_{step:06d}.tmp"
+
+
+def complete(beside: Path, step: int, state: dict[str, Any]) -> Path:
+    """Adds state.json and config.json to the folder of `begin`, seals it and renames it; returns its path."""
+    target = beside.with_suffix("")
     write_json(beside / "config.json", state.get("model", {}))
     write_json(beside / "state.json", {"step": step, **state})
     _seal(beside)
@@ -87,11 +103,11 @@ def _digest(path: Path) -> str:
 
 def _seal(folder: Path) -> None:
     """Writes the manifest of a folder and flushes all of it to the disk."""
-    files = sorted(file for file in folder.iterdir() if file.name != MANIFEST)
-    write_json(
-        folder / MANIFEST, {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in files}
-    )
-    for path in [*files, folder / MANIFEST, folder]:
+    below = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
+    files = [path for path in below if path.is_file()]
+    entries = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in files}
+    write_json(folder / MANIFEST, entries)
+    for path in [*below, folder / MANIFEST, folder]:
         _flush(path)
 
 
@@ -151,8 +167,8 @@ def read_state(path: Path) -> dict[str, Any]:
     return read_json(path / "state.json")
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Weights, moments and state of a checkpoint, on the CPU.
+def load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Any]]:
+    """Weights, moments and state of a checkpoint, on the CPU; those of parts/ are read when they are asked for.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -161,6 +177,10 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, An
 
     if reason := damage(path):
         raise UserError(f"checkpoint {path} cannot be used: {reason}")
+    if (path / PARTS).is_dir():
+        from gpt2_chinese.parts import read_parts
+
+        return *read_parts(path / PARTS), read_state(path)
     return load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), read_state(path)
 
 
@@ -227,14 +247,32 @@ def export_final(
         vocab: the vocabulary file.
         about: what goes into run.json: where the model comes from.
     """
+    beside = begin_final(directory)
+    _save_tensors(beside / "model.safetensors", weights)
+    return complete_final(beside, directory, config, vocab, about)
+
+
+def begin_final(directory: Path) -> Path:
+    """An empty folder beside `directory`, for model.safetensors. Called by one process alone."""
+    beside = beside_final(directory)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
+
+
+def beside_final(directory: Path) -> Path:
+    """Where `begin_final` makes that folder: known to all ranks."""
+    return directory.with_name(f"{directory.name}.tmp")
+
+
+def complete_final(
+    beside: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any]
+) -> Path:
+    """Adds what belongs to the weights, seals the folder and renames it to `directory`; returns that."""
     from gpt2_chinese.vocabulary import LAYOUT, Vocabulary
 
     vocabulary = Vocabulary.load(vocab)
     ids = {"bos_token_id": vocabulary.begin_id, "eos_token_id": vocabulary.end_id, "pad_token_id": vocabulary.pad_id}
-    beside = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    _save_tensors(beside / "model.safetensors", weights)
     write_json(beside / "config.json", {**config.to_dict(), **ids})
     vocabulary.save(beside)
     write_json(beside / "run.json", {"layout": LAYOUT, **about})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def evaluate(
-    model: Callable[[torch.Tensor], torch.Tensor], batches: Batches, ranks: Ranks, precision: str = "fp32"
+    model: Callable[[torch.Tensor], torch.Tensor] | Any, batches: Batches, ranks: Ranks, precision: str = "fp32"
 ) -> dict[str, float]:
     """Every token of a corpus predicted once, the work shared by all ranks.
 
     Args:
-        model: anything that gives logits (b, T, V) for inputs (b, T).
+        model: anything that gives logits (b, T, V) for inputs (b, T); or that has a method score(inputs, targets), where no
+            rank holds all logits: (3,) float64 on the CPU, the summed loss, the right guesses and the tokens that count.
         batches: of the validation corpus.
         ranks: who takes part; all ranks must call this together.
         precision: of the matrix products.
@@ -37,6 +38,9 @@ def evaluate(
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right guesses, tokens
     try:
         for inputs, targets in batches.eval_batches():
+            if hasattr(model, "score"):
+                totals += model.score(inputs, targets)
+                continue
             with autocast(batches.device, precision):
                 logits = model(inputs)
             counted = targets != IGNORED

@@ -17,7 +17,8 @@ def hashes(model: nn.Module) -> tuple[list[str], Tensor]:
     Any single changed bit changes the sum. It reads the weights once and makes no copy of them.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    sums = [t.detach().view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors.values()]
+    own = [t.detach().to_local() if hasattr(t, "to_local") else t.detach() for t in tensors.values()]  # DTensor
+    sums = [t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in own]
     return list(tensors), torch.stack(sums)
 
 

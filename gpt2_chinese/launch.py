@@ -120,6 +120,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         with exit_on_user_error():
             return horovodranks.join(device)
     if settings.nproc == 1:
+        tell_alone = sys.excepthook
+        sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
         return Ranks(device=device)
     store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
     dist.init_process_group(
@@ -163,6 +165,10 @@ def _end_rank(
     if isinstance(error, RunError):
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+    elif getattr(error, "one_line", False):  # a library's, which says what to do; perhaps not on all ranks
+        with contextlib.suppress(Exception):
+            if store.add("an error was said", 1) == 1:
+                print(f"\nerror: rank {rank}: {error}", file=sys.stderr, flush=True)
     elif _is_about_peers(error):
         status, speaks, line = LOST_PEER, True, f"rank {rank} waited in vain for the others"
         try:
@@ -184,6 +190,16 @@ def _end_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a process with collectives under way cannot be unwound: it would wait for them, or abort
+
+
+def _say_alone(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, tell: Callable[..., Any]
+) -> None:
+    """The same for one process: Python ends it with status 1 afterwards."""
+    if isinstance(error, RunError) or getattr(error, "one_line", False):
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+    else:
+        tell(kind, error, trace)
 
 
 def _kill(store: Any, ranks: list[int]) -> None:

@@ -44,14 +44,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
-        num_rows, length, width = x.shape
-        shape = (num_rows, length, self.num_heads, width // self.num_heads)
-        q, k, v = (
-            part.view(shape).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2)
-        )  # (B, heads, T, C/heads)
+        qkv = self.c_attn(x)  # (B, T, 3C)
+        shape = (*qkv.shape[:2], self.num_heads, -1)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, heads, T, C/heads)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        y = y.transpose(1, 2).reshape(num_rows, length, width)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -97,10 +95,14 @@ class GPT2Model(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(B, T) int64 -> (B, T, C), what the first block is given."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return self.drop(self.wte(input_ids) + self.wpe(positions))
+
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C)"""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.drop(self.wte(input_ids) + self.wpe(positions))
+        x = self.embed(input_ids)
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
@@ -118,6 +120,7 @@ class GPT2LMHeadModel(nn.Module):
         self.transformer = GPT2Model(config)
         # made without storage, then tied: the head draws no random numbers and holds no second copy
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.loss = next_token_loss
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -135,7 +138,7 @@ class GPT2LMHeadModel(nn.Module):
             logits (B, T, V), or the mean cross-entropy in nats per token, a float32 scalar.
         """
         logits = self.lm_head(self.transformer(input_ids))
-        return logits if targets is None else next_token_loss(logits, targets)
+        return logits if targets is None else self.loss(logits, targets)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

@@ -20,7 +20,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,11 @@ class Run:
         settings, ranks, model = self.settings, self.ranks, self.settings.model
         tokens, valid = settings.train_tokens, settings.valid_tokens
         per_step = settings.batch_size * settings.seq_len
-        each = settings.batch_size // (ranks.num_ranks * settings.grad_accum)
+        each = settings.batch_size // (settings.num_replicas * settings.grad_accum)
         shape = f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads, context {model.n_positions}"
         unknown = f"{tokens.unknown / len(tokens):.2%} in training, {valid.unknown / len(valid):.2%} in validation"
-        split = f"{_count(ranks.num_ranks, 'rank')} x {_count(settings.grad_accum, 'micro-batch')} x {each}"
+        parts = _count(settings.num_replicas, "rank" if settings.num_replicas == ranks.num_ranks else "replica")
+        split = f"{parts} x {_count(settings.grad_accum, 'micro-batch')} x {each}"
         passes = settings.max_steps * per_step / len(tokens)
         schedule = f"peak lr {settings.lr:g} after {settings.warmup_steps} steps of warm-up"
         rows: Rows = [
@@ -175,9 +176,18 @@ class Run:
                 self._progress.close()
 
     def log(
-        self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None = None, **more: float
-    ) -> None:
-        """Notes one step. `loss` is the mean over the GLOBAL batch, nats per token; `more` goes along as it is."""
+        self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None = None,
+        batch_share: float = 1.0, **more: float,
+    ) -> None:  # fmt: skip
+        """Notes one step; rank 0's numbers count.
+
+        Args:
+            step: from 1 on.
+            loss: mean over the GLOBAL batch, nats per token.
+            lr, grad_norm: of this step; the norm is that before clipping.
+            batch_share: what part of the global batch the step has used: below 1 where it did not wait for all ranks.
+            more: goes along as it is.
+        """
         if not self.ranks.is_main:
             return
         settings = self.settings
@@ -192,13 +202,13 @@ class Run:
             "lr": lr,
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "tokens": step * tokens,
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": batch_share * tokens / seconds,
             "step_s": seconds,
             "peak_bytes": peak_bytes(self.ranks.device),
             **self._step_traffic(),
             **{name: float(value) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
         }
-        self._progress.step(step, self._row["loss"], tokens, seconds)
+        self._progress.step(step, self._row["loss"], batch_share * tokens, seconds)
         if not math.isfinite(self._row["loss"]):
             self._progress.write(f"warning: the loss of step {step} is {self._row['loss']}: a smaller --lr may help")
         if not self.evaluate_now(step):
@@ -264,35 +274,59 @@ class Run:
             extra: JSON content that the chapter wants back on resume.
         """
         if self.ranks.is_main:
-            settings = self.settings
-            state = {
-                "chapter": settings.chapter,
-                "tokens": step * settings.batch_size * settings.seq_len,
-                "model": settings.model.to_dict(),
-                "settings": settings.values(),
-                "versions": versions(),
-                "extra": extra or {},
-            }
-            checkpoint.save(self.directory / "checkpoints", step, weights, moments, state)
+            checkpoint.save(self.directory / "checkpoints", step, weights, moments, self._state(step, extra))
         self.ranks.barrier()
+
+    def save_parts(self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None = None) -> None:
+        """The same where every rank writes its own part: all ranks call write(folder), with a folder that is not there."""
+        folder = self.directory / "checkpoints"
+        if self.ranks.is_main:
+            checkpoint.begin(folder, step)
+        self.ranks.barrier()
+        write(checkpoint.beside_of(folder, step) / checkpoint.PARTS)
+        if self.ranks.is_main:
+            checkpoint.complete(checkpoint.beside_of(folder, step), step, self._state(step, extra))
+        self.ranks.barrier()
+
+    def _state(self, step: int, extra: dict[str, Any] | None) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "chapter": settings.chapter,
+            "tokens": step * settings.batch_size * settings.seq_len,
+            "model": settings.model.to_dict(),
+            "settings": settings.values(),
+            "versions": versions(),
+            "extra": extra or {},
+        }
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, weights: Mapping[str, torch.Tensor], table: Rows | None = None) -> None:
+    def finish(
+        self, weights: Mapping[str, torch.Tensor] | Callable[[Path], object], table: Rows | None = None
+    ) -> None:
         """Writes final/, generates from it, prints the summary, and leaves the process group.
 
         Args:
-            weights: all of them on rank 0; other ranks may pass anything.
+            weights: all of them on rank 0 (other ranks may pass anything), or what all ranks call with the path of a file
+                to write them to, model.safetensors.
             table: rows of the chapter's own, printed in the summary.
         """
         own = torch.zeros(self.ranks.num_ranks, dtype=torch.int64)
         own[self.ranks.rank] = peak_bytes(self.ranks.device)
         peaks = self.ranks.sum(own).tolist()
+        settings, final = self.settings, self.directory / "final"
+        if callable(weights):
+            if self.ranks.is_main:
+                checkpoint.begin_final(final)
+            self.ranks.barrier()
+            weights(checkpoint.beside_final(final) / "model.safetensors")
         if self.ranks.is_main:
-            settings = self.settings
             about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
             about["peak_bytes_by_rank"] = peaks
-            final = checkpoint.export_final(self.directory / "final", settings.model, weights, settings.vocab, about)
+            if callable(weights):
+                checkpoint.complete_final(checkpoint.beside_final(final), final, settings.model, settings.vocab, about)
+            else:
+                checkpoint.export_final(final, settings.model, weights, settings.vocab, about)
             self._print_samples(final)
             memory = ", ".join(f"rank {rank} {peak / 2**20:.0f} MiB" for rank, peak in enumerate(peaks))
             self._print_summary([("peak memory", memory)], table or [])

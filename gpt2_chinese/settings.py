@@ -179,10 +179,11 @@ class Settings:
                 f"--seq-len {self.seq_len} is above the model's context, n_positions {self.model.n_positions} "
                 f"of --model-config {self.model_config}"
             )
-        if self.batch_size % (self.nproc * self.grad_accum):
+        if self.batch_size % (self.num_replicas * self.grad_accum):
+            who = f"--nproc {self.nproc}" if self.num_replicas == self.nproc else f"{self.num_replicas} replicas"
             raise UserError(
-                f"--batch-size {self.batch_size} is not divisible by --nproc {self.nproc} times --grad-accum "
-                f"{self.grad_accum} = {self.nproc * self.grad_accum}"
+                f"--batch-size {self.batch_size} is not divisible by {who} times --grad-accum "
+                f"{self.grad_accum} = {self.num_replicas * self.grad_accum}"
             )
         if self.warmup_steps and self.warmup_steps >= self.max_steps:
             raise UserError(f"--warmup-steps {self.warmup_steps} must be below --max-steps {self.max_steps}")
@@ -240,6 +241,11 @@ class Settings:
             if before != getattr(self, name):
                 notice(f"note: {dashed(name)} is {getattr(self, name)} now, and was {before} before {found.name}")
         return found
+
+    @property
+    def num_replicas(self) -> int:
+        """In how many parts the ranks share a batch: all of them, where each holds or gathers the whole model."""
+        return self.nproc
 
     @property
     def resume_step(self) -> int:

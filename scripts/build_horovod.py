@@ -24,6 +24,8 @@ import time
 import tomllib
 from pathlib import Path
 
+from moving_line import run_with_progress, say
+
 REPO = Path(__file__).resolve().parents[1]
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
@@ -40,7 +42,6 @@ PATCHES = (
 )  # fmt: skip
 # bytes of memory that one compiler takes with torch's headers
 BYTES_PER_COMPILER = 2 * 2**30
-SECONDS_BETWEEN_LINES = 15
 
 
 class BuildError(Exception):
@@ -222,7 +223,9 @@ def build(local: str) -> Path:
         jobs = os.environ.get("MAKEFLAGS") or f"-j{num_compilers()}"
         say(f"horovod: compiling {VERSION} against {local} with make {jobs}: three to ten minutes, once (log: {log})")
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", str(made), "."]
-        status = run_with_progress(command, source, build_environment(local, jobs, Path(scratch)), log)
+        status = run_with_progress(
+            command, log, "horovod", doing_now, cwd=source, env=build_environment(local, jobs, Path(scratch))
+        )
         if status != 0:
             text = log.read_text(errors="replace")
             raise BuildError(f"{why_it_failed('the build of Horovod', text)} (log: {log})")
@@ -303,41 +306,11 @@ def linkable_nccl(scratch: Path) -> Path:
     return linked
 
 
-def run_with_progress(command: list[str], cwd: Path, environment: dict[str, str], log: Path) -> int:
-    """Runs the build with its output in the log; shows cmake's percents on a moving line, elsewhere now and then."""
-    begin = next_line = time.monotonic()
-    terminal = sys.stderr.isatty()
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1)
-                break
-            now = time.monotonic()
-            percents = re.findall(r"\[ *(\d+)%\] *(\w+.*)", log.read_text(errors="replace"))
-            percent, doing = percents[-1] if percents else ("0", "configuring")
-            line = f"horovod: {now - begin:4.0f} s  {percent:>3} %  {doing}"
-            if terminal:
-                width = shutil.get_terminal_size().columns - 1
-                print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
-            elif now >= next_line:
-                next_line = now + SECONDS_BETWEEN_LINES
-                say(line[:120])
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # make and its compilers too
-            process.wait()
-        if terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-    return process.returncode
-
-
-def say(line: str) -> None:
-    """Talks to the user."""
-    print(line, file=sys.stderr, flush=True)
+def doing_now(text: str) -> str:
+    """What the build's log says it is at: cmake's percents."""
+    percents = re.findall(r"\[ *(\d+)%\] *(\w+.*)", text)
+    percent, doing = percents[-1] if percents else ("0", "configuring")
+    return f"{percent:>3} %  {doing}"
 
 
 if __name__ == "__main__":

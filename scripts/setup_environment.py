@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+from moving_line import run_with_progress, say
+
 REPO = Path(__file__).resolve().parents[1]
 PROJECT = "gpt2-chinese-patrickstar"
 PACKAGE = "gpt2_chinese"
@@ -153,7 +155,7 @@ def make_venv(extras: set[str]) -> None:
     say(f"setup: {verb} {VENV} with torch and what constraints.txt names: {MINUTES} (log: {LOG})")
     begin = time.monotonic()
     pip = [VENV_PYTHON, "-m", "pip", "install", "--progress-bar", "off", "-c", "constraints.txt", "-e", wish]
-    status = run_with_progress(pip)
+    status = install(pip)
     if status != 0:
         text = LOG.read_text(errors="replace")
         if before is not None and status > 0 and not is_disk_full(text):
@@ -200,36 +202,11 @@ def start_empty_venv() -> None:
             raise SetupError(f"{command[0]} -m {command[2]} failed: {last_line(made.stdout + made.stderr)}")
 
 
-def run_with_progress(command: list) -> int:
-    """Runs pip with its output in the log; shows on a terminal a moving line, elsewhere a line every half minute."""
-    begin = next_line = time.monotonic()
-    terminal = sys.stderr.isatty()
+def install(command: list) -> int:
+    """Runs pip with its output in the log, out of reach of what would send it elsewhere; returns its exit status."""
     unwanted = {"PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONHOME"}
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    with open(LOG, "w") as log:
-        pip = subprocess.Popen(
-            command, cwd=REPO, env=environment, stdout=log, stderr=subprocess.STDOUT, close_fds=False
-        )
-    try:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                pip.wait(timeout=1)
-                break
-            now = time.monotonic()
-            line = f"setup: {now - begin:4.0f} s  {last_line(LOG.read_text(errors='replace')).strip()}"
-            if terminal:
-                width = shutil.get_terminal_size().columns - 1
-                print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
-            elif now - next_line >= 30:
-                next_line = now
-                say(line[:120])
-    finally:
-        if pip.poll() is None:
-            pip.kill()
-            pip.wait()
-        if terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-    return pip.returncode
+    return run_with_progress(command, LOG, "setup", lambda text: last_line(text).strip(), cwd=REPO, env=environment)
 
 
 def is_disk_full(text: str) -> bool:
@@ -257,10 +234,6 @@ def last_line(text: str) -> str:
     """Returns the last line that is not blank."""
     return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
 
-
-def say(line: str) -> None:
-    """Talks to the user; stdout is for the answer."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -231,6 +231,7 @@ def environment(tmp_path, monkeypatch):
     script = tmp_path / "scripts" / "setup_environment.py"  # a copy: all its paths are then below tmp_path
     script.parent.mkdir()
     shutil.copy(REPO / "scripts" / script.name, script)
+    monkeypatch.syspath_prepend(str(REPO / "scripts"))
     spec = importlib.util.spec_from_file_location("setup_environment", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,0 +1,73 @@
+"""Checkpoints that ranks wrote in parts, read by a chapter that knows nothing of ranks; nothing in them runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from gpt2_chinese import checkpoint
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.parts import read_parts
+
+TENSORS = {"model.a.weight": torch.arange(12.0).view(3, 4), "exp_avg.a.weight": torch.ones(3, 4),
+           "exp_avg_sq.a.weight": torch.full((3, 4), 2.0), "model.b": torch.zeros(5), "random.cpu.0": torch.get_rng_state()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    dcp.save(dict(TENSORS), checkpoint_id=tmp_path / "parts", no_dist=True)
+    (tmp_path / "parts" / "state.json").write_text(json.dumps({"steps": {"a.weight": 3, "b": 0}}))
+    return tmp_path / "parts"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_weights_and_moments_by_name(folder: Path) -> None:
+    weights, moments = read_parts(folder)
+    assert list(weights) == ["a.weight", "b"] and len(weights) == 2
+    assert torch.equal(weights["a.weight"], TENSORS["model.a.weight"])
+    assert set(moments) == {"exp_avg.a.weight", "exp_avg_sq.a.weight", "step.a.weight", "step.b"}, "b has no moments"
+    assert torch.equal(moments["exp_avg_sq.a.weight"], TENSORS["exp_avg_sq.a.weight"])
+    assert moments["step.a.weight"] == 3 and "exp_avg.b" not in moments
+
+
+def test_a_checkpoint_with_parts_is_loaded_as_any(folder: Path) -> None:
+    os.makedirs(folder.parent / "step_000003")
+    os.rename(folder, folder.parent / "step_000003" / checkpoint.PARTS)
+    path = folder.parent / "step_000003"
+    checkpoint.write_json(path / "state.json", {"step": 3})
+    checkpoint._seal(path)
+    weights, moments, state = checkpoint.load(path)
+    assert torch.equal(weights["b"], torch.zeros(5)) and state["step"] == 3
+    content = bytearray((path / "parts" / "__0_0.distcp").read_bytes())
+    content[100] ^= 4
+    (path / "parts" / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(UserError, match=r"parts/__0_0.distcp does not match its checksum"):
+        checkpoint.load(path)
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("carried_out",)
+
+
+def test_its_metadata_cannot_run_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(UserError, match="posix.mkdir, which does not belong there"):
+        read_parts(folder)
+    assert not Path("carried_out").exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.json"])
+def test_a_folder_that_is_none_is_refused_in_one_line(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=f"cannot be read: .*{name}"):
+        read_parts(folder)
