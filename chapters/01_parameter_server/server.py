@@ -18,6 +18,7 @@ of a gradient; it waits for the one that would exceed the bound. With bound 0 th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -35,12 +36,13 @@ def parameter_server(model: nn.Module, ranks: Any, settings: Any) -> ParameterSe
     Args:
         model: on its device, the same architecture on all ranks.
         ranks: with rank, num_ranks and group.
-        settings: backend, mode, staleness, num_replicas, resume_step.
+        settings: backend, mode, staleness, slow_worker_s, num_devices, resume_step.
     """
     if settings.backend == "torch":
-        return DataParallel(model, settings.num_replicas)
+        return DataParallel(model, settings.num_devices)
     bound = settings.staleness if settings.mode == "async" else None
-    return ParameterServer(model, ranks.rank, ranks.num_ranks, ranks.group, bound, settings.resume_step)
+    idle_s = settings.slow_worker_s if ranks.rank == 1 else 0.0
+    return ParameterServer(model, ranks.rank, ranks.num_ranks, ranks.group, bound, settings.resume_step, idle_s)
 
 
 class ParameterServer:
@@ -52,6 +54,7 @@ class ParameterServer:
         group: of torch.distributed; None when alone.
         bound: most staleness of the asynchronous mode, None for the synchronous one.
         version: the step that the weights have behind them.
+        idle_s: seconds that this rank idles in each step, a straggler on purpose.
 
     Attributes:
         loss: on the server, the mean loss of the gradients of the last step, nats per token.
@@ -59,8 +62,9 @@ class ParameterServer:
     """
 
     def __init__(
-        self, model: nn.Module, rank: int, num_ranks: int, group: Any = None, bound: int | None = None, version: int = 0
-    ) -> None:
+        self, model: nn.Module, rank: int, num_ranks: int, group: Any = None, bound: int | None = None, version: int = 0,
+        idle_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self.model, self.rank, self.num_ranks, self.bound = model, rank, num_ranks, bound
         # The messages lie in host memory; the default group is not kept (its threads would outlive it and abort).
         self.group = None if group is None or group is dist.group.WORLD else group
@@ -71,6 +75,7 @@ class ParameterServer:
         self.num_weights = sum(t.numel() for t in self.weights)
         self.num_gradients = sum(p.numel() for p in self.parameters)
         self.version = version  # the server's step whose weights this rank holds
+        self.idle_s = idle_s
         self.loss, self.staleness = float("nan"), [0]
         self.sent_bytes = self.received_bytes = 0
         self._arriving: dict[int, Future[Tensor]] = {}  # of the workers that are at work: what they will push
@@ -99,6 +104,8 @@ class ParameterServer:
         if self.is_server:
             for worker in (w for w in range(1, self.num_ranks) if w not in self._arriving):
                 self._arriving[worker] = self._threads.submit(self._receive, worker)
+        if self._took_part:
+            time.sleep(self.idle_s)
         return iter(micro_batches) if self._took_part else iter(())
 
     # ---- up: gradients --------------------------------------------------------------------------------------------------
@@ -200,6 +207,7 @@ class ParameterServer:
             "server_bytes": through,
             "formula_bytes": self.formula_bytes(),
             "num_gradients": len(self.staleness),
+            "batch_share": len(self.staleness) / self.num_ranks,
             "staleness_mean": sum(self.staleness) / len(self.staleness),
             "staleness_max": max(self.staleness),
         }

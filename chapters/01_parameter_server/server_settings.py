@@ -13,12 +13,19 @@ class Settings(ParallelSettings):
     backend: str = flag("own", "own (server.py) or torch (nn.DataParallel, several GPUs).", choices=("own", "torch"))
     mode: str = flag("sync", "sync, or async: the server does not wait for slow workers.", choices=("sync", "async"))
     staleness: int = flag(4, "Of async: server steps that a gradient's weights may be behind.")
-    num_replicas: int = field(default=0, init=False)  # of --backend torch: one process, --nproc GPUs
+    slow_worker_s: float = flag(0.0, "Seconds rank 1 idles in each of its steps: what a straggler does to the others.")
+    num_devices: int = field(default=0, init=False)  # of --backend torch: one process, --nproc GPUs
 
     def validate(self) -> None:
         super().validate()
         if self.staleness < 0:
             raise UserError(f"--staleness must be at least 0, not {self.staleness}")
+        if not 0 <= self.slow_worker_s < self.timeout_s:
+            raise UserError(
+                f"--slow-worker-s must be at least 0 and below --timeout-s {self.timeout_s}, not {self.slow_worker_s}"
+            )
+        if self.slow_worker_s and (self.nproc == 1 or self.backend == "torch"):
+            raise UserError("--slow-worker-s slows rank 1 down, which --nproc 1 and --backend torch do not have")
         if self.mode == "async" and self.precision == "fp16":
             raise UserError("--mode async with --precision fp16: gradients in flight would have an older loss scale")
         if self.backend == "torch":
@@ -38,4 +45,4 @@ class Settings(ParallelSettings):
             )
         if self.nproc < 2:
             raise UserError("--backend torch is nn.DataParallel, which shares the work among at least --nproc 2 GPUs")
-        self.num_replicas, self.nproc = self.nproc, 1
+        self.num_devices, self.nproc = self.nproc, 1

@@ -15,6 +15,7 @@ SAME_AS = {
     "far_budget": "far_budget",
     "default_chunk_size": "chunk_size",
     "ownership": "ownership",
+    "communication": "communication",
     "eviction_policy": "policy",
     "gradient_clipping": "clip_grad_norm",
     "gradient_accumulation_steps": "grad_accum",
@@ -29,6 +30,7 @@ class Settings(BaseSettings):
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
     chunk_size: str = flag("auto", "Elements in a chunk, or auto, the size that wastes least within the near budget.")
     ownership: str = flag("whole", "Whole chunks per rank, or every chunk sharded over them.", choices=("whole", "sharded"))
+    communication: str = flag("group", "Gather p whole chunks at once, or one at a time.", choices=("group", "chunk"))
     policy: str = flag("next_use", "Which chunk leaves when room is short.", choices=("next_use", "lru"))
     config: str | None = flag(None, "A JSON file with pstar's configuration keys, instead of the flags that say the same.",
                               shown="none")
@@ -40,7 +42,8 @@ class Settings(BaseSettings):
             same["default_chunk_size"] = int(self.chunk_size)
         params = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8} | getattr(self, "_optimizer_params", {})
         optimizer = {"type": getattr(self, "_optimizer_type", "AdamW"), "params": params}
-        return {"optimizer": optimizer, "bf16": {"enabled": self.precision == "bf16"}} | same
+        fp16 = getattr(self, "_loss_scaling", {}) | {"enabled": self.precision == "fp16"}
+        return {"optimizer": optimizer, "bf16": {"enabled": self.precision == "bf16"}, "fp16": fp16} | same
 
     def read_config(self) -> None:
         """Takes over what --config says. A setting that is given there and by a flag is refused, with both named."""
@@ -63,8 +66,9 @@ class Settings(BaseSettings):
             for name in ("lr", "weight_decay"):
                 if f"optimizer.params.{name}" in given:
                     self._take(name, f"optimizer.params.{name}", getattr(config.optimizer.params, name))
-        if "bf16" in given:
-            self._take("precision", "bf16", "bf16" if config.bf16.enabled else "fp32")
+        if "bf16" in given or "fp16" in given:
+            self._take("precision", "bf16" if "bf16" in given else "fp16", config.precision)
+            self._loss_scaling = {key: value for key, value in vars(config.fp16).items() if f"fp16.{key}" in given}
 
     def _take(self, name: str, key: str, value: Any) -> None:
         if any(word == dashed(name) or word.startswith(dashed(name) + "=") for word in self.argv):
@@ -73,8 +77,6 @@ class Settings(BaseSettings):
 
     def validate(self) -> None:
         super().validate()
-        if self.precision == "fp16":
-            raise UserError("--precision fp16: this chapter computes in fp32 or bf16; give one of them")
         if self.chunk_size != "auto" and not (self.chunk_size.isdecimal() and int(self.chunk_size) > 0):
             raise UserError(f"--chunk-size {self.chunk_size} is no number of elements: give a whole number, or auto")
 

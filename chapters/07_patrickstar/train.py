@@ -17,7 +17,7 @@ import torch
 
 import pstar
 from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import load
+from gpt2_chinese.checkpoint import PARTS, load
 from gpt2_chinese.evaluate import evaluate
 from gpt2_chinese.launch import launch
 from gpt2_chinese.model import GPT2LMHeadModel
@@ -37,9 +37,10 @@ run = Run(settings, ranks, about=model.memory_plan())
 
 # -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
 train, valid = Batches.of(settings, ranks)
-if run.resume_from:
-    weights, moments, state = load(run.resume_from)
-    model.load_state(weights, moments)
+if run.resume_from and (run.resume_from / PARTS / "manifest.json").exists():  # pstar's own
+    model.load_checkpoint(run.resume_from / PARTS)  # each rank reads its own part
+elif run.resume_from:
+    model.load_state(*load(run.resume_from)[:2])  # another chapter's
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():
@@ -59,7 +60,7 @@ for step in run.steps():
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate(model, valid, ranks))
     if run.save_now(step):
-        run.save(step, *model.gather_state())
+        run.save_parts(step, model.save_checkpoint)
 
 # -- end ---------------------------------------------------------------------------------------------------------------
-run.finish(model.gather_state()[0], table=model.memory_table())
+run.finish(model.export_weights, table=model.memory_table())

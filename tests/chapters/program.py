@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,21 @@ def run(command: list[str], status: int = 0, timeout: float = 120) -> str:
     )
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}"
     return done.stdout
+
+
+def end_a_rank(command: list[str], metrics: Path, num_ranks: int, rank: int, number: int) -> tuple[str, float]:
+    """Starts a job, sends a signal to one rank after some steps; returns what the job said and the seconds until its end.
+
+    Asserts that the job fails, with status 1.
+    """
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None
+        time.sleep(0.05)
+    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
+    ranks = sorted(int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid)
+    begin = time.monotonic()
+    os.kill(ranks[-num_ranks:][rank], number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    return said, time.monotonic() - begin

@@ -88,7 +88,6 @@ def test_one_process_and_chapter_00_resume_each_other(tmp_path: Path) -> None:
     (("--far-budget", "-1"), "--far-budget"),
     (("--far-budget", "100KiB", "--near-budget", "min"), "far budget 100KiB (102400 bytes) is too small: the chunks of one"),
     (("--chunk-size", "big"), "--chunk-size big is no number of elements"),
-    (("--precision", "fp16"), "--precision fp16"),
     (("--policy", "random"), "--policy"),
     (("--near-bugdet", "1MiB"), "--near-budget"),
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
@@ -136,17 +135,34 @@ def test_the_default_budget_is_a_quarter_or_the_least_that_works(tmp_path: Path)
         assert json.loads((chapter.output / "config.json").read_text())["near_budget"] == budget
 
 
-def test_in_bf16_the_curve_stays_within_one_per_cent(tmp_path: Path) -> None:
+def test_in_16_bit_the_curve_stays_within_one_per_cent(tmp_path: Path) -> None:
     """The law of the curve for mixed precision: the mean gap over the last 20 of 200 steps."""
     flags = ("--max-steps", 200, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 16)
-    curves = []
-    for name, more in (("00_single", ()), ("07_patrickstar", ("--precision", "bf16", "--near-budget", "min"))):
-        chapter = Chapter(name, tmp_path / name)
+    curves, rows = {}, []
+    for name, precision in (("00_single", "fp32"), ("07_patrickstar", "bf16"), ("07_patrickstar", "fp16")):
+        chapter = Chapter(name, tmp_path / precision)
         chapter.folder.mkdir()
-        chapter.train(*flags, *more)
-        curves.append(chapter.losses()[-20:])
-    gaps = [abs(ours - theirs) / theirs for theirs, ours in zip(*curves, strict=True)]
-    assert sum(gaps) / 20 < 0.01 and max(gaps) > 0
+        chapter.train(*flags, *(("--precision", precision, "--near-budget", "min") if precision != "fp32" else ()))
+        curves[precision], rows = chapter.losses()[-20:], chapter.metrics()
+    for precision in ("bf16", "fp16"):
+        gaps = [abs(ours - theirs) / theirs for theirs, ours in zip(curves["fp32"], curves[precision], strict=True)]
+        assert sum(gaps) / 20 < 0.01 and max(gaps) > 0, precision
+    assert rows[-1]["loss_scale"] >= 1 and rows[-1]["skipped_steps"] <= 20
+
+
+def test_fp16_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path) -> None:
+    """The configuration's first scale is too large on purpose; the run that goes on takes the one that was found."""
+    (tmp_path / "c.json").write_text('{"fp16": {"enabled": true, "initial_scale_power": 24, "hysteresis": 1}}')
+    flags = (*STEPS, "--seq-len", 16, "--config", tmp_path / "c.json")
+    chapter = Chapter("07_patrickstar", tmp_path / "whole")
+    chapter.folder.mkdir()
+    chapter.train(*flags)
+    rows = chapter.metrics()
+    assert rows[0]["loss_scale"] == 2**23 and rows[0]["grad_norm"] is None and rows[-1]["skipped_steps"] > 0
+    part = interrupted(chapter, tmp_path / "part")
+    part.train(*flags)
+    assert part.losses() == chapter.losses()
+    assert [row["loss_scale"] for row in part.metrics()] == [row["loss_scale"] for row in rows]
 
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
@@ -171,3 +187,13 @@ def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Done." in done.stdout
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_loss_scale_that_is_too_large_ends_the_run_in_one_line(tmp_path: Path, nproc: int) -> None:
+    (tmp_path / "c.json").write_text('{"fp16": {"enabled": true, "loss_scale": 1e9}}')
+    chapter = Chapter("07_patrickstar", tmp_path)
+    said = chapter.train("--max-steps", 100, "--seq-len", 8, "--nproc", nproc, "--config", tmp_path / "c.json", status=1)
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "20 steps in a row" in lines[0] and "is too large" in lines[0] and "Traceback" not in said, said
+    assert len(chapter.metrics()) == 19

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import SMALL, Chapter, environment
+from tests.chapters.program import SMALL, Chapter, end_a_rank
 from tests.chapters.technique import technique
 
 FLAGS = ("--max-steps", 20, "--save-every", 10, "--eval-every", 20, "--seq-len", 24, "--lr", "0.003", "--warmup-steps", 3,
@@ -79,6 +76,9 @@ def test_what_02_refuses(capsys, tmp_path, flags, line) -> None:
     (("--staleness", "-1"), "--staleness must be at least 0"),
     (("--mode", "async", "--precision", "fp16"), "--mode async with --precision fp16"),
     (("--backend", "torch", "--device", "cpu"), "--backend torch is nn.DataParallel"),
+    (("--slow-worker-s", "-1"), "--slow-worker-s must be at least 0 and below --timeout-s 600, not -1.0"),
+    (("--slow-worker-s", "600"), "--slow-worker-s must be at least 0 and below --timeout-s 600, not 600.0"),
+    (("--slow-worker-s", "1", "--nproc", "1"), "--slow-worker-s slows rank 1 down, which --nproc 1"),
     (("--backend", "torch", "--mode", "async"), "--mode async is of --backend own"),
 ])  # fmt: skip
 def test_what_01_refuses(capsys, tmp_path, flags, line) -> None:
@@ -95,15 +95,5 @@ def test_a_dead_or_hanging_rank_ends_the_job_and_is_named(tmp_path: Path, name, 
     chapter = Chapter(name, tmp_path)
     command = chapter.command("--max-steps", 100_000, "--nproc", 3, "--timeout-s", 4, "--eval-every", 10**6,
                               "--save-every", 10**6, "--seq-len", SMALL["n_positions"] // 2)  # fmt: skip
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics = chapter.output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None
-        time.sleep(0.05)
-    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
-    ranks = sorted(int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid)
-    begin = time.monotonic()
-    os.kill(ranks[-3:][rank], number)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and line in said, said
-    assert "Traceback" not in said and time.monotonic() - begin < 30
+    said, seconds = end_a_rank(command, chapter.output / "metrics.jsonl", 3, rank, number)
+    assert line in said and "Traceback" not in said and seconds < 30, said

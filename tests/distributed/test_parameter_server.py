@@ -19,6 +19,7 @@ from tests.chapters.technique import (
     clip_and_step,
     is_red,
     learning_rate,
+    oracle,
     rows,
     technique,
 )  # fmt: skip
@@ -88,6 +89,29 @@ def nothing_arrives(rank, num_ranks):
 def test_without_its_messages_it_is_red(ranks):
     results = ranks(2).run(nothing_arrives)
     is_red(lambda: assert_follows(results))
+
+
+def weights_stay_where_they_are(rank, num_ranks):
+    """Workers push, but what they pull is thrown away: the weights of the start stay theirs."""
+    pull = server_module.ParameterServer.pull
+
+    def forgetful(server, scaler=None):
+        before = [tensor.detach().clone() for tensor in server.weights]
+        pull(server, scaler)
+        if not server.is_server and server.version > 0:
+            for tensor, value in zip(server.weights, before, strict=True):
+                tensor.data.copy_(value)
+
+    with mock.patch.object(server_module.ParameterServer, "pull", forgetful), mock.patch(f"{__name__}.check_in_sync"):
+        return train(rank, num_ranks, None)
+
+
+def test_without_the_pull_it_is_red(ranks):
+    results = ranks(2).run(weights_stay_where_they_are)
+    is_red(lambda: assert_follows(results))
+    losses = oracle()["losses"]
+    assert results[0]["losses"][0] == pytest.approx(losses[0], rel=1e-5)
+    assert results[0]["losses"][-1] != pytest.approx(losses[-1], rel=1e-3), "the curve itself is another"
 
 
 def test_bytes_through_the_server_are_the_formula_s(ranks):

@@ -1,0 +1,129 @@
+"""A chapter's own train.py inside ranks that are alive already: many flags, each at the cost of a run but not of a start.
+
+The program runs whole and unchanged (settings, data, loop, evaluation, checkpoint, final/); only launch() is replaced: it
+hands out the ranks that are there, of a `RankPool` or of one horovodrun. That the launchers start it as well is tested
+elsewhere, once a chapter. Beside what the program writes, each rank reports what its optimizer did and saw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from gpt2_chinese import launch
+from gpt2_chinese.launch import Ranks
+from tests.chapters.horovod import horovodrun
+from tests.chapters.program import ROOT, Chapter, run
+
+
+@dataclasses.dataclass
+class Report:
+    """What one rank's optimizer did.
+
+    Attributes:
+        seen: global norm of the gradients at each of its steps, as the optimizer was given them.
+        skipped: steps that a loss scale left out.
+    """
+
+    seen: list[float] = dataclasses.field(default_factory=list)
+    skipped: int = 0
+
+
+class Stays(Ranks):
+    """Ranks that outlive the program."""
+
+    def close(self) -> None:
+        """Leaves the group to whoever made it."""
+
+
+def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
+    """Runs chapters/NAME/train.py on this rank, as `python train.py FLAGS` would under a launcher."""
+    report, program = Report(), ROOT / "chapters" / name / "train.py"
+    step, update = torch.optim.AdamW.step, torch.amp.GradScaler.update
+
+    def noting(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        report.seen.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters)))
+        return step(optimizer, closure)
+
+    def watching(scaler: torch.amp.GradScaler, *args: Any) -> None:
+        before = scaler.get_scale()
+        update(scaler, *args)
+        report.skipped += scaler.get_scale() < before
+
+    variables = {"RANK": ranks.rank, "LOCAL_RANK": ranks.rank, "WORLD_SIZE": ranks.num_ranks}
+    folder = str(program.parent)
+    try:
+        with mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), \
+             mock.patch.object(sys, "argv", [str(program), *flags]), \
+             mock.patch.object(torch.optim.AdamW, "step", noting), \
+             mock.patch.object(torch.amp.GradScaler, "update", watching), \
+             mock.patch.object(launch, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
+            sys.path.insert(0, folder)
+            runpy.run_path(str(program), run_name="__main__")
+    finally:
+        sys.path.remove(folder)
+    return report
+
+
+def _at_home(settings: Any, ranks: Ranks) -> Ranks:
+    settings.device, settings.precision = "cpu", settings.precision or "fp32"
+    return dataclasses.replace(ranks)
+
+
+def on_gloo(rank: int, num_ranks: int, name: str, flags: list[str]) -> Report:
+    """A case for a `RankPool`."""
+    group = dist.group.WORLD if num_ranks > 1 else None
+    return run_here(name, flags, Stays(rank, num_ranks, rank, torch.device("cpu"), group))
+
+
+def train(ranks: Any, num_ranks: int, chapter: Chapter, *flags: object) -> list[Report]:
+    """Runs a small chapter on `num_ranks` ranks of the session's pools; returns their reports."""
+    _, _, *given = chapter.command(*flags, "--nproc", num_ranks)
+    return ranks(num_ranks).run(on_gloo, chapter.name, given, timeout=300)
+
+
+def train_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, ...]]]) -> list[list[Report]]:
+    """Runs several small chapters after each other under one real horovodrun; returns, for each, the ranks' reports."""
+    folder = runs[0][0].folder
+    jobs = [(chapter.name, chapter.command(*flags, "--nproc", num_ranks)[2:]) for chapter, flags in runs]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = horovodrun(num_ranks, "-m", "tests.chapters.inside", folder)
+    run(command, timeout=600)
+    by_rank = [json.loads((folder / f"reports.{rank}.json").read_text()) for rank in range(num_ranks)]
+    return [[Report(**report) for report in reports] for reports in zip(*by_rank, strict=True)]
+
+
+def main(folder: Path) -> None:
+    """One rank under horovodrun: the jobs of a folder, after each other."""
+    from gpt2_chinese.horovodrun import adopt_ranks
+
+    adopt_ranks()
+    torch.set_num_threads(1)
+    import horovod.torch as hvd
+
+    from gpt2_chinese.horovodranks import HorovodRanks
+
+    hvd.init()
+
+    class StaysInHorovod(HorovodRanks):
+        close = Stays.close
+
+    reports = [dataclasses.asdict(run_here(name, flags, StaysInHorovod.now(torch.device("cpu"))))
+               for name, flags in json.loads((folder / "jobs.json").read_text())]  # fmt: skip
+    (folder / f"reports.{hvd.rank()}.json").write_text(json.dumps(reports))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
