@@ -1,0 +1,68 @@
+"""The ranks as a block of data x pipeline x tensor: who shares layers, who passes activations on, who averages gradients.
+
+    8 ranks, --tp 2 --pp 2:       pipeline 0          pipeline 1
+                              data 0    data 1    data 0    data 1
+                  tensor 0      0         4         2         6
+                  tensor 1      1         5         3         7
+
+Tensor ranks are neighbours: they talk in every layer, and neighbours have the fastest links. (Narayanan et al. 2021, 3.)
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+
+from gpt2_chinese.launch import Ranks
+
+
+class Mesh:
+    """Groups of the run's ranks; a group of one is None. All ranks make it together.
+
+    Args:
+        ranks: of the run.
+        tp, pp: ranks along tensor and pipeline; their product divides the number of ranks.
+
+    Attributes:
+        tensor, pipeline, replica, ends: groups of torch.distributed: those who share this rank's layers; one of each stage;
+            all of them who hold the model together; the first and last of the pipeline, None on ranks between.
+        data: the ranks that hold the same part of the model, as Ranks: batches are shared, gradients averaged over them.
+        tp_rank, pp_rank: where this rank is.
+    """
+
+    def __init__(self, ranks: Ranks, tp: int, pp: int) -> None:
+        self.ranks, self.tp, self.pp, self.dp = ranks, tp, pp, ranks.num_ranks // (tp * pp)
+        rest, self.tp_rank = divmod(ranks.rank, tp)
+        self.dp_rank, self.pp_rank = divmod(rest, pp)
+        self._own: list[Any] = []
+
+        def at(d: int, p: int, t: int) -> int:
+            return (d * pp + p) * tp + t
+
+        data, pipeline, tensor = range(self.dp), range(pp), range(tp)
+        self.tensor = self._group([[at(d, p, t) for t in tensor] for d, p in product(data, pipeline)])
+        self.pipeline = self._group([[at(d, p, t) for p in pipeline] for d, t in product(data, tensor)])
+        self.replica = self._group([[at(d, p, t) for p, t in product(pipeline, tensor)] for d in data])
+        self.ends = self._group([[at(d, p, t) for p in sorted({0, pp - 1})] for d, t in product(data, tensor)])
+        group = self._group([[at(d, p, t) for d in data] for p, t in product(pipeline, tensor)])
+        self.data = Ranks(self.dp_rank, self.dp, ranks.local_rank, ranks.device, group)
+
+    def _group(self, members: list[list[int]]) -> Any:
+        """The group of this rank among these, all of one size; made by all ranks in the same order."""
+        if self.ranks.num_ranks == 1 or len(members[0]) == 1:
+            return None
+        found = None
+        for group in map(dist.new_group, members):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                self._own.append(group)
+                found = group
+        return found
+
+    def close(self) -> None:
+        """Lets go of the groups, before that of all ranks: gloo's threads would abort the process at its end."""
+        for group in self._own:
+            dist.destroy_process_group(group)
+        self._own, self.tensor, self.pipeline, self.replica, self.ends = [], None, None, None, None
+        self.data.group = None

@@ -1,0 +1,67 @@
+"""Pipelines by torch: torch.distributed.pipelining executes the schedules that schedules.py writes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from pipeline import Batch, Stage, Worker
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+
+class StageModule(nn.Module):
+    """A stage as torch wants it."""
+
+    def __init__(self, stage: Stage, precision: Callable[[], Any]) -> None:
+        super().__init__()
+        self.stage, self.precision = stage, precision
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, T) int64 or (b, T, C) -> (b, T, C), on the last stage logits (b, T, V), float32"""
+        with self.precision():
+            return self.stage(x).float()
+
+
+class TorchWorker(Worker):
+    """Trains by torch's schedules; predicts as Worker does."""
+
+    schedule_of: Any = None
+
+    def train(self, micros: Iterable[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Tensor:
+        """As in Worker."""
+        batches = list(micros)
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        if self.schedule_of is None:
+            self.schedule_of = self._make(batches, scale, precision)
+        losses: list[Tensor] = []
+        given = [inputs] if 0 in self.stages else []
+        is_last = any(stage.is_last for stage in self.stages.values())
+        more = {"target": targets, "losses": losses} if is_last else {}
+        self.schedule_of.step(*given, **more, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=inputs.device)
+        return torch.stack(losses).sum().detach() / scale(torch.ones((), device=inputs.device))
+
+    def _make(self, batches: list[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Any:
+        """The schedule, for micro-batches of this shape."""
+        example, num_stages = batches[0][0], self.num_ranks * self.num_virtual
+        b, length = example.shape
+        model = next(iter(self.stages.values())).model
+        stages = []
+        for number, stage in self.stages.items():
+            hidden = torch.empty(b, length // self.sequence_ranks, self.width, device=example.device, requires_grad=True)
+            logits = torch.empty(b, length, model.config.vocab_size, device=example.device, requires_grad=True)
+            stages.append(PipelineStage(
+                StageModule(stage, precision), number, num_stages, example.device, group=self.group,
+                input_args=(example if stage.is_first else hidden,), output_args=(logits if stage.is_last else hidden,),
+            ))  # fmt: skip
+
+        def loss(y: Tensor, target: Tensor) -> Tensor:
+            return scale(model.loss(y, target) / len(batches))
+
+        if self.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, len(batches), loss_fn=loss, scale_grads=False)
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.schedule]
+        return kind(stages[0], len(batches), loss_fn=loss, scale_grads=False)

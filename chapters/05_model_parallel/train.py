@@ -1,0 +1,75 @@
+"""Chapter 05: model parallel. One model over several ranks: its layers in a pipeline, its matrices in slices, or both.
+
+bash chapters/05_model_parallel/train.sh --grad-accum 4                            # a pipeline of two ranks, 1f1b
+bash chapters/05_model_parallel/train.sh --tp 2 --sequence-parallel                # each layer on two ranks
+bash chapters/05_model_parallel/train.sh --nproc 8 --tp 2 --pp 2 --grad-accum 4    # and the rest data parallel
+bash chapters/05_model_parallel/train.sh --help
+"""
+# ruff: noqa: E402
+
+PARENT = "02_ddp"
+
+# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from parallel_settings import Settings
+
+settings = Settings.from_command_line(__file__, __doc__)
+
+import torch
+from mesh import Mesh
+from parallel import ModelParallel
+
+from gpt2_chinese.batches import Batches
+from gpt2_chinese.checkpoint import load
+from gpt2_chinese.evaluate import evaluate
+from gpt2_chinese.insync import check_in_sync
+from gpt2_chinese.launch import launch
+from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.optim import adamw, grad_scaler, learning_rate, set_learning_rate
+from gpt2_chinese.runlog import Run
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+ranks = launch(settings)
+run = Run(settings, ranks, about=settings.about())
+mesh = Mesh(ranks, settings.tp, settings.pp)
+
+# -- data: ranks that hold parts of one model see the same batches -----------------------------------------------------
+train, valid = Batches.of(settings, mesh.data)
+
+# -- model: the seed decides the weights -------------------------------------------------------------------------------
+torch.manual_seed(settings.seed)
+model = GPT2LMHeadModel(settings.model)
+
+# -- the technique: what is not of this rank is taken out of the model -------------------------------------------------
+parallel = ModelParallel(model, mesh, settings)
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+optimizer = adamw(model, settings)
+scaler = grad_scaler(ranks.device, settings.precision)
+if run.resume_from:
+    weights, moments, state = load(run.resume_from)
+    parallel.load(optimizer, weights, moments)
+    if scaler.is_enabled() and state["extra"].get("scaler"):
+        scaler.load_state_dict(state["extra"]["scaler"])
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+for step in run.steps():
+    lr = learning_rate(step, settings)
+    set_learning_rate(optimizer, lr)
+    optimizer.zero_grad()
+
+    loss = parallel.train(step, train.micro_batches(step), scaler)  # forward and backward as the schedule has it
+
+    scaler.unscale_(optimizer)
+    grad_norm = parallel.clip_gradients(settings.clip_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+    run.log(step, loss=mesh.data.mean(loss), lr=lr, grad_norm=grad_norm, **parallel.step_scalars())
+    check_in_sync(model, mesh.data, step, settings.check_sync)
+    if run.evaluate_now(step):
+        run.log_evaluation(step, evaluate(parallel, valid, mesh.data))
+    if run.save_now(step):
+        run.save_parts(step, lambda folder: parallel.write(folder, optimizer), {"scaler": scaler.state_dict()})
+
+# -- end ---------------------------------------------------------------------------------------------------------------
+run.finish(parallel.write_final, table=parallel.close())
