@@ -1,0 +1,79 @@
+"""Chapter 06: ZeRO. Optimizer states, gradients and parameters are sharded over the ranks instead of repeated on each.
+
+bash chapters/06_zero/train.sh                                     # two processes, stage 3
+bash chapters/06_zero/train.sh --nproc 4 --zero-stage 2 --precision bf16
+bash chapters/06_zero/train.sh --offload optimizer,params --activation-checkpointing
+bash chapters/06_zero/train.sh --backend torch                     # FSDP2; with --zero-stage 1 ZeroRedundancyOptimizer
+bash chapters/06_zero/train.sh --help
+"""
+# ruff: noqa: E402
+
+PARENT = "04_apex"
+
+# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from zero_settings import Settings
+
+settings = Settings.from_command_line(__file__, __doc__)
+
+import torch
+from zero import shard
+
+from gpt2_chinese.batches import Batches
+from gpt2_chinese.checkpoint import load
+from gpt2_chinese.evaluate import evaluate
+from gpt2_chinese.insync import check_in_sync
+from gpt2_chinese.launch import launch
+from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.optim import learning_rate, set_learning_rate
+from gpt2_chinese.runlog import Run
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+ranks = launch(settings)
+run = Run(settings, ranks, about=settings.about())
+
+# -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
+train, valid = Batches.of(settings, ranks)
+
+# -- model: the seed decides the weights -------------------------------------------------------------------------------
+torch.manual_seed(settings.seed)
+model = GPT2LMHeadModel(settings.model).to(ranks.device)
+
+# -- the technique: each rank keeps a share of the masters, of their moments, and by stage of gradients and weights ----
+sharded, scaler = shard(model, ranks, settings)
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+optimizer = sharded.make_optimizer(settings)
+if run.resume_from:
+    weights, moments, state = load(run.resume_from)
+    sharded.load(weights, moments)
+    if scaler.is_enabled() and state["extra"].get("scaler"):
+        scaler.load_state_dict(state["extra"]["scaler"])
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+for step in run.steps():
+    lr = learning_rate(step, settings)
+    set_learning_rate(optimizer, lr)
+    optimizer.zero_grad()
+
+    loss = torch.zeros((), device=ranks.device)
+    for number, (inputs, targets) in enumerate(train.micro_batches(step), start=1):
+        with sharded.no_sync(number < settings.grad_accum):  # stages 0 and 1 reduce once a step, 2 and 3 each micro-batch
+            micro_loss = sharded(inputs, targets) / settings.grad_accum
+            scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+
+    sharded.wait()  # from here on each rank holds the mean gradients of its share
+    scaler.unscale_(optimizer)
+    grad_norm = sharded.clip_gradients(settings.clip_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **scaler.metrics(), **sharded.step_scalars())
+    check_in_sync(model, ranks, step, settings.check_sync)
+    if run.evaluate_now(step):
+        run.log_evaluation(step, evaluate(model, valid, ranks))
+    if run.save_now(step):
+        run.save_parts(step, sharded.save, {"scaler": scaler.state_dict()})
+
+# -- end ---------------------------------------------------------------------------------------------------------------
+run.finish(sharded.write_weights, table=sharded.close())

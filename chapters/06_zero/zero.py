@@ -1,0 +1,300 @@
+"""ZeRO (Rajbhandari et al. 2020): data parallel without p copies of what one copy of would do.
+
+    bytes a parameter, of Ψ parameters, on each of p ranks   16 bit                    fp32
+    stage 0   all of it everywhere (chapter 04)              2 + 2 + 12                4 + 4 + 8
+    stage 1   optimizer states sharded        (P_os)         2 + 2 + 12/p              4 + 4 + 8/p
+    stage 2   and gradients                   (P_os+g)       2 + 2/p + 12/p            4 + 4/p + 8/p
+    stage 3   and parameters: zero3.py        (P_os+g+p)     2/p + 2/p + 12/p          4/p + 4/p + 8/p
+
+16 bit: parameters, gradients, and 12 for the fp32 masters with their two moments. In fp32 the parameters are the masters.
+
+    a step:   backward | reduce-scatter | clip | Adam on my shard | all-gather of the new parameters
+
+An all-reduce is a reduce-scatter and then an all-gather, so stages 1 and 2 send no more than stage 0: 2Ψ. They do the
+update between the two halves. Stage 1 reduces at the end, when all gradients are there; stage 2 in backward, block by
+block, and frees them. Of micro-batches stages 0 and 1 add up gradients on the rank; 2 and 3 reduce each, for lack of room.
+
+Use:
+
+    sharded, scaler = shard(model, ranks, settings)      # the model computes in --precision from here on
+    optimizer = sharded.make_optimizer(settings)         # AdamW of this rank's pieces
+    with sharded.no_sync(not_the_last_micro_batch):
+        scaler.scale(sharded(inputs, targets)).backward()
+    sharded.wait()                                       # now this rank's pieces have their mean gradients
+    scaler.unscale_(optimizer); sharded.clip_gradients(1.0); scaler.step(optimizer); scaler.update()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from offload import Host
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zero_comm import Comm, Result
+from zero_ledger import Ledger
+from zero_scaler import LossScaler
+from zero_units import Piece, Unit, blocks_of, flatten, groups_of
+
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.optim import adamw
+from gpt2_chinese.parts import Part, write_parts, write_whole
+
+DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(model: nn.Module, ranks: Any, settings: Any) -> tuple[Any, LossScaler]:
+    """Applies the technique to a model, in place; every rank holds rank 0's weights from here on.
+
+    Args:
+        model: fp32, on its device, the same architecture on all ranks. It was built whole on each of them.
+        ranks: the processes.
+        settings: zero_stage, offload, backend, precision, loss_scale, activation_checkpointing.
+
+    Returns:
+        sharded: Zero, Zero3 or what does their work with torch's own (zero_torch.py).
+        scaler: as torch's GradScaler.
+    """
+    if settings.activation_checkpointing:
+        for block in blocks_of(model).values():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if settings.backend == "torch":
+        from zero_torch import of_torch
+
+        sharded = of_torch(model, ranks, settings)
+    elif settings.zero_stage == 3:
+        from zero3 import Zero3
+
+        sharded = Zero3(model, ranks, settings)
+    else:
+        sharded = Zero(model, ranks, settings)
+    scale = settings.loss_scale or ("dynamic" if settings.precision == "fp16" else "1")
+    return sharded, LossScaler(scale, ranks.max, sharded.publish)
+
+
+class Zero:
+    """Stages 0, 1 and 2; see the top of this file. Arguments as in `shard`.
+
+    Attributes:
+        units: what is reduced at a time: first what lies in no block, then the blocks.
+        host: where the optimizer lies when it is offloaded, else None; params_on_host: the shards of parameters too.
+        ledger: bytes of model states, measured.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
+        self.model, self.stage, self.device, self.ranks = model, settings.zero_stage, ranks.device, ranks
+        self.comm = Comm(ranks)
+        self.host = Host(ranks.device) if settings.offload != "none" else None
+        self.params_on_host = False
+        self.synchronizing = True
+        dtype = DTYPE[settings.precision]
+        rank, num_shards = (self.comm.rank, self.comm.num_ranks) if self.stage else (0, 1)
+        self.units: list[Unit] = []
+        for module, parameters in groups_of(model):
+            weights = flatten(parameters, num_shards)
+            self.comm.broadcast(weights)
+            self.units.append(Unit(module, parameters, weights, dtype, (rank, num_shards)))
+        for buffer in model.buffers():
+            self.comm.broadcast(buffer)
+            buffer.data = buffer.to(dtype) if buffer.is_floating_point() else buffer
+        if self.host is not None:
+            for unit in self.units:
+                unit.master = self.host.copy_of(unit.master)
+                unit.cut_pieces()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.ledger = Ledger(self)
+        self.num_updates = {name: 0 for unit in self.units for name in unit.parameters}
+        self._used: dict[str, bool] = {}  # name: had it a gradient in this step
+        self._reduced: set[Unit] = set()  # in this step
+        self._under_way: list[tuple[Unit, Result]] = []
+        for unit in self.units:
+            if unit.module is not None:
+                unit.module.register_forward_pre_hook(functools.partial(self._before_forward, unit))
+                unit.module.register_full_backward_hook(lambda *_, unit=unit: self._after_backward(unit))
+        model.register_forward_hook(self._after_forward)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.model(*inputs)
+
+    @contextlib.contextmanager
+    def no_sync(self, active: bool = True) -> Iterator[None]:
+        """While active, stages 0 and 1 add up gradients on this rank alone: for all micro-batches of a step but the last."""
+        before, self.synchronizing = self.synchronizing, not active
+        try:
+            yield
+        finally:
+            self.synchronizing = before
+
+    # ---- the optimizer sees this rank's pieces as if they were a model's parameters -------------------------------------
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What this rank owns."""
+        return [piece for unit in self.units for piece in unit.pieces]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The fp32 masters of this rank's pieces."""
+        return (piece.master for piece in self.pieces)
+
+    def make_optimizer(self, settings: Any) -> torch.optim.Optimizer:
+        """AdamW of all chapters on this rank's pieces: element by element it does not matter how they are cut."""
+        self.optimizer = adamw(self, settings)
+        return self.optimizer
+
+    # ---- backward: hooks of the blocks ----------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        wanted = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        if torch.is_grad_enabled() and not wanted:
+            name = next(iter(unit.parameters))
+            raise RuntimeError(f"the block of {name} has an input without gradient: its backward would have no end to see")
+
+    def _after_forward(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:  # when backward begins, autograd takes a note of what to call at its end
+            end = torch.autograd.Variable._execution_engine.queue_callback
+            output.register_hook(lambda _: end(self._backward_is_done))
+
+    def _after_backward(self, unit: Unit) -> None:
+        """The gradients of a block are complete: autograd runs what accumulates them before what comes after."""
+        if self.stage >= 2 or (self.stage == 0 and self.synchronizing):
+            self._reduce(unit)
+
+    def _backward_is_done(self) -> None:
+        """What lies in no block (the tied embedding is the last of all) goes now."""
+        if self.stage >= 2:
+            self._reduce(self.units[0])
+            late = [name for unit in self.units for name, p in unit.parameters.items() if p.grad is not None]
+            if late:
+                raise RuntimeError(f"rank {self.comm.rank}: the gradient of {late[0]} came after its block's had left")
+            self._finish(0)
+
+    def _reduce(self, unit: Unit) -> None:
+        """Starts the reduction of a unit's gradients, and ends the one before: two units' are under way at most."""
+        self._reduced.add(unit)
+        for name, parameter in unit.parameters.items():
+            self._used[name] = self._used.get(name, False) or parameter.grad is not None
+        self.ledger.note_gradients()
+        flat = unit.take_gradients()
+        reduce = self.comm.all_reduce_mean if self.stage == 0 else self.comm.reduce_scatter_mean
+        self._under_way.append((unit, reduce(flat)))
+        self._finish(1)
+
+    def _finish(self, left: int) -> None:
+        while len(self._under_way) > left:
+            unit, result = self._under_way.pop(0)
+            grad = result() if self.host is None else self.host.out(result())
+            unit.grad = grad if unit.grad is None else unit.grad.add_(grad)
+
+    # ---- the step -------------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Returns when this rank's pieces have their mean gradients, fp32. Once a step, on all ranks, before clipping."""
+        self.ledger.sample("after backward")
+        for unit in reversed(self.units):
+            if unit not in self._reduced:
+                self._reduce(unit)
+        self._finish(0)
+        self.ledger.sample("after backward")
+        self._agree_on_used()
+        for unit in self.units:
+            for piece in unit.pieces:
+                run = unit.grad[piece.offset : piece.offset + piece.numel].view_as(piece.master)
+                piece.master.grad = run.float() if self._used[piece.name] else None
+            unit.grad = None  # in fp32 the pieces' gradients are views of it
+        self._reduced.clear()
+        self.ledger.sample("in the update")
+
+    def _agree_on_used(self) -> None:
+        """A parameter that no rank used keeps None for its gradient: the optimizer leaves it alone, as on one process."""
+        flags = torch.tensor([self._used[name] for name in self.num_updates], dtype=torch.int32, device=self.device)
+        self._used = dict(zip(self.num_updates, (self.comm.sum(flags) > 0).tolist(), strict=True))
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients down to a global norm of `max_norm` (0: no clipping); returns the norm before, a scalar.
+
+        The square of the norm is the sum of the squares of the shards' norms: one number a rank has to be sent.
+        """
+        gradients = [master.grad for master in self.parameters() if master.grad is not None]
+        squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+        square = sum(squares, torch.zeros((), dtype=torch.float64)).to(self.device)
+        norm = (square if self.stage == 0 else self.comm.sum(square)).sqrt()
+        if max_norm and gradients:
+            torch._foreach_mul_(gradients, float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
+        return norm.float()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the masters have changed: the model follows them, on all ranks."""
+        self._end_update()
+        for unit in self.units:
+            if self.host is not None:
+                self.host.back(unit.master, unit.own)
+            elif unit.master is not unit.own:
+                unit.own.copy_(unit.master)
+        gathers = [self.comm.all_gather(unit.full, unit.own) for unit in self.units] if self.stage in (1, 2) else []
+        for gather in gathers:
+            gather()
+
+    def _end_update(self) -> None:
+        for master in self.parameters():
+            master.grad = None
+        for name, used in self._used.items():
+            self.num_updates[name] += used
+        self._used = {}
+
+    def step_scalars(self) -> dict[str, float]:
+        """For metrics.jsonl, closes the books of a step: bytes sent by the formulas, bytes moved between device and host."""
+        self.comm.end_step()
+        sent = {f"{what.replace('-', '_')}_sent_bytes": n for what, n in self.comm.last_sent.items()}
+        return {**sent, **(self.host.end_step() if self.host else {})}
+
+    def close(self) -> list[tuple[str, Any]]:
+        """Rows for the summary: bytes of model states and of communication, measured and by the formulas."""
+        return self.ledger.rows()
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """Takes this rank's pieces out of a checkpoint of any chapter, as checkpoint.load returns it.
+
+        Raises:
+            UserError: names or shapes differ.
+        """
+        wrong = sorted({name for unit in self.units for name in unit.parameters} ^ set(weights))
+        for piece in self.pieces:
+            if wrong or weights[piece.name].shape != piece.shape:
+                raise UserError(f"the weights do not fit the model: {', '.join([*wrong, piece.name][:3])}")
+
+            def run(tensor: Tensor, piece: Piece = piece) -> Tensor:
+                return tensor.reshape(-1)[piece.start : piece.start + piece.numel].view(piece.master.shape).clone()
+
+            piece.master.copy_(run(weights[piece.name]))
+            if f"step.{piece.name}" in moments:
+                state = {key: run(moments[f"{key}.{piece.name}"]).to(piece.master) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[piece.master] = {"step": moments[f"step.{piece.name}"].clone(), **state}
+        self.num_updates |= {name: int(moments[f"step.{name}"]) for name in weights if f"step.{name}" in moments}
+        self.publish()
+
+    def _parts(self, values: Callable[[Piece], Tensor | None]) -> dict[str, Part]:
+        found = ((piece, values(piece)) for piece in self.pieces)
+        return {piece.name: Part.run(piece.shape, piece.start, run.detach().reshape(-1))
+                for piece, run in found if run is not None}  # fmt: skip
+
+    def save(self, folder: Path) -> None:
+        """Writes this rank's pieces; all ranks call together with a folder that is not there. See gpt2_chinese/parts.py."""
+        kinds = {"model.": lambda piece: piece.master}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            kinds[f"{kind}."] = lambda piece, kind=kind: self.optimizer.state.get(piece.master, {}).get(kind)
+        parts = {kind + name: part for kind, values in kinds.items() for name, part in self._parts(values).items()}
+        write_parts(folder, parts, self.num_updates, self.ranks)
+
+    def write_weights(self, file: Path) -> None:
+        """Writes all fp32 masters whole, for final/; all ranks call together."""
+        write_whole(file, self._parts(lambda piece: piece.master), self.ranks)

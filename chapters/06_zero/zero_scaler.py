@@ -1,0 +1,89 @@
+"""Loss scaling for fp16 (Micikevicius et al. 2018), in its smallest form; chapter 04 is about it.
+
+Each rank sees its own shard of the gradients alone, so an overflow may be in one rank's and in no other's: all ask for the
+largest of all, and skip together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpt2_chinese.errors import fail
+
+FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24
+WINDOW = 2000  # good steps after which a dynamic scale doubles
+PATIENCE = 20  # steps skipped in a row, after which a run has no hope
+
+
+class LossScaler:
+    """Scales the loss, unscales the gradients, and skips the step when one of them is not finite on any rank.
+
+    Args:
+        scale: "dynamic", or a number; 1 neither scales nor looks for overflows.
+        largest_of_all: a number to the largest of all ranks' numbers.
+        publish: called after each step that was taken.
+    """
+
+    def __init__(self, scale: str, largest_of_all: Callable[[float], float], publish: Callable[[], None]) -> None:
+        self.dynamic = scale == "dynamic"
+        self.value = FIRST_SCALE if self.dynamic else float(scale)
+        self.largest_of_all, self.publish = largest_of_all, publish
+        self.num_skipped = self._skipped_in_a_row = self._good_in_a_row = 0
+        self._overflow = False
+
+    def is_enabled(self) -> bool:
+        """False where there is nothing to scale."""
+        return self.dynamic or self.value != 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss * self.value if self.is_enabled() else loss
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale. After the reduction, before clipping; all ranks call together."""
+        if not self.is_enabled():
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        finite = True
+        for gradient in gradients:
+            gradient.mul_(1.0 / self.value)
+            finite = finite and bool(torch.isfinite(gradient).all())
+        self._overflow = self.largest_of_all(float(not finite)) > 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of the optimizer, after which the model follows; or none after an overflow."""
+        if not self._overflow:
+            optimizer.step()
+            self.publish()
+
+    def update(self) -> None:
+        """Sets the scale for the next step; ends a run that only skips."""
+        if self._overflow:
+            self.num_skipped += 1
+            self._skipped_in_a_row, self._good_in_a_row = self._skipped_in_a_row + 1, 0
+            self.value *= 0.5 if self.dynamic else 1.0
+        else:
+            self._skipped_in_a_row, self._good_in_a_row = 0, self._good_in_a_row + 1
+            if self.dynamic and self._good_in_a_row % WINDOW == 0:
+                self.value = min(2.0 * self.value, LARGEST_SCALE)
+        if self._skipped_in_a_row == PATIENCE:
+            fail(f"{PATIENCE} steps in a row were skipped, down to a loss scale of {self.value:g}: gradients overflow; try "
+                 "a smaller --lr, --loss-scale dynamic or --precision bf16")  # fmt: skip
+        self._overflow = False
+
+    def metrics(self) -> dict[str, float]:
+        """For the row of a step: the scale that the NEXT step uses, and how many were skipped so far."""
+        return {"loss_scale": self.value, "skipped_steps": self.num_skipped}
+
+    def state_dict(self) -> dict[str, float]:
+        """JSON-ready."""
+        return {"scale": self.value, "good_in_a_row": self._good_in_a_row, "num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from a checkpoint; a fixed scale is what the flag says, not what it was."""
+        if self.dynamic and "good_in_a_row" in state:
+            self.value, self._good_in_a_row = float(state["scale"]), int(state["good_in_a_row"])
+            self.num_skipped = int(state["num_skipped"])

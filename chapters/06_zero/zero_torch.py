@@ -1,0 +1,221 @@
+"""The same by torch: ZeroRedundancyOptimizer over DistributedDataParallel for stage 1, FSDP2 for stages 2 and 3.
+
+    stage 1   whole parameters are dealt out to the ranks, each steps its own and broadcasts them
+    stage 2   fully_shard(reshard_after_forward=False): what forward has gathered stays until backward has used it
+    stage 3   fully_shard: gathered before use, freed after, in forward and in backward
+
+FSDP2 keeps a parameter as a DTensor, a p-th of its rows on each rank, so the optimizer, the norm and clipping work as on
+one process. With CPUOffloadPolicy the shards, their gradients and the update lie in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from zero_units import blocks_of
+
+from gpt2_chinese.checkpoint import load_adamw_moments, load_weights
+from gpt2_chinese.optim import adamw, autocast, clip_gradients
+from gpt2_chinese.parts import Part, write_parts, write_whole
+
+
+def of_torch(model: nn.Module, ranks: Any, settings: Any) -> TorchZero:
+    """As zero.shard, by torch; with one process there is nothing to shard."""
+    if ranks.group is None:
+        return TorchZero(model, ranks, settings)
+    return Zero1(model, ranks, settings) if settings.zero_stage == 1 else Fsdp2(model, ranks, settings)
+
+
+class TorchZero:
+    """What train.py calls; of one process."""
+
+    def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
+        self.model, self.forward, self.ranks, self.settings = model, model, ranks, settings
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.num_updates = 0
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        with autocast(self.ranks.device, self.settings.precision):
+            return self.forward(*inputs)
+
+    def no_sync(self, active: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """As in Zero."""
+        return contextlib.nullcontext()
+
+    def make_optimizer(self, settings: Any) -> torch.optim.Optimizer:
+        """As in Zero."""
+        self.optimizer = adamw(self.model, settings)
+        return self.optimizer
+
+    def wait(self) -> None:
+        """Backward has waited already."""
+
+    def publish(self) -> None:
+        """The optimizer works on the model's own weights."""
+        self.num_updates += 1
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """As in Zero."""
+        return clip_gradients(self.model, max_norm)
+
+    def step_scalars(self) -> dict[str, float]:
+        """Torch does not say what it sends; sent_bytes is what the kernel has counted."""
+        return {}
+
+    def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """As in Zero."""
+        load_weights(self.model, weights)
+        load_adamw_moments(self.model, self.optimizer, moments)
+        self.num_updates = max((int(moments[key]) for key in moments if key.startswith("step.")), default=0)
+
+    def _states(self) -> Mapping[nn.Parameter, dict[str, Any]]:
+        """State of the optimizer of the parameters whose moments lie here."""
+        return self.optimizer.state
+
+    def _part(self, tensor: Tensor, parameter: nn.Parameter) -> Part:
+        """What lies here of a tensor that lies as `parameter` does."""
+        return Part(tensor.shape, {(0,) * tensor.dim(): tensor.detach()})
+
+    def save(self, folder: Path) -> None:
+        """As in Zero."""
+        parts, states = {}, self._states()
+        for name, parameter in self.model.named_parameters():
+            parts[f"model.{name}"] = self._part(parameter, parameter)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                if parameter in states:
+                    parts[f"{kind}.{name}"] = self._part(states[parameter][kind], parameter)
+        write_parts(folder, parts, {name: self.num_updates for name, _ in self.model.named_parameters()}, self.ranks)
+
+    def write_weights(self, file: Path) -> None:
+        """As in Zero."""
+        write_whole(file, {name: self._part(p, p) for name, p in self.model.named_parameters()}, self.ranks)
+
+    def close(self) -> list[tuple[str, Any]]:
+        """Rows for the summary. Lets go of the process group, whose threads would otherwise abort the process at its end."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        states = [value for state in self._states().values() for value in state.values() if torch.is_tensor(value)]
+        sizes = {"parameters": _bytes(self.model.parameters()), "gradients": _bytes(gradients), "moments": _bytes(states)}
+        self.forward = self.optimizer = None
+        gc.collect()
+        return [(f"  {kind}", f"{size / 2**20:.2f} MiB on rank 0") for kind, size in sizes.items()]
+
+
+class Zero1(TorchZero):
+    """Stage 1: DistributedDataParallel, and ZeroRedundancyOptimizer around AdamW."""
+
+    def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
+        super().__init__(model, ranks, settings)
+        devices = [ranks.device] if ranks.device.type == "cuda" else None
+        self.forward = nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=ranks.group)
+
+    def no_sync(self, active: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """As in Zero."""
+        return self.forward.no_sync() if active else contextlib.nullcontext()
+
+    def make_optimizer(self, settings: Any) -> torch.optim.Optimizer:
+        """As in Zero."""
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        plain = adamw(self.model, settings)
+        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in plain.param_groups]
+        self.optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, process_group=self.ranks.group, lr=settings.lr,
+                                                 betas=(0.9, 0.95), eps=1e-8)  # fmt: skip
+        return self.optimizer
+
+    def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """As in Zero; a rank takes the moments of the parameters that were dealt to it."""
+        load_weights(self.model, weights)
+        mine = {p for group in self.optimizer.optim.param_groups for p in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            if f"step.{name}" in moments:
+                self.num_updates = max(self.num_updates, int(moments[f"step.{name}"]))
+                if parameter in mine:
+                    state = {key: moments[f"{key}.{name}"].to(parameter, copy=True) for key in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.optim.state[parameter] = {"step": moments[f"step.{name}"].clone(), **state}
+
+    def _states(self) -> Mapping[nn.Parameter, dict[str, Any]]:
+        return self.optimizer.optim.state
+
+
+class Fsdp2(TorchZero):
+    """Stages 2 and 3: fully_shard, block by block, then what lies in none."""
+
+    def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
+        super().__init__(model, ranks, settings)
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), group=ranks.group, group_src=0)
+        options: dict[str, Any] = {"mesh": DeviceMesh.from_group(ranks.group, ranks.device.type)}
+        options["reshard_after_forward"] = settings.zero_stage == 3
+        if settings.precision == "bf16":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        pinned = ranks.device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=pinned) if settings.offload != "none" else OffloadPolicy()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for block in blocks_of(model).values():
+                fully_shard(block, offload_policy=offload, **options)
+            fully_shard(model, offload_policy=offload, **options)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.model(*inputs)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """As in Zero; the norm of shards is known when they are asked for the whole of it."""
+        return super().clip_gradients(max_norm).full_tensor()
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """As in Zero."""
+        for name, parameter in self.model.named_parameters():
+            local = parameter.to_local()
+            local.copy_(self._mine(weights[name], parameter))
+            if f"step.{name}" in moments:
+                self.num_updates = max(self.num_updates, int(moments[f"step.{name}"]))
+                state = {}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(parameter)
+                    state[key].to_local().copy_(self._mine(moments[f"{key}.{name}"], parameter))
+                self.optimizer.state[parameter] = {"step": moments[f"step.{name}"].clone(), **state}
+
+    def save(self, folder: Path) -> None:
+        """As in Zero. What an evaluation has gathered, and no backward has freed, is freed first."""
+        self._reshard()
+        super().save(folder)
+
+    def write_weights(self, file: Path) -> None:
+        """As in Zero."""
+        self._reshard()
+        super().write_weights(file)
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+    def _first_row(self, parameter: nn.Parameter) -> int:
+        """Rows are dealt out in equal parts, rounded up; the last ranks may have fewer, or none."""
+        return min(parameter.shape[0], self.ranks.rank * -(-parameter.shape[0] // self.ranks.num_ranks))
+
+    def _mine(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        return whole[self._first_row(parameter) :][: parameter.to_local().shape[0]]
+
+    def _part(self, tensor: Tensor, parameter: nn.Parameter) -> Part:
+        local = tensor.detach().to_local()
+        first = (self._first_row(parameter),) + (0,) * (tensor.dim() - 1)
+        return Part(tensor.shape, {first: local} if local.numel() else {})
+
+
+def _bytes(tensors: Any) -> int:
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return sum({each.untyped_storage().data_ptr(): each.nbytes for each in local}.values())
