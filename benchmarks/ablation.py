@@ -46,23 +46,30 @@ class Variant:
     name: str
     flags: tuple[str, ...] = ()
     formula: tuple[Any, Any, str] = RING
+    precision: str = "fp32"
+    sent_bits: int = 32  # of a gradient on its way
     one_process: bool = False
-    same_curve: bool = True  # False: the stated exception to the law of the curve
+    same_curve: bool = True  # False: the stated exceptions to the law of the curve
     runs: list[Result] = field(default_factory=list)
 
 
 VARIANTS = (
     Variant("00_single", "one process", formula=NONE, one_process=True),
+    Variant("00_single", "one process, bf16", formula=NONE, precision="bf16", one_process=True, same_curve=False),
     Variant("01_parameter_server", "server", formula=SERVER),
     Variant("01_parameter_server", "server, async", ("--mode", "async"), SERVER, same_curve=False),
     Variant("02_ddp", "DDP naive", ("--variant", "naive")),
     Variant("02_ddp", "DDP buckets", ("--variant", "bucket")),
+    Variant("02_ddp", "DDP buckets, weights never compared", ("--variant", "bucket", "--check-sync", "0")),
     Variant("02_ddp", "DDP ring", ("--variant", "ring")),
     Variant("02_ddp", "DDP of torch", ("--backend", "torch")),
     Variant("03_horovod", "Horovod"),
-    Variant("04_apex", "mixed precision", ("--opt-level", "O1"), same_curve=False),
+    Variant("03_horovod", "Horovod, fp16 on the way", ("--compression", "fp16"), sent_bits=16, same_curve=False),
+    Variant("04_apex", "DDP + mixed precision", ("--opt-level", "O1"), precision="bf16", same_curve=False),
+    Variant("04_apex", "Horovod + mixed precision", ("--opt-level", "O1", "--comm", "horovod"), precision="bf16",
+            same_curve=False),
     Variant("07_patrickstar", "PatrickStar", ("--near-budget", "100%"), CHUNKS),
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -81,8 +88,9 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of a global batch over the median step."""
-        return self.config["batch_size"] * self.config["seq_len"] / self.step_s
+        """Tokens of a global batch over the median step; an asynchronous step uses only the part of it that is there."""
+        share = (self.mean("num_gradients") or self.nproc) / self.nproc
+        return share * self.config["batch_size"] * self.config["seq_len"] / self.step_s
 
     def mean(self, key: str) -> float | None:
         """Mean over the steps after the first ones; None where it was not measured."""
@@ -110,6 +118,11 @@ def speed_up(ours: Result, base: Result) -> float:
     return ours.tokens_per_s / base.tokens_per_s
 
 
+def base_of(result: Result, bases: list[Result]) -> Result | None:
+    """The run of chapter 00 that did the same work, else its first one, with which the result cannot be compared."""
+    return next((base for base in bases if not differences(result.config, base.config)), bases[0] if bases else None)
+
+
 def read_result(folder: Path, nproc: int) -> Result:
     """What a run left below its --output-dir."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -121,8 +134,8 @@ def read_result(folder: Path, nproc: int) -> Result:
 def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: Path) -> Result | str:
     """Runs a chapter's train.sh; the result, or the line that says why there is none."""
     work = ["--max-steps", options.steps, "--eval-every", options.steps, "--save-every", options.steps, "--log-every", 1,
-            "--model-config", options.model_config, "--seed", options.seed, "--precision", "fp32", "--nproc", nproc,
-            "--resume", "never", "--output-dir", folder]  # fmt: skip
+            "--model-config", options.model_config, "--seed", options.seed, "--precision", variant.precision,
+            "--nproc", nproc, "--resume", "never", "--output-dir", folder]  # fmt: skip
     for flag in ("batch_size", "seq_len"):
         if getattr(options, flag):
             work += ["--" + flag.replace("_", "-"), getattr(options, flag)]
@@ -147,6 +160,11 @@ def median_result(results: list[Result]) -> Result:
 # ---- what it was run on -------------------------------------------------------------------------------------------------
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def hardware() -> list[tuple[str, str]]:
     """The machine and the versions; nothing that names it."""
     import torch
@@ -156,10 +174,9 @@ def hardware() -> list[tuple[str, str]]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.split(":")[1].strip() for line in lines if "model name" in line]
         cpu = names[0] if names else cpu
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [
-        ("processor", f"{cpu}, {cores} cores"),
+        ("processor", f"{cpu}, {num_cores()} cores"),
         ("accelerators", ", ".join(gpus) or "none: all ran on the CPU, over gloo"),
         ("versions", f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}"),
     ]
@@ -176,7 +193,7 @@ def lines_of(variants: list[Variant], failures: list[tuple[str, int, str]]) -> l
     """The markdown table, and below it what did not run."""
     medians = {(v.chapter, v.name, n): median_result([r for r in v.runs if r.nproc == n])
                for v in variants for n in sorted({r.nproc for r in v.runs})}  # fmt: skip
-    base = next((result for (chapter, _, _), result in medians.items() if chapter == "00_single"), None)
+    bases = [result for (chapter, _, _), result in medians.items() if chapter == "00_single"]
     table = [
         "| chapter | | p | tokens/s | speed-up | loss after the same tokens | largest gap to 00 | sent by rank 0, MiB "
         "| received | formula, MiB | peak memory by rank, MiB |",
@@ -185,22 +202,25 @@ def lines_of(variants: list[Variant], failures: list[tuple[str, int, str]]) -> l
     for variant in variants:
         for nproc in sorted({result.nproc for result in variant.runs}):
             result = medians[variant.chapter, variant.name, nproc]
+            base = base_of(result, bases)
             try:
                 ratio = f"{speed_up(result, base):.2f}" if base else "no run of 00"
             except DifferentWork as reason:
                 ratio = f"— ({reason})"
-            gap = "—"
+            gap, base = "—", bases[0] if bases else None
             if base and len(base.rows) == len(result.rows):
                 gaps = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(result.rows, base.rows, strict=True)]
                 gap = f"{max(gaps):.0e}" + ("" if variant.same_curve else " (exception)")
-            gradients = 4 * result.config["num_parameters"]
+            gradients = variant.sent_bits // 8 * result.config["num_parameters"]
             out, into, text = variant.formula
             formula = f"{mib(out(nproc) * gradients)} / {mib(into(nproc) * gradients)}" if nproc > 1 else "0 / 0"
             sent, received = (mib(result.mean(key)) if nproc > 1 else "0" for key in ("sent_bytes", "received_bytes"))
             peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in result.peaks)
             table.append(f"| {variant.chapter} | {variant.name} | {nproc} | {result.tokens_per_s:,.0f} | {ratio} | "
                          f"{result.rows[-1]['loss']:.4f} | {gap} | {sent} | {received} | {formula} | {peaks} |")  # fmt: skip
-    formulas = [f"- formula of {v.chapter}: {v.formula[2]}, times 4 bytes a parameter" for v in variants if v.runs]
+    formulas = [f"- formula of {v.chapter}: {v.formula[2]}, times 4 bytes a parameter" + (", 2 for fp16 on the way" if
+                v.chapter.startswith("03") else "") for v in variants if v.runs]  # fmt: skip
+    table += ["", "A speed-up is against chapter 00 in the same precision; the gap is against chapter 00 in fp32."]
     table += ["", *dict.fromkeys(formulas)]
     table += [f"- **not run**: {name} at {nproc} processes: {why}" for name, nproc, why in failures]
     return table
@@ -213,34 +233,50 @@ def draw(variants: list[Variant], folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    base = next((median_result(v.runs) for v in variants if v.chapter == "00_single" and v.runs), None)
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for variant in (v for v in variants if v.runs and base):
-        points = {}
+    bases = [median_result(v.runs) for v in variants if v.chapter == "00_single" and v.runs]
+    points: dict[str, dict[int, float]] = {}
+    for variant in (v for v in variants if v.runs and bases and not v.one_process):
         for nproc in sorted({result.nproc for result in variant.runs}):
             result = median_result([r for r in variant.runs if r.nproc == nproc])
+            base = base_of(result, bases)
             if not differences(result.config, base.config):
-                points[nproc] = speed_up(result, base)
-        if points:
-            axes.plot(list(points), list(points.values()), "o-", label=f"{variant.chapter[:2]} {variant.name}")
-    most = max(result.nproc for variant in variants for result in variant.runs)
-    axes.plot([1, most], [1, most], ":", color="grey", label="one for each process")
-    axes.set(xlabel="processes", ylabel="tokens/s against one process", xticks=range(1, most + 1))
-    axes.legend(fontsize=8)
-    figure.savefig(folder / "ablation_speedup.png", dpi=120)
+                points.setdefault(f"{variant.chapter[:2]} {variant.name}", {})[nproc] = speed_up(result, base)
+    draw_speed_up(points, num_cores(), folder / "ablation_speedup.png")
 
     figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for variant in (v for v in variants if v.runs):
+    for number, variant in enumerate(v for v in variants if v.runs):
         nproc = max(result.nproc for result in variant.runs)
         result = median_result([r for r in variant.runs if r.nproc == nproc])
         losses, label = [row["loss"] for row in result.rows], f"{variant.chapter[:2]} {variant.name}, p = {nproc}"
-        style = "-" if variant.same_curve else "--"
-        by_step.plot([row["step"] for row in result.rows], losses, style, label=label)
-        by_time.plot([result.step_s * row["step"] for row in result.rows], losses, style, label=label)
+        style, color = "-" if variant.same_curve else "--", plt.get_cmap("tab20")(number * 2 % 20 + (number >= 10))
+        by_step.plot([row["step"] for row in result.rows], losses, style, color=color, label=label)
+        by_time.plot([result.step_s * row["step"] for row in result.rows], losses, style, color=color, label=label)
     by_step.set(xlabel="step", ylabel="loss, nats per token")
     by_time.set(xlabel="seconds in steps")
     by_time.legend(fontsize=8)
     figure.savefig(folder / "ablation_loss.png", dpi=120)
+
+
+def draw_speed_up(points: dict[str, dict[int, float]], cores: int, path: Path) -> None:
+    """points: label -> {processes: speed-up}; where there are more processes than cores the ground is grey."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8.5, 4.5), layout="constrained")
+    most = max(nproc for each in points.values() for nproc in each)
+    for number, (label, each) in enumerate(points.items()):
+        line = {"color": plt.get_cmap("tab20")(number * 2 % 20 + (number >= 10)), "marker": "os^D"[number % 4]}
+        axes.plot(list(each), list(each.values()), label=label, **line)
+    axes.plot([1, most], [1, most], ":", color="grey", label="one for each process")
+    if most > cores:
+        axes.axvspan(cores, most, color="#eeeeee", zorder=0, label=f"more processes than cores ({cores})")
+    highest = max(value for each in points.values() for value in each.values())
+    axes.set(xlabel="processes", ylabel="tokens/s against one process", xticks=range(1, most + 1), ylim=(0, highest + 0.4))
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -253,7 +289,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--chapters", default="", help="their first two digits, 00,02 (default: all that are there)")
     parser.add_argument("--nproc", type=numbers, help="numbers of processes (default: 1,2,4; with --quick 1,2)")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 3; with --quick 1)")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: 60; with --quick 12)")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: 40; with --quick 12)")
     parser.add_argument("--model-config", default="tiny", help="as in every chapter (default: tiny)")
     parser.add_argument("--batch-size", type=int, help="GLOBAL, as in every chapter (default: by config)")
     parser.add_argument("--seq-len", type=int, help="as in every chapter (default: by config)")
@@ -263,7 +299,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     quick = options.quick
     options.nproc = options.nproc or ([1, 2] if quick else [1, 2, 4])
-    options.rounds, options.steps = options.rounds or (1 if quick else 3), options.steps or (12 if quick else 60)
+    options.rounds, options.steps = options.rounds or (1 if quick else 3), options.steps or (12 if quick else 40)
     if min(options.nproc) < 1 or options.rounds < 1 or options.steps < 2 or options.threads < 1:
         parser.error("--nproc, --rounds and --threads must be at least 1, --steps at least 2")
     return options
@@ -280,7 +316,7 @@ def main(argv: list[str]) -> int:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     facts = hardware()
     facts.append(("work", f"{options.steps} steps of {options.model_config}, {options.rounds} interleaved rounds, "
-                          f"{options.threads} thread a process, fp32"))  # fmt: skip
+                          f"{options.threads} thread a process"))  # fmt: skip
     facts.append(("load at the start", f"{load:.1f}" + (": others use this machine, mind the noise" if load > 0.5 else "")))
     for name, value in facts:
         print(f"  {name:<18}{value}")
@@ -310,8 +346,9 @@ def main(argv: list[str]) -> int:
     facts += [("date", when), ("command", f"`{shlex.join(['bash', 'benchmarks/ablation.sh', *argv])}`")]
     table = lines_of(variants, [(name, nproc, why) for (name, nproc), why in failures.items()])
     head = ["# The ablation", "", *(f"- {name}: {value}" for name, value in facts), ""]
-    tail = ["", "Bytes are the kernel's count of rank 0's TCP traffic in a step, means. Memory is the peak of the whole",
-            "process on a CPU, and torch's on a GPU. Tokens/s say how fast, losses after the same tokens how well.",
+    tail = ["", "Bytes are the kernel's count of rank 0's TCP traffic in a step, means; chapter 07 exchanges its chunks",
+            "through shared memory between processes of one machine: its sockets stay empty. Memory is the peak of the",
+            "whole process on a CPU, and torch's on a GPU. Tokens/s say how fast, losses after the same tokens how well.",
             "", "![speed-up](ablation_speedup.png)", "", "![loss](ablation_loss.png)", ""]  # fmt: skip
     (options.results / "ablation.md").write_text("\n".join([*head, *table, *tail]), encoding="utf-8")
     try:

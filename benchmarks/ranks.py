@@ -1,0 +1,400 @@
+"""Several processes on one machine: pstar, DDP, FSDP2 and DeepSpeed ZeRO-3 against one plain PyTorch process.
+
+bash benchmarks/ranks.sh                              # two processes, about four minutes
+bash benchmarks/ranks.sh --quick                      # a look, less than a minute
+bash benchmarks/ranks.sh --only plain,pstar-whole --rounds 5
+
+The work: GPT-2 of 12 layers, 256 wide, vocabulary 21128, length 128, global batch 4, fp32, AdamW without clipping. All
+contenders stay alive; in every round each of them runs some steps while the others sleep, in an order that rotates. What
+is reported is the median over the rounds of the ratio to the plain process of the SAME round, so that whatever else the
+machine does hits all alike. All start from the same weights, and the page says how far their losses lie apart: whoever
+computes something else is not compared. DeepSpeed takes part where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MODEL = {"n_layer": 12, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 21128}
+LENGTH, BATCH = 128, 4
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+WARM_UP_STEPS = 4
+GOALS = {"plain": 0.95, "fsdp2": 1.4, "zero3": 1.7}
+"""pstar's tokens/s against theirs, at least."""
+
+Step = Callable[[Any, Any], Any]
+"""From this rank's (inputs, targets) to its loss, a detached tensor; one whole training step."""
+
+
+@dataclass
+class Contender:
+    name: str
+    about: str
+    prepare: Callable[[], Step]
+    one_process: bool = False
+    seconds: list[float] = field(default_factory=list)
+    """Of one step, by round."""
+    loss: float = float("nan")
+    """Mean over the ranks after the warm-up."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds of a step in which a rank did nothing but wait for others, means over ranks, by round; where it is known."""
+
+
+# ---- what is compared: each makes the model, shares it, and returns one training step ------------------------------------
+
+
+def make_model() -> Any:
+    import torch
+
+    from gpt2_chinese.config import ModelConfig
+    from gpt2_chinese.model import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(ModelConfig(**MODEL))
+
+
+def plain_loop(model: Any) -> Step:
+    """The loop that everybody writes, with torch's fastest AdamW."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
+
+    def step(inputs: Any, targets: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def plain() -> Step:
+    return plain_loop(make_model())
+
+
+def plain_kept() -> Step:
+    """Part of pstar's speed is that it does not give memory back to the system at every step: anybody can have that part."""
+    from pstar.tiers import keep_freed_memory
+
+    keep_freed_memory()
+    return plain()
+
+
+def ddp() -> Step:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return plain_loop(DistributedDataParallel(make_model(), gradient_as_bucket_view=True))
+
+
+def fsdp2() -> Step:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), make_model()
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    return plain_loop(fully_shard(model, mesh=mesh))
+
+
+def zero3() -> Step:
+    import warnings
+
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore", FutureWarning)    # it calls torch's collectives by their old names, at every step
+    model = make_model()
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(), "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0.0,    # it clips at 1.0 where this is not said
+        "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), **ADAM, fused=True), config=settings)
+
+    def step(inputs: Any, targets: Any) -> Any:
+        loss = engine(inputs, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def pstar_with(**keys: Any) -> Callable[[], Step]:
+    def prepare() -> Step:
+        import pstar
+
+        waits = []
+        optimizer_keys = {"type": "AdamW", "params": ADAM}
+        model, optimizer = pstar.initialize_engine(make_model, 0, {"optimizer": optimizer_keys} | keys)
+
+        def step(inputs: Any, targets: Any) -> Any:
+            optimizer.zero_grad()
+            loss = model(inputs, targets)
+            model.backward(loss)
+            optimizer.step()
+            waits.append(model.step_scalars()["wait_s"])
+            return loss.detach()
+
+        step.waits = waits
+        return step
+
+    return prepare
+
+
+def contenders() -> list[Contender]:
+    """All that can run here."""
+    found = [
+        Contender("plain", "one PyTorch process, all cores", plain, one_process=True),
+        Contender("plain-kept", "the same, keeping the memory it frees, as pstar does", plain_kept, one_process=True),
+        Contender("ddp", "DDP of torch", ddp),
+        Contender("fsdp2", "FSDP2 of torch, by block", fsdp2),
+        Contender("zero3", "DeepSpeed ZeRO-3", zero3),
+        Contender("pstar-whole", "pstar, whole chunks", pstar_with(ownership="whole")),
+        Contender("pstar-sharded", "pstar, sharded chunks", pstar_with(ownership="sharded")),
+        Contender("pstar-chunk", "pstar, whole chunks, one at a time", pstar_with(communication="chunk")),
+        Contender("pstar-late", "pstar, whole chunks, nothing gathered ahead", pstar_with(prefetch=False)),
+    ]
+    return [each for each in found if each.name != "zero3" or importlib.util.find_spec("deepspeed")]
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------------
+
+
+def work(name: str, rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
+    """A rank of a contender: answers every number of steps with (seconds a step, last loss, seconds waited a step)."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    sys.path.insert(0, str(HERE.parent))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, num_cores() // num_ranks))
+    dist.init_process_group("gloo", init_method=Path(folder, name).as_uri(), rank=rank, world_size=num_ranks)
+    if num_ranks == 1:
+        dist.destroy_process_group()
+    step = next(each for each in contenders() if each.name == name).prepare()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, MODEL["vocab_size"], (BATCH, LENGTH + 1), generator=generator)
+    share = tokens[rank * BATCH // num_ranks : (rank + 1) * BATCH // num_ranks]
+    inputs, targets = share[:, :-1].contiguous(), share[:, 1:].contiguous()
+    while (steps := pipe.recv()) is not None:
+        if num_ranks > 1:
+            dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loss = step(inputs, targets)
+        seconds, waits = (time.perf_counter() - begin) / steps, getattr(step, "waits", [])
+        pipe.send((seconds, float(loss), statistics.fmean(waits[-steps:]) if waits else None))
+    if num_ranks > 1:
+        dist.destroy_process_group()
+
+
+class Team:
+    """The processes of one contender."""
+
+    def __init__(self, contender: Contender, num_ranks: int, folder: str):
+        context = multiprocessing.get_context("spawn")
+        self.contender, self.pipes, self.processes = contender, [], []
+        num_ranks = 1 if contender.one_process else num_ranks
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=work, args=(contender.name, rank, num_ranks, folder, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, steps: int) -> tuple[float, float, float | None]:
+        """(seconds a step, of the slowest rank; mean loss; mean seconds waited in a step, or None)."""
+        for pipe in self.pipes:
+            pipe.send(steps)
+        try:
+            answers = [pipe.recv() for pipe in self.pipes]
+        except EOFError:
+            raise SystemExit(f"error: a process of {self.contender.name} ended; see above for the reason") from None
+        seconds, losses, waits = zip(*answers, strict=True)
+        return max(seconds), statistics.fmean(losses), None if None in waits else statistics.fmean(waits)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------------
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_seconds() -> float:
+    """Seconds that all cores together have worked since the start of the machine; time that a host took away included."""
+    try:
+        fields = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0.0
+    user, nice, system, _idle, _wait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds(teams: list[Team]) -> float:
+    """Seconds that our processes have worked."""
+    total = time.process_time()
+    for process in (process for team in teams for process in team.processes):
+        try:
+            after_name = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            pass
+    return total
+
+
+def measure(found: list[Contender], num_ranks: int, rounds: int, steps: int) -> float:
+    """Fills seconds and loss of every contender. Returns the number of cores that others used meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        teams = []
+        for contender in found:    # one after the other: not all of them take a crowded start well
+            teams.append(Team(contender, num_ranks, folder))
+            contender.loss = teams[-1].run(WARM_UP_STEPS)[1]
+        busy, own, begin = busy_seconds(), own_seconds(teams), time.perf_counter()
+        for number in range(rounds):
+            start = number % len(teams)
+            for team in teams[start:] + teams[:start]:
+                seconds, _, waited = team.run(steps)
+                team.contender.seconds.append(seconds)
+                team.contender.waits += [] if waited is None else [waited]
+        elapsed = time.perf_counter() - begin
+        others = max(0.0, (busy_seconds() - busy) - (own_seconds(teams) - own)) / elapsed
+        for team in teams:
+            team.close()
+    return others
+
+
+def speed(first: Contender, second: Contender) -> float:
+    """How many times the tokens/s of the second the first has: the median of the rounds."""
+    return statistics.median(b / a for a, b in zip(first.seconds, second.seconds, strict=True))
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------
+
+
+def report(found: list[Contender], options: argparse.Namespace, others: float, argv: list[str]) -> str:
+    """The page, in Markdown."""
+    import torch
+
+    by_name = {contender.name: contender for contender in found}
+    base = by_name.get("plain", found[0])
+    zero3 = "not installed"
+    if "zero3" in by_name:
+        from importlib.metadata import version
+
+        zero3 = version("deepspeed")
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    command = shlex.join(["bash", "benchmarks/ranks.sh", *argv])
+    lines = [
+        "# Several processes on one machine", "",
+        f"- work: GPT-2 of {MODEL['n_layer']} layers, {MODEL['n_embd']} wide, vocabulary {MODEL['vocab_size']}, "
+        f"length {LENGTH}, global batch {BATCH}, fp32, AdamW, no clipping",
+        f"- processes: {options.nproc}, on {num_cores()} cores ({processor()}), "
+        f"{max(1, num_cores() // options.nproc)} thread(s) each; the plain process has {num_cores()}",
+        f"- versions: torch {torch.__version__}, DeepSpeed {zero3}, Python {platform.python_version()}",
+        f"- rounds: {options.rounds} of {options.steps} steps each, interleaved",
+        f"- date: {when}", f"- command: `{command}`", "",
+        f"Against {base.name}: median over the rounds of the ratio of tokens/s in the same round, with the middle half.", "",
+    ]  # fmt: skip
+    if others > 0.1:
+        lines += [f"**Others used {others:.1f} of {num_cores()} cores meanwhile**: differences of a few per cent mean "
+                  "nothing.", ""]
+    lines += [f"| | | tokens/s | against {base.name} | middle half | waiting, ms a step | "
+              f"loss after {WARM_UP_STEPS} steps |", "|---|---|---:|---:|---|---:|---:|"]
+    for each in found:
+        ratios = [b / a for a, b in zip(each.seconds, base.seconds, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios * 3)
+        tokens = BATCH * LENGTH / statistics.median(each.seconds)
+        waits = f"{1e3 * statistics.median(each.waits):.1f}" if each.waits else ""
+        lines.append(f"| {each.name} | {each.about} | {tokens:,.0f} | {speed(each, base):.2f} | {low:.2f} to {high:.2f} | "
+                     f"{waits} | {each.loss:.5f} |")
+    lines.append("")
+    for ours in (each for each in found if each.name.startswith("pstar")):
+        against = [f"{speed(ours, by_name[name]):.2f} of {name} (goal {goal})"
+                   for name, goal in GOALS.items() if name in by_name]
+        lines.append(f"- {ours.name}: {', '.join(against)}")
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; a wrong one is one line and status 2."""
+    parser = argparse.ArgumentParser(prog="ranks.sh", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser.add_argument("--quick", action="store_true", help="4 rounds of 3 steps")
+    parser.add_argument("--nproc", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 12; with --quick 4)")
+    parser.add_argument("--steps", type=int, help="steps of a contender in a round (default: 4; with --quick 3)")
+    parser.add_argument("--only", default="", help="names, with commas (default: all that are installed)")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
+    options = parser.parse_args(argv)
+    options.rounds = options.rounds or (4 if options.quick else 12)
+    options.steps = options.steps or (3 if options.quick else 4)
+    if options.nproc < 1 or BATCH % options.nproc or options.rounds < 1 or options.steps < 1:
+        parser.error(f"--nproc must divide the global batch of {BATCH}, --rounds and --steps must be at least 1")
+    names = [each.name for each in contenders()]
+    options.only = options.only.split(",") if options.only else names
+    for name in options.only:
+        if name not in names:
+            parser.error(f"--only {name}: not known or not installed; choose from {', '.join(names)}")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures and writes; 1 when a contender computes other losses than the rest."""
+    options = parse(argv)
+    found = [each for each in contenders() if each.name in options.only]
+    others = measure(found, options.nproc, options.rounds, options.steps)
+    losses = [each.loss for each in found]
+    if max(losses) - min(losses) > 1e-4 * max(losses):
+        names = ", ".join(f"{each.name} {each.loss:.5f}" for each in found)
+        print(f"error: not all contenders do the same work; their losses are {names}", file=sys.stderr)
+        return 1
+    sys.path.insert(0, str(HERE.parent))
+    page = report(found, options, others, argv)
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "ranks.md").write_text(page, encoding="utf-8")
+    print(page, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

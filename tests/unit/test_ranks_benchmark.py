@@ -1,0 +1,47 @@
+"""The benchmark of several processes: ratios are taken within rounds, and a wrong flag is one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import rank_memory  # noqa: E402
+import ranks  # noqa: E402
+
+
+def contender(name: str, *seconds: float) -> ranks.Contender:
+    return ranks.Contender(name, name, lambda: None, seconds=list(seconds), loss=8.7)
+
+
+def test_a_ratio_is_the_median_of_ratios_in_the_same_round() -> None:
+    assert ranks.speed(contender("a", 1.0, 10.0, 1.0), contender("b", 2.0, 20.0, 8.0)) == 2.0
+
+
+def test_the_page_names_the_goals() -> None:
+    found = [contender("plain", 2.0, 2.0), contender("fsdp2", 3.0, 3.0), contender("pstar-whole", 2.0, 2.0)]
+    page = ranks.report(found, argparse.Namespace(nproc=2, rounds=2, steps=4), 0.5, ["--quick"])
+    assert "- pstar-whole: 1.00 of plain (goal 0.95), 1.50 of fsdp2 (goal 1.4)" in page
+    assert "Others used 0.5 of" in page and "bash benchmarks/ranks.sh --quick" in page
+
+
+@pytest.mark.parametrize("program, flags, message", [
+    (ranks, ["--nproc", "3"], "--nproc must divide the global batch of 4"),
+    (ranks, ["--only", "horovod"], "--only horovod: not known or not installed; choose from plain"),
+    (rank_memory, ["--nproc", "1"], "--nproc must be at least 2"),
+])
+def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.parse(flags)
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_memory_is_reported_against_the_formula() -> None:
+    rank = {"share": 100, "working": 50, "staging": 30, "chunk": 10, "params": 20, "start": 90, "peak": 200}
+    options = argparse.Namespace(layers=1, nproc=2)
+    for peak, fits in ((200, True), (260, False)):
+        page, kept = rank_memory.report({"whole": [rank, rank | {"peak": peak}]}, 20, options, [])
+        assert kept is fits and ("too large" in page.splitlines()[-1]) is not fits
