@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import measured
@@ -82,6 +84,15 @@ def chapters(words: Words, link: str = "chapters/{}.md") -> str:
     return table([words(word) for word in ("chapter", "technique", "launcher", "state")], rows)
 
 
+def result(words: Words, text: str) -> str:
+    """A committed result of benchmarks/: the facts it was measured with, and its table; what is prose there stays there."""
+    facts = [re.fullmatch(r"- ([a-z ]+): (.*)", line) for line in text.splitlines()]
+    lines = [f"- {words(fact[1])}: {fact[2]}" for fact in facts if fact and not fact[1].startswith("formula")]
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    head = [words(cell.strip()) if cell.strip() else "" for cell in rows[0].strip("|").split("|")]
+    return "\n".join([*lines, "", f"| {' | '.join(head)} |", *rows[1:], ""])
+
+
 def tree(words: Words) -> str:
     """The repository, one purpose per entry."""
     width = max(map(len, TREE)) + 2
@@ -143,7 +154,7 @@ def arithmetic(words: Words) -> str:
 
     quarter = [plan(p, near_budget="25%") for p in (1, 2)]
     least = [plan(p, near_budget="min") for p in (1, 2)]
-    half = [plan(p, near_budget="25%", bf16={"enabled": True}) for p in (1, 2)]
+    bf16, fp16 = ([plan(p, near_budget="25%", **{kind: {"enabled": True}}) for p in (1, 2)] for kind in ("bf16", "fp16"))
     whole = [model_data_bytes(one.layout, one.costs) for one in quarter]
     received = [one.layout.total_elems * (p - 1) // p for p, one in zip((1, 2), quarter, strict=True)]
 
@@ -157,7 +168,8 @@ def arithmetic(words: Words) -> str:
         ("elements of all chunks, with padding", "E", *(f"{one.layout.total_elems:,}" for one in quarter)),
         ("share of the chunks that holds parameters", "M / E", *(f"{one.layout.utilisation:.1%}" for one in quarter)),
         ("bytes a parameter, fp32", "4 + 4 + 4 + 4", *(one.costs.total for one in quarter)),
-        ("bytes a parameter, bf16 with a split master", "2 + 2 + 2 + 4 + 4", *(one.costs.total for one in half)),
+        ("bytes a parameter, bf16 with a split master", "2 + 2 + 2 + 4 + 4", *(one.costs.total for one in bf16)),
+        ("bytes a parameter, fp16 with a separate master", "2 + 2 + 4 + 4 + 4", *(one.costs.total for one in fp16)),
         ("model data of all processes, fp32", "16·E", *map(format_bytes, whole)),
         ("model data of one process, fp32", "16·E / p", *(format_bytes(w // p) for p, w in zip((1, 2), whole, strict=True))),
         ("near budget of the chapter", "25 %", *(format_bytes(one.near_budget) for one in quarter)),
@@ -186,7 +198,17 @@ def loop(words: Words) -> str:
     return re.search(r"```python\n.*?```\n", (REPO / "README.md").read_text(encoding="utf-8"), re.DOTALL).group()
 
 
+def schedules(words: Words) -> str:
+    """Chapter 05's schedules of four ranks and eight micro-batches, as its own program prints them."""
+    program, said = REPO / "chapters/05_model_parallel/schedules.py", []
+    for name in ("naive", "gpipe", "1f1b", "interleaved"):
+        command = [sys.executable, str(program), name, "4", "2" if name == "naive" else "8"]
+        said.append(f"{name}\n\n{subprocess.check_output(command, text=True)}")
+    return "```text\n" + "\n".join(said) + "```\n"
+
+
 TABLES: dict[str, Callable[[Words], str]] = {
     "chapters": chapters, "tree": tree, "configuration": configuration, "circumstances": circumstances, "losses": losses,
     "commands": commands, "memory": memory, "arithmetic": arithmetic, "loads": loads, "loop": loop,
+    "schedules": schedules,
 }  # fmt: skip

@@ -69,6 +69,8 @@ def known_flags(script: str) -> set[str] | None:
     train = re.fullmatch(r"chapters/(\w+)/train\.sh", script)
     if train:
         target = [str(ROOT / "chapters" / train[1] / "train.py")]
+    elif bench := re.fullmatch(r"benchmarks/(\w+)\.sh", script):
+        target = [str(ROOT / "benchmarks" / f"{bench[1]}.py")]
     elif re.fullmatch(r"chapters/\w+/generate\.sh", script):
         target = ["-m", "gpt2_chinese.generate"]
     elif script in ("tests/run.sh", "docs/build.sh", "docs/serve.sh"):
