@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from gpt2_chinese import launch
 from gpt2_chinese.launch import Ranks
@@ -43,7 +44,12 @@ class Stays(Ranks):
     """Ranks that outlive the program."""
 
     def close(self) -> None:
-        """Leaves the group to whoever made it."""
+        """Leaves the group to whoever made it.
+
+        DTensor remembers how it sharded an operation, together with the mesh, whose groups are named by a counter that
+        starts anew with each case: it must forget, or the next program would reduce over a group that is gone.
+        """
+        _clear_sharding_prop_cache()
 
 
 def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
