@@ -86,8 +86,14 @@ def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communic
     return near
 
 
+def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
+    """Bytes a tier must hold for the update of any group of which it keeps nothing: all kinds of model data of the largest.
+    So much far needs beside a disk, and near where states are streamed through it."""
+    return costs.total * max(group.piece_elems for group in layout.groups)
+
+
 def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs, accumulates: bool) -> int:
-    """Bytes that far must be able to hold on each rank, whatever the near budget: what near never has to keep.
+    """Bytes that far must be able to hold on each rank without a disk, whatever the near budget: what near never has to keep.
 
     These are this rank's pieces of all parameters, and of the gradients and states of groups whose update is computed
     far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated).

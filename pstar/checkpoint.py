@@ -100,18 +100,20 @@ def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values
     """Puts the values of one span, (span.numel,), into this rank's piece."""
     residency = optimizer.residency
     kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
-    places = {each: residency.peek((each, group)) for each in kinds}
     part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
-    if kind == PARAM:
-        optimizer.precision.write_master(values, {each: data[part] for each, (_, data) in places.items()})
-    else:
-        places[kind][1][part] = values
-    for each, (tier, _) in places.items():
-        residency.mark_written((each, group), tier)
+    with residency.reading([(each, group) for each in kinds]) as places:
+        if kind == PARAM:
+            optimizer.precision.write_master(values, {each: data[part] for (each, _), (_, data) in places.items()})
+        else:
+            places[kind, group][1][part] = values
+        written = {key: tier for key, (tier, _) in places.items()}
+    for key, tier in written.items():
+        residency.mark_written(key, tier)
 
 
 def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing."""
     kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
-    data = {each: optimizer.residency.peek((each, group))[1] for each in kinds}
-    return optimizer.precision.read_master(data) if kind == PARAM else data[kind].clone()
+    with optimizer.residency.reading([(each, group) for each in kinds]) as places:
+        data = {each: buffer for (each, _), (_, buffer) in places.items()}
+        return optimizer.precision.read_master(data) if kind == PARAM else data[kind].clone()

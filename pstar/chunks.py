@@ -13,9 +13,13 @@ all that is touched before it, so that nothing is evicted, and nothing gathered,
 whose gradients are complete is reduced until the next one is, until room is needed, or until backward ends. All of these
 moments follow from the program and the budget, never from how fast a rank is: the ranks must agree about evictions. For
 the same reason every rank has the same blocks near: pieces are created on all ranks at the same moments.
+
+What lies in a slower tier is brought ahead too, `prefetch` keys of the trace: chunks from far with one process, and in any
+case optimizer states and pieces from disk.
 """
 
 import zlib
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -43,12 +47,12 @@ class Chunks:
         param_dtype, grad_dtype: of the chunks.
         device: of near.
         communication: gather and reduce a whole "group" at once, or one "chunk".
-        prefetch: gather the next unit ahead.
+        prefetch: how many keys of the trace to look ahead; gather the next unit ahead unless 0.
     """
 
     def __init__(self, layout: Layout, params: dict[str, torch.nn.Parameter], residency: Residency,
                  collectives: Collectives, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device,
-                 communication: str = "group", prefetch: bool = True):
+                 communication: str = "group", prefetch: int = 2):
         self.layout, self.params = layout, params
         self.residency, self.collectives = residency, collectives
         self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
@@ -60,6 +64,7 @@ class Chunks:
         self._uses: dict[str, int] = dict.fromkeys(params, 0)          # COMPUTE is counted: modules nest
         self._bound: set[int] = set()                                  # units whose parameters are views of near
         self._unit_at: dict[int, int] = {}                             # address of a near buffer -> unit
+        self._address: dict[int, int] = {}                             # and the other way round
         self._arrived: list[set[str]] = [set() for _ in self.units]    # gradients in this step
         self._summed: list[set[str]] = [set() for _ in self.units]     # gradients in this micro-step
         self._reduced: set[int] = set()                                # units whose gradients are, or are being, reduced
@@ -70,7 +75,15 @@ class Chunks:
         self.calls: list[int] = []
         """What this rank asked of the others since the last step: u + 1 for a gather of unit u, -u - 1 for a reduction."""
         self.prefetch = prefetch
-        self._looked_at = -1                    # the moment for which it was decided what is gathered ahead
+        self._looked_at = -1                    # the moment for which it was decided what comes ahead
+        self._units_of: dict[int, list[int]] = {}
+        for unit in self.units:
+            self._units_of.setdefault(unit.group, []).append(unit.index)
+        self.update_tier = lambda group: self.home[group]
+        """The tier in which a group's update is computed."""
+        self.room: Callable[[int | None], int | None] = lambda peak: None
+        """From the bytes of other things near (None: not known) to what chunks may take of near; None: the budget."""
+        residency.schedule.uses = self._uses_of
         self._ahead: dict[int, Handle] = {}     # units that are being gathered before they are needed
         self._reducing: dict[int, Handle] = {}  # units whose gradients are being reduced
         residency.settle = self.settle
@@ -89,7 +102,7 @@ class Chunks:
     def fetch(self, unit: int) -> torch.Tensor:
         """The unit's near buffer with everybody's pieces; brings them near when they are not."""
         key = self.key(unit)
-        self.residency.schedule.touch(key)
+        self._touch(key)
         if self.collectives.num_ranks == 1:
             data = self.residency.ensure(key, NEAR)
         else:
@@ -101,15 +114,15 @@ class Chunks:
             data = self.residency.peek(key)[1]
         if unit not in self._bound:
             self._bind(unit, data)
-        if self.prefetch and self.collectives.num_ranks > 1:
-            self._look_ahead()
         return data
 
     def _gather(self, unit: int) -> Handle:
         self._say(unit + 1)
         spec, rank = self.units[unit], self.collectives.rank
         data = self.residency.create(("gathered", unit), spec.elems, self.param_dtype, NEAR, derived=True)
+        self.residency.pin(("gathered", unit))
         tier, own = self.residency.peek(("param", spec.group))
+        self.residency.unpin(("gathered", unit))
         if spec.owner is None:
             self.residency.copy(data.view(self.layout.num_ranks, -1)[rank], own, tier, NEAR)
             return self.collectives.all_gather(data)
@@ -117,18 +130,70 @@ class Chunks:
             self.residency.copy(data, own, tier, NEAR)
         return self.collectives.broadcast(data, spec.owner)
 
+    def _touch(self, key: Key) -> None:
+        """The next moment: near gives room to what else will be there until the one after it."""
+        schedule, limit = self.residency.schedule, self.residency.tiers[NEAR].limit_bytes
+        schedule.touch(key)
+        room = self.room(schedule.peak)
+        if room is None or room == limit:
+            return
+        held = self.residency.is_near(key)
+        if held:
+            self.residency.pin(key)    # not the one that is about to be used
+        self.residency.limit(room)
+        if held:
+            self.residency.unpin(key)
+
+    def _uses_of(self, key: Key) -> list[Key]:
+        """Under which keys of the trace a block is used."""
+        kind, index = key
+        if kind in ("gathered", "grad_full"):
+            return [key]
+        uses = [("adam", index)]
+        if kind == "param":
+            uses += [self.key(unit) for unit in self._units_of[index]]
+        elif kind == "grad" and self.collectives.num_ranks == 1:
+            uses.append(key)
+        return uses
+
+    def touch_update(self, group: int) -> None:
+        """The update of a group is the next moment."""
+        self._touch(("adam", group))
+        self._look_ahead()
+
     def _look_ahead(self) -> None:
-        """Begins to gather the unit that the trace names next, where that takes room from nobody until it is needed."""
+        """Begins to bring what the trace names next to where it will be needed."""
         schedule = self.residency.schedule
-        if schedule.moment == self._looked_at:
+        if not self.prefetch or schedule.moment == self._looked_at:
             return
         self._looked_at = schedule.moment
+        if self.collectives.num_ranks > 1:
+            self._gather_ahead()
+        for access in schedule.following(self.prefetch):
+            next_use = schedule.trace.next_use(access, schedule.moment)
+            for key, tier in self._blocks_of(access):
+                if not self.residency.load_ahead(key, tier, next_use):
+                    return
+
+    def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
+        """(block, tier) of what a key of the trace needs, as far as it exists."""
+        kind, index = access
+        if kind == "adam":
+            tier = self.update_tier(index)
+            return [(key, tier) for key in self.residency.blocks if key[1] == index and key[0] not in ("gathered", "grad_full")]
+        if kind == "gathered":
+            return [] if access in self.residency else [(("param", self.units[index].group), FAR)]
+        return [(access, NEAR)] if kind in ("param", "grad") else []
+
+    def _gather_ahead(self) -> None:
+        """Begins to gather the unit that the trace names next, where that takes room from nobody until it is needed."""
+        schedule = self.residency.schedule
         upcoming = schedule.upcoming("gathered")
         if upcoming is None or upcoming[0] in self.residency:
             return
         (_, unit), before = upcoming
         room = self.units[unit].elems * self.param_dtype.itemsize
-        for key in set(before):    # gradients, and the reduced piece beside them
+        for key in {key for key in before if key[0] == "grad_full"}:    # and the reduced piece beside them
             spec = self.units[key[1]]
             elems = self.layout.groups[spec.group].piece_elems + (spec.elems if key not in self.residency else 0)
             room += elems * self.grad_dtype.itemsize
@@ -155,13 +220,14 @@ class Chunks:
             self.params[slot.name].data = view
         self._bound.add(unit)
         self._unit_at[data.data_ptr()] = unit
+        self._address[unit] = data.data_ptr()
 
     def on_leave(self, key: Key) -> None:
         """The residency is about to take a block from near."""
         kind, unit = key
         if kind == self.key(unit)[0] and unit in self._bound:
             self._bound.discard(unit)
-            del self._unit_at[self.residency.peek(key)[1].data_ptr()]
+            del self._unit_at[self._address.pop(unit)]
             self._release_data(unit)
 
     def _release_data(self, unit: int) -> None:
@@ -183,6 +249,8 @@ class Chunks:
             self.fetch(unit)
             self.residency.pin(self.key(unit))
             self._uses[name] += 1
+        if names:
+            self._look_ahead()
 
     def release(self, names: tuple[str, ...]) -> None:
         """COMPUTE -> HOLD. Raises StateError for a parameter that is not COMPUTE."""
@@ -198,6 +266,10 @@ class Chunks:
         unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
         return None if unit is None else self.units[unit]
 
+    def holds(self, address: int) -> bool:
+        """Whether a tensor's memory, given by its storage's address, is a chunk near."""
+        return address in self._unit_at
+
     def drop_gathered(self, group: int) -> None:
         """The group's gathered copies are out of date: somebody's piece was updated."""
         for unit in self.units:
@@ -212,7 +284,7 @@ class Chunks:
         """A parameter's gradient is there: it goes into its slot, and a group that is complete is reduced."""
         unit, offset = self._place[name]
         key = self._grad_key(unit)
-        self.residency.schedule.touch(key)
+        self._touch(key)
         self.collectives.progress()
         if unit in self._reduced:
             raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several ranks "

@@ -91,15 +91,30 @@ class Config:
     communication: str = "group"
     """group: the p chunks of a group are gathered and reduced at once (PatrickStar). chunk: one chunk at a time is broadcast
     by its owner and reduced to it: less room near, as many bytes on the way. Only with ownership whole."""
-    prefetch: bool = True
-    """Gather the next chunks while the current ones compute, where near has room for both."""
+    prefetch: int | bool = 2
+    """How many moments of the traced step to look ahead: what they need is copied and gathered while the current one
+    computes, where the budgets have room for both. 0 or false: every copy when it is needed."""
     near_budget: int | str = "auto"
     """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data, min (the least that works), or auto
     (40 % of the GPU's memory; without a GPU, all model data)."""
     far_budget: int | str = "auto"
     """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
+    near_memory: int | str = "auto"
+    """Bytes of the accelerator for chunks and activations together, 12GiB for example. The first step measures at each moment
+    what is no chunk; from then on chunks have what is left of it, near_budget at most. auto: near_budget alone counts."""
+    disk_path: str | None = None
+    """A folder on a local disk for what does not fit into the far budget: optimizer states first, then parameters."""
+    disk_budget: int | str = "auto"
+    """Bytes of that disk: 100GiB, or auto (what is free there)."""
+    far_states: str = "host"
+    """Where groups whose states lie far are updated. host: there, by the CPU. stream: near; their states come and go."""
     eviction_policy: str = "next_use"
-    """next_use (Belady on the traced step) or lru."""
+    """next_use (Belady on the traced step, weighed with the bytes that move), lru or fifo."""
+    profile: str | None = None
+    """A file to write a profile of the first steps to, one for each rank; `pstar trace` draws it."""
+    simulated_link: float = 0.0
+    """Bytes a second: copies between near and far take at least as long as a link of this speed would. For experiments; 0 is
+    off."""
     release_after_init: bool = False
     """PatrickStar's key, accepted without effect: the start is lazy, no process ever makes chunks that it does not own."""
     use_cpu_embedding: bool = False
@@ -121,8 +136,17 @@ class Config:
             raise ConfigError(f"gradient_clipping is {self.gradient_clipping}; give 0 (off) or a positive norm")
         if self.gradient_accumulation_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; give at least 1")
-        if self.eviction_policy not in ("next_use", "lru"):
-            raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use or lru")
+        if self.eviction_policy not in ("next_use", "lru", "fifo"):
+            raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use, lru or fifo")
+        if self.far_states not in ("host", "stream"):
+            raise ConfigError(f"far_states is {self.far_states!r}; choose host or stream")
+        self.prefetch = 2 if self.prefetch is True else int(self.prefetch)
+        if self.prefetch < 0:
+            raise ConfigError(f"prefetch is {self.prefetch}; give 0 (off) or how many moments to look ahead")
+        if self.simulated_link < 0:
+            raise ConfigError(f"simulated_link is {self.simulated_link}; give 0 (off) or bytes a second")
+        if self.disk_path is None and self.disk_budget != "auto":
+            raise ConfigError("disk_budget is given without disk_path; give the folder as well")
         if self.ownership not in ("whole", "sharded"):
             raise ConfigError(f"ownership is {self.ownership!r}; choose whole or sharded")
         if self.communication not in ("group", "chunk"):
@@ -207,7 +231,7 @@ def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
     if kind is float and _is_number(value):
         return float(value)
     allowed = get_args(kind) or (kind,)
-    if isinstance(value, bool) if kind is bool else isinstance(value, allowed) and not isinstance(value, bool):
+    if isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool)):
         return value
     names = " or ".join(getattr(item, "__name__", str(item)) for item in allowed)
     raise ConfigError(f"{where}: '{name}' must be {names}, found {value!r}")

@@ -1,26 +1,30 @@
 """initialize_engine: a model and a configuration become an engine and its optimizer."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pstar.budget import model_data_bytes
+from pstar.budget import groups_at_home_near, model_data_bytes
 from pstar.checkpoint import gather_state, load_state, write
 from pstar.chunks import Chunks
 from pstar.collectives import Collectives
 from pstar.config import Config, load_config
-from pstar.errors import ConfigError, StateError
+from pstar.disk import DiskTier
+from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.export import export_weights, import_weights
 from pstar.hooks import Hooks
 from pstar.lazy import Recipe, build, storage_key
+from pstar.movers import Movers
+from pstar.nonmodel import watch
 from pstar.optimizer import ChunkedAdam
 from pstar.outside import OutsideParams
 from pstar.plan import Plan
 from pstar.precision import PARAM
+from pstar.profile import Profile
 from pstar.residency import Residency
 from pstar.scaler import LossScaler
 from pstar.schedule import Schedule
@@ -48,14 +52,26 @@ class Engine(torch.nn.Module):
         self.ledger = collectives.ledger
         self.near = Tier(NEAR, device, plan.near_budget)
         self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=on_gpu)
+        self._least_near, self._near_memory = plan.least_near, plan.near_memory
+        self._profile = self._start_profile(plan, collectives)
+        self.disk = None
+        if plan.config.disk_path is not None:
+            self.disk = DiskTier(Path(plan.config.disk_path), plan.disk_budget, collectives.rank)
         self.schedule = Schedule(plan.config.eviction_policy)
-        self._residency = Residency(self.near, self.far, self.ledger, self.schedule, lambda key: self._chunks.on_leave(key))
+        self._movers = Movers(plan.config.prefetch > 0, plan.config.simulated_link or None, device)
+        self._residency = Residency(self.near, self.far, self.ledger, self.schedule, lambda key: self._chunks.on_leave(key),
+                                    self.disk, self._movers, self._profile)
         self._params = {name: param for name, param in module.named_parameters() if mode_of(param) is None}
         self._outside = OutsideParams({name: param for name, param in module.named_parameters() if name not in self._params},
                                       plan.precision, plan.accumulates, collectives, device)
         self._chunks = Chunks(plan.layout, self._params, self._residency, collectives, plan.param_dtype, plan.grad_dtype,
                               device, plan.config.communication, plan.config.prefetch)
         self._chunks.reduce_late = plan.config.find_unused_parameters
+        self._collectives, self._live = collectives, None
+        if self._near_memory is not None:
+            self._chunks.room = self._room
+            self.schedule.take_peak = lambda: self._live.take_peak() if self._live else 0
+            self.schedule.agree = self._most_of_all_ranks
         for group in plan.near_homes:
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
@@ -69,7 +85,9 @@ class Engine(torch.nn.Module):
         defaults = {key: value for key, value in vars(settings.params).items() if key in HYPER_PARAMETERS}
         self._optimizer = ChunkedAdam(
             param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._precision,
-            make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping, defaults)
+            make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping, defaults,
+            self.config.far_states == "stream", self.disk is not None)
+        self._optimizer.after_step = self._after_step
         if recipe is None:
             for name, param in self._params.items():
                 write(self._optimizer, PARAM, name, param.data)
@@ -110,12 +128,46 @@ class Engine(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients it is part of a training step; without, it leaves the schedule alone."""
         training = torch.is_grad_enabled() and self.training
-        if training and not self.schedule.in_step:
-            self.schedule.begin_step()
-            self.ledger.begin_step()
+        if training:
+            self._begin_forward(args, kwargs)
         args, kwargs = self._cast(args), {name: self._cast(value) for name, value in kwargs.items()}
-        with nullcontext() if training else self.schedule.paused():
+        with nullcontext() if training else self.schedule.paused(), self._explained():
             return self.module(*args, **kwargs)
+
+    def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A micro-step begins, and with the first of them a step."""
+        shapes = tuple(_shape(value) for value in (*args, *kwargs.items()))
+        if not self.schedule.in_step:
+            self.schedule.begin_step(shapes)
+            self.ledger.begin_step()
+            if self._profile is not None:
+                self._profile.step(self.schedule.num_steps)
+        self.schedule.touch(("inputs", shapes))
+        self._stage("forward")
+        if self._near_memory is not None and self.schedule.recording and self._live is None:
+            self._live = watch(self.device, self._chunks.holds)
+            self._live.__enter__()
+
+    def _end_watching(self) -> None:
+        if self._live is not None:
+            self.schedule.end_moment()
+            self._live.__exit__(None, None, None)
+            self._live = None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says of an error for want of near memory what to do about it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(f"{self.device}: out of memory beside {format_bytes(self.near.used_bytes)} of chunks: give a "
+                              "smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing or "
+                              f"offload_activations ({str(error).splitlines()[0]})") from error
+        except BaseException:
+            if self._live is not None:
+                self._live.__exit__(None, None, None)
+                self._live = None
+            raise
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks.
@@ -129,9 +181,64 @@ class Engine(torch.nn.Module):
         self._hooks.last_micro_step = self._micro_step == steps
         loss = loss / steps if steps > 1 else loss
         scale = self._optimizer.loss_scale
-        (loss.float() * scale if scale != 1 else loss).backward()
-        self._hooks.end_backward()
+        self._stage("backward")
+        with self._explained():
+            (loss.float() * scale if scale != 1 else loss).backward()
+            self._hooks.end_backward()
+        self._end_watching()
         self._micro_step %= steps
+        self._stage("idle" if self._micro_step else "adam")
+
+    def _after_step(self) -> None:
+        """The optimizer's step is over: what was measured is acted upon, what was recorded is saved."""
+        self._stage("idle")
+        if self._near_memory is not None and self.schedule.just_recorded:
+            self._use_what_is_left()
+        if self._profile is not None and self._profile.closed is None:
+            self._profile.save(self._profile_path)
+
+    # ------------------------------------------------------------------ room beside activations
+
+    def _room(self, peak: int | None) -> int:
+        """What chunks may take of near beside `peak` bytes of other things. While these are not known, the least that works."""
+        return self._least_near if peak is None else max(self._near_memory - peak, self._least_near)
+
+    def _most_of_all_ranks(self, peaks: list[int]) -> list[int]:
+        every = self._collectives.from_all(peaks)
+        if len({len(each) for each in every}) == 1:
+            return [max(each) for each in zip(*every, strict=True)]
+        return [max(map(max, every))] * len(peaks)    # ranks with other modules: the same bound at every moment
+
+    def _use_what_is_left(self) -> None:
+        """Holds the measured peaks against near_memory, and gives the margin that remains at all moments to states."""
+        most = max(self.schedule.known_peaks(), default=0)
+        if self._near_memory - most < self._least_near:
+            raise BudgetError(
+                f"near_memory {format_bytes(self._near_memory)} is too small: activations take up to {format_bytes(most)} beside "
+                f"chunks, which need {format_bytes(self._least_near)}: give at least {most + self._least_near} bytes, a smaller "
+                "micro-batch, activation checkpointing or offload_activations")
+        if self.config.optimizer.params.use_hybrid_adam:
+            room = min(self.near.budget_bytes, self._near_memory - most)
+            near = groups_at_home_near(self.layout, room, self.costs, self.config.communication)
+            if self._optimizer.set_homes(near):
+                self.schedule.forget_all()    # the update's order changes with them
+
+    # ------------------------------------------------------------------ profile
+
+    def _start_profile(self, plan: Plan, collectives: Collectives) -> Profile | None:
+        if plan.config.profile is None:
+            return None
+        path = Path(plan.config.profile)
+        rank = collectives.rank
+        self._profile_path = path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        budgets = {NEAR: plan.near_memory or plan.near_budget, FAR: plan.far_budget}
+        return Profile(rank, {"budgets": budgets, "device": str(self.device), "num_ranks": collectives.num_ranks,
+                              "model_data_bytes": model_data_bytes(plan.layout, plan.costs),
+                              "policy": plan.config.eviction_policy})
+
+    def _stage(self, name: str) -> None:
+        if self._profile is not None:
+            self._profile.stage(name)
 
     def _cast(self, value: Any) -> Any:
         """Floating inputs in the dtype of the parameters."""
@@ -221,6 +328,17 @@ class Engine(torch.nn.Module):
         scaling = scaling if self._precision.name == "fp16" else {}
         return {"near_bytes": self.near.used_bytes, "near_peak_bytes": self.near.peak_bytes,
                 "far_bytes": self.far.used_bytes, "wait_s": self.ledger.step_waited_s} | moved | scaling
+
+
+def _shape(value: Any) -> Any:
+    """What of an argument makes a step another one: the shapes of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), str(value.dtype))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape, value))
+    if isinstance(value, dict):
+        return tuple((str(key), _shape(item)) for key, item in value.items())
+    return value if isinstance(value, (str, bool, type(None))) else type(value).__name__    # a number may be a counter
 
 
 def make_scaler(config: Config) -> LossScaler:

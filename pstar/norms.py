@@ -12,7 +12,7 @@ holds which part changes nothing but who computes a block's sum:
 Block sums and those elements travel in sums over the ranks in which all terms but one are 0, which is exact.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -73,19 +73,20 @@ class ParameterNorms:
                     if span.param_offset % NORM_BLOCK:       # a boundary inside a block
                         self._shared.setdefault((span.name, span.param_offset // NORM_BLOCK), len(self._shared))
 
-    def __call__(self, pieces: Mapping[int, torch.Tensor],
+    def __call__(self, pieces: Iterable[tuple[int, torch.Tensor]],
                  arrived: Callable[[str], bool]) -> tuple[torch.Tensor, set[str]]:
         """(fp32 norms, (N,), on the CPU, of the parameters that have a gradient on some rank, in order; their names).
 
-        pieces: this rank's piece of each group's reduced gradients, (S,), fp32, bf16 or fp16, where there are any.
+        pieces: (group, this rank's piece of its reduced gradients, (S,), fp32, bf16 or fp16), where there are any; each is
+            read before the next one is asked for.
         arrived: whether a parameter got a gradient on this rank.
         """
         num = len(self._names)
         values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64)
         squares, present, blocks = values[:num], values[num : 2 * num], values[2 * num :]
         rows = torch.zeros(len(self._shared), NORM_BLOCK)
-        whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for group, piece in pieces.items():
+        for group, piece in pieces:
+            whole: list[tuple[int, torch.Tensor]] = []
             for span in self._spans[group]:
                 if self._collectives.num_ranks == 1 and not arrived(span.name):
                     continue                                 # its place was never written; on several ranks it is 0
@@ -93,9 +94,9 @@ class ParameterNorms:
                 if span.name in self._first_block:
                     self._take_part(span, part, blocks, rows)
                 else:
-                    whole.setdefault(part.device, []).append((self._number[span.name], part))
-        for parts in whole.values():
-            squares[[number for number, _ in parts]] = squared_norms([part for _, part in parts]).cpu()
+                    whole.append((self._number[span.name], part))
+            if whole:
+                squares[[number for number, _ in whole]] = squared_norms([part for _, part in whole]).cpu()
         present[[self._number[name] for name in self._names if arrived(name)]] = 1.0
         values = self._collectives.sum(values.to(self._device)).cpu()
         squares, present, blocks = values[:num], values[num : 2 * num] > 0, values[2 * num :]

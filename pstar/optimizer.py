@@ -1,7 +1,7 @@
 """The optimizer front: a torch.optim.Optimizer whose states lie in chunks."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -13,13 +13,15 @@ from pstar.norms import ParameterNorms
 from pstar.outside import OutsideParams
 from pstar.precision import Precision
 from pstar.scaler import LossScaler
+from pstar.tiers import FAR, NEAR
 
 
 class ChunkedAdam(torch.optim.Optimizer):
     """Adam and AdamW over chunks. Parameter groups and learning-rate schedulers work as on any torch optimizer.
 
-    Each group of chunks is updated in its home tier, where its states are: only gradients and parameters travel. The
-    global norm is taken per parameter and then over parameters in the model's order, as clip_grad_norm_ does, its sums in an
+    Each group of chunks is updated in its home tier, where its states are: only gradients and parameters travel. With
+    stream, a group whose home is far is updated near all the same: its states come and go. Updates near are begun first, so
+    that a GPU works on them while the CPU works on those far. The global norm is taken per parameter and then over parameters in the model's order, as clip_grad_norm_ does, its sums in an
     order that no layout changes (pstar.norms).
 
     A step whose gradients are not all finite is skipped, in every precision and on all ranks alike: parameters, moments
@@ -35,11 +37,13 @@ class ChunkedAdam(torch.optim.Optimizer):
         adamw: decoupled weight decay, or Adam with L2 regularisation.
         clip_norm: largest global norm; 0 for no clipping.
         defaults: lr, betas, eps, weight_decay.
+        stream: update all groups near.
+        movable: states of groups at home far may leave far, for near or for disk.
     """
 
     def __init__(self, param_groups: list[dict], params: dict[str, torch.nn.Parameter], chunks: Chunks,
                  outside: OutsideParams, precision: Precision, scaler: LossScaler, adamw: bool, clip_norm: float,
-                 defaults: dict):
+                 defaults: dict, stream: bool = False, movable: bool = False):
         super().__init__(param_groups, defaults)
         self.chunks, self.residency = chunks, chunks.residency
         self.outside, self.precision, self.scaler = outside, precision, scaler
@@ -51,11 +55,40 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.names = {id(param): name for name, param in params.items()}
         self.steps = dict.fromkeys(params, 0)
         self._parameter_norms: ParameterNorms | None = None
+        self._far_stays = not (stream or movable)
+        self.after_step: Callable[[], None] = lambda: None
+        """Called at the end of every step."""
+        if stream:
+            chunks.update_tier = lambda group: NEAR
         for group in chunks.layout.groups:
             for kind, dtype in precision.states.items():
                 key = (kind, group.index)
                 self.residency.create(key, group.piece_elems, dtype, chunks.home[group.index]).zero_()
-                self.residency.pin(key)    # states stay where their update is computed
+                if self._stays(group.index):
+                    self.residency.pin(key)    # states stay where their update is computed
+
+    def _stays(self, group: int) -> bool:
+        """Whether the group's states never leave their home."""
+        return self.chunks.home[group] == NEAR or self._far_stays
+
+    def set_homes(self, near: Collection[int]) -> bool:
+        """Makes near the home of these groups and far that of all others; whether anything changed. Between two steps."""
+        changed = False
+        for group in self.chunks.layout.groups:
+            tier = NEAR if group.index in near else FAR
+            if self.chunks.home[group.index] == tier:
+                continue
+            stayed, changed = self._stays(group.index), True
+            self.chunks.home[group.index] = tier
+            for kind in self.precision.states:
+                key = (kind, group.index)
+                if stayed:
+                    self.residency.unpin(key)
+                self.residency.ensure(key, tier)
+                self.residency.mark_written(key, tier)    # the other copy would be out of date after the next update
+                if self._stays(group.index):
+                    self.residency.pin(key)
+        return changed
 
     @property
     def loss_scale(self) -> float:
@@ -83,13 +116,16 @@ class ChunkedAdam(torch.optim.Optimizer):
         total, used = self._total_norm()
         self.grad_norm = float(total)
         self.skipped = not math.isfinite(self.grad_norm)
-        if not self.skipped:
+        if self.skipped:
+            self._touch_all()    # a step that is skipped is the step that was traced
+        else:
             clip = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)) if self.clip_norm > 0 else 1.0
             self._apply(clip / self.loss_scale, used)
         self.zero_grad()
         self.residency.schedule.end_step()
         self.residency.ledger.end_step()
         self.scaler.update(self.skipped)
+        self.after_step()
 
     def _apply(self, grad_scale: float, used: set[str]) -> None:
         """Adam on all that got a gradient, every gradient times grad_scale."""
@@ -98,10 +134,19 @@ class ChunkedAdam(torch.optim.Optimizer):
         options = self._options()
         for option in options.values():
             option |= {"grad_scale": grad_scale, "adamw": self.adamw}
-        for group in self.chunks.layout.groups:
+        for group in self._order():
             if ("grad", group.index) in self.residency:
                 self._update(group, used, options)
         self.outside.update(used, lambda name: options[name] | {"step": self.steps[name]})
+
+    def _order(self) -> list[Group]:
+        """The groups that are updated near, then those that are updated far."""
+        return sorted(self.chunks.layout.groups, key=lambda group: self.chunks.update_tier(group.index) != NEAR)
+
+    def _touch_all(self) -> None:
+        for group in self._order():
+            if ("grad", group.index) in self.residency:
+                self.chunks.touch_update(group.index)
 
     def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""
@@ -120,13 +165,20 @@ class ChunkedAdam(torch.optim.Optimizer):
         chunks = self.chunks
         if self._parameter_norms is None:
             self._parameter_norms = ParameterNorms(chunks.layout, list(chunks.params), chunks.collectives, chunks.device)
-        pieces = {group.index: self.residency.peek(("grad", group.index))[1] for group in chunks.layout.groups
-                  if ("grad", group.index) in self.residency}
-        return self._parameter_norms(pieces, chunks.arrived)
+        return self._parameter_norms(self._grad_pieces(), chunks.arrived)
+
+    def _grad_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(group, this rank's piece of its reduced gradients), one after the other, wherever they are."""
+        for group in self.chunks.layout.groups:
+            key = ("grad", group.index)
+            if key in self.residency:
+                with self.residency.reading([key]) as places:
+                    yield group.index, places[key][1]
 
     def _update(self, group: Group, used: set[str], options: dict[str, dict]) -> None:
-        """Adam on this rank's piece of one group, in the group's home tier."""
-        tier = self.chunks.home[group.index]
+        """Adam on this rank's piece of one group, in the tier where it is to be updated."""
+        tier = self.chunks.update_tier(group.index)
+        self.chunks.touch_update(group.index)
         self.chunks.drop_gathered(group.index)
         buffers, kinds = {}, self.precision.kinds
         for kind in ("grad", *kinds):
@@ -143,6 +195,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         for kind in buffers:
             self.residency.unpin((kind, group.index))
             self.residency.mark_written((kind, group.index), tier)
+        self.residency.drop(("grad", group.index))    # its room is for the next group's
 
     def _spans(self, group: Group) -> list[Span]:
         return group.spans(self.chunks.collectives.rank)

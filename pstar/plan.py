@@ -12,8 +12,10 @@ from pstar.budget import (
     model_data_bytes,
     smallest_far_budget,
     smallest_near_budget,
+    smallest_streaming_budget,
 )
 from pstar.config import Config, load_config
+from pstar.disk import check_disk_path
 from pstar.errors import BudgetError
 from pstar.layout import Layout, ModuleSpec, align, candidate_layouts, least_waste, make_layout
 from pstar.lazy import build
@@ -65,6 +67,17 @@ class Plan:
             )
         self.layout = least_waste(fitting)
         self.near_budget = least if config.near_budget == "min" else self._near_bytes(self.layout)
+        self.least_near = next(need for layout, need, _ in needs if layout is self.layout)
+        """Bytes near with which every module can run: chunks need them whatever else is near."""
+        streaming = smallest_streaming_budget(self.layout, self.costs)
+        if config.far_states == "stream":
+            if config.near_budget == "min":
+                self.near_budget = max(self.near_budget, streaming)
+            if self.near_budget < streaming:
+                raise BudgetError(f"near budget {config.near_budget} ({self.near_budget} bytes) is too small for far_states "
+                                  f"stream: the update of one group needs {streaming}; give that, or a smaller chunk size")
+            self.least_near = max(self.least_near, streaming)
+        self.near_memory = None if config.near_memory == "auto" else parse_bytes(config.near_memory, 0)
         whole = model_data_bytes(self.layout, self.costs)
         self.near_homes = []
         if config.optimizer.params.use_hybrid_adam:
@@ -72,11 +85,15 @@ class Plan:
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
         least_far = smallest_far_budget(self.layout, self.near_homes, self.costs,
                                         self.accumulates or config.find_unused_parameters)
+        if config.disk_path is not None:
+            check_disk_path(Path(config.disk_path))
+            least_far = streaming
+        self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
         if self.far_budget is not None and self.far_budget < least_far:
             raise BudgetError(
                 f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of {num_ranks} "
                 f"process(es) need {least_far}: give at least {least_far}, that is {-(-100 * least_far // whole)}% of the "
-                f"model data, or auto"
+                f"model data, or auto{'' if config.disk_path else ', or a disk_path'}"
             )
 
     def _near_bytes(self, layout: Layout) -> int:

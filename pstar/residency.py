@@ -1,21 +1,38 @@
 """Blocks in tiers: where each block's bytes are, and the copies that bring them elsewhere. Does not know why.
 
 A *block* is one kind of model data of one group: its parameters, its gradients, its first moments, ... It lies near, far,
-or in both places with equal content; a block that is equal in far is *clean* and leaves near without a copy. Blocks in use
-are pinned and are never victims. Some blocks are *derived* (a gathered group): they live near only and are dropped.
+on disk, or in several places with equal content; a block that is equal in a slower tier is *clean* and leaves without a
+copy. Blocks in use are pinned and are never victims. Some blocks are *derived* (a gathered group): they live near only and
+are dropped.
+
+Copies go on in the background (mover.py). The books are kept when a copy is begun: a block that leaves is gone from near at
+once, its bytes are valid far when the copy has ended, and its buffer may be taken again by whoever waits for that. So what
+lies where follows from the program alone, not from the speed of a link, and all ranks decide alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from pstar.disk import DiskTier
 from pstar.errors import BudgetError, StateError
-from pstar.schedule import Schedule
-from pstar.tiers import FAR, NEAR, Ledger, Tier, format_bytes
+from pstar.mover import Handle
+from pstar.movers import Movers
+from pstar.profile import Profile
+from pstar.schedule import Candidate, Schedule
+from pstar.tiers import DISK, FAR, NEAR, Ledger, Tier, format_bytes
 
 Key = tuple[str, int]
 """(kind, group), for example ("param", 3)."""
+
+ORDER = (NEAR, FAR, DISK)
+
+
+def _bound(tier: Any) -> int | None:
+    return tier.budget_bytes if tier.name == DISK else tier.bound_bytes
 
 
 @dataclass
@@ -26,9 +43,13 @@ class Block:
     numel: int
     dtype: torch.dtype
     derived: bool = False
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The valid copies by tier; all of them are equal."""
+    copies: dict[str, Any] = field(default_factory=dict)
+    """The valid copies by tier, all of them equal: tensors, on disk an Extent."""
+    came: dict[str, int] = field(default_factory=dict)
+    """When each of them came, on the residency's clock."""
     pins: int = 0
+    pending: list[Handle] = field(default_factory=list)
+    """Copies under way that read or write one of the copies."""
 
     @property
     def num_bytes(self) -> int:
@@ -36,19 +57,24 @@ class Block:
 
 
 class Residency:
-    """All blocks of a rank, in two tiers.
+    """All blocks of a rank, in two tiers or three.
 
     Args:
-        near, far: the tiers.
+        near, far, disk: the tiers; without disk what does not fit into far is refused.
         ledger: where copies are written.
         schedule: names the victims.
         on_leave: called with a block's key just before its near copy goes.
+        movers: what carries out the copies; at once, where none are given.
+        profile: records what comes and goes.
     """
 
-    def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, on_leave: Callable[[Key], None]):
-        self.tiers = {NEAR: near, FAR: far}
+    def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, on_leave: Callable[[Key], None],
+                 disk: DiskTier | None = None, movers: Movers | None = None, profile: Profile | None = None):
+        self.tiers: dict[str, Any] = {NEAR: near, FAR: far} | ({DISK: disk} if disk else {})
         self.ledger, self.schedule, self._on_leave = ledger, schedule, on_leave
+        self.movers, self.profile = movers or Movers(asynchronous=False), profile
         self.blocks: dict[Key, Block] = {}
+        self._clock = 0
         self.settle: Callable[[], bool] = lambda: False
         """Ends what is under way and holds near memory meanwhile; whether there was something. Asked before anything is
         evicted: what is under way depends on the program alone, so that all ranks evict the same."""
@@ -65,39 +91,79 @@ class Residency:
         return sum(block.num_bytes for block in self.blocks.values() if not block.derived)
 
     def create(self, key: Key, numel: int, dtype: torch.dtype, tier: str, derived: bool = False) -> torch.Tensor:
-        """A new block in a tier, its content undefined. Returns its buffer, (numel,) of dtype."""
+        """A new block, near or far, its content undefined. Returns its buffer, (numel,) of dtype."""
         if key in self.blocks:
             raise StateError(f"block {key} exists already")
-        block = Block(key, numel, dtype, derived)
-        block.copies[tier] = self._allocate(tier, block)
+        block, fences = Block(key, numel, dtype, derived), []
+        buffer = self._allocate(tier, block, fences)
+        self._wait(fences)
+        self._add_copy(block, tier, buffer)
         self.blocks[key] = block
         return block.copies[tier]
 
     def ensure(self, key: Key, tier: str) -> torch.Tensor:
-        """The block's content in that tier, copied there if it is not; the other copy stays and stays valid."""
+        """The block's content in that tier, near or far, copied there if it is not; other copies stay and stay valid.
+
+        Nothing goes on in the background with this block when it returns: the caller may write into the buffer.
+        """
         block = self._block(key)
         if tier not in block.copies:
-            (source, data), = block.copies.items()
-            block.pins += 1          # making room for the copy must not take the source away
-            try:
-                buffer = self._allocate(tier, block)
-            finally:
-                block.pins -= 1
-            self.copy(buffer, data, source, tier)
-            block.copies[tier] = buffer
+            self._begin(block, tier)
+        self._settle_block(block)
         return block.copies[tier]
 
+    def load_ahead(self, key: Key, tier: str, next_use: float) -> bool:
+        """Begins to bring a block to a tier in which it will be needed; whether it is there or under way.
+
+        Only blocks leave for it whose own next use lies behind next_use: nothing is loaded that would not have been.
+        """
+        block = self.blocks.get(key)
+        if block is None or tier in block.copies:
+            return True
+        through = (FAR, NEAR) if tier == NEAR and FAR not in block.copies and NEAR not in block.copies else (tier,)
+        for step in through:
+            block.pins += 1
+            try:
+                if not self._free(step, block.num_bytes, next_use):
+                    return False
+            finally:
+                block.pins -= 1
+            self._begin(block, step)
+        self.schedule.ahead(key)
+        return True
+
     def peek(self, key: Key) -> tuple[str, torch.Tensor]:
-        """(tier, buffer) of a valid copy, near first; moves nothing."""
-        copies = self._block(key).copies
-        tier = NEAR if NEAR in copies else FAR
-        return tier, copies[tier]
+        """(tier, buffer) of a valid copy, near first; moves nothing but what lies on disk only, which comes to far.
+
+        The buffer may be read until the next operation that needs room; see reading().
+        """
+        block = self._block(key)
+        tier = next(tier for tier in ORDER if tier in block.copies)
+        tier = FAR if tier == DISK else tier
+        return tier, self.ensure(key, tier)
+
+    @contextmanager
+    def reading(self, keys: Sequence[Key]) -> Iterator[dict[Key, tuple[str, torch.Tensor]]]:
+        """peek() of several blocks, which stay where they are until the end of the with."""
+        places, pinned = {}, []
+        try:
+            for key in keys:
+                places[key] = self.peek(key)
+                self.pin(key)
+                pinned.append(key)
+            yield places
+        finally:
+            for key in pinned:
+                self.unpin(key)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, source_tier: str, target_tier: str) -> None:
-        """Copies a buffer, and writes it into the ledger when it crosses tiers."""
-        target.copy_(source)
-        if source_tier != target_tier:
-            self.ledger.add(f"{source_tier} to {target_tier}", source.nbytes)
+        """Copies a buffer at once, and writes it into the ledger when it crosses tiers."""
+        if source_tier == target_tier:
+            target.copy_(source)
+            return
+        self.ledger.add(f"{source_tier} to {target_tier}", source.nbytes)
+        job = self._timed(f"{source_tier} to {target_tier}", "piece", source.nbytes, lambda: target.copy_(source))
+        self._wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
 
     def mark_written(self, key: Key, tier: str) -> None:
         """The copy in that tier was changed: every other copy is out of date and goes."""
@@ -108,12 +174,13 @@ class Residency:
             self._drop_copy(block, other)
 
     def send_far(self, key: Key) -> None:
-        """The block leaves near: copied to far if far has no equal copy, dropped if it is derived."""
+        """The block leaves near: copied to far if no other tier has an equal copy, dropped if it is derived."""
         block = self._block(key)
         if block.derived:
             self.drop(key)
         elif NEAR in block.copies:
-            self.ensure(key, FAR)
+            if len(block.copies) == 1:
+                self._begin(block, FAR)
             self._drop_copy(block, NEAR)
 
     def drop(self, key: Key) -> None:
@@ -136,41 +203,158 @@ class Residency:
 
     # ------------------------------------------------------------------ room
 
+    def limit(self, num_bytes: int | None) -> None:
+        """What blocks may take of near from now on; blocks leave until that holds, pinned ones excepted."""
+        near = self.tiers[NEAR]
+        near.limit(num_bytes)
+        while near.bound_bytes is not None and near.used_bytes > near.bound_bytes:
+            if not self.settle() and not self._evict(NEAR):
+                return
+        near.limit(num_bytes)    # what has left is idle now
+
     def make_room(self, tier: str, num_bytes: int, what: str) -> None:
         """Evicts until num_bytes fit into the tier. Raises BudgetError when nothing more may leave."""
+        if not self._free(tier, num_bytes):
+            used, budget = self.tiers[tier].used_bytes, _bound(self.tiers[tier])
+            raise BudgetError(f"{tier}: no room for {what} ({format_bytes(num_bytes)}): {format_bytes(used)} of "
+                              f"{format_bytes(budget)} are in use and nothing there may leave; "
+                              f"give --{tier}-budget at least {format_bytes(used + num_bytes)}")
+
+    def _free(self, tier: str, num_bytes: int, next_use: float | None = None) -> bool:
+        """Evicts until num_bytes fit, with next_use only blocks that are needed after it; whether they do."""
         while not self.tiers[tier].has_room(num_bytes):
-            if tier == NEAR and self.settle():
+            if tier == NEAR and next_use is None and self.settle():
                 continue
-            if not (self._evict() if tier == NEAR else self._drop_duplicate()):
-                used, budget = self.tiers[tier].used_bytes, self.tiers[tier].budget_bytes
-                raise BudgetError(f"{tier}: no room for {what} ({format_bytes(num_bytes)}): {format_bytes(used)} of "
-                                  f"{format_bytes(budget)} are in use and nothing there may leave; "
-                                  f"give --{tier}-budget at least {format_bytes(used + num_bytes)}")
+            if not self._evict(tier, next_use):
+                return False
+        return True
 
-    def _allocate(self, tier: str, block: Block) -> torch.Tensor:
+    def _allocate(self, tier: str, block: Block, fences: list[Handle]) -> Any:
         self.make_room(tier, block.num_bytes, f"{block.key[0]} of group {block.key[1]}")
-        return self.tiers[tier].allocate(block.numel, block.dtype, block.key[0])
+        if tier == DISK:
+            return self.tiers[DISK].allocate(block.numel, block.dtype, block.key[0])
+        return self.tiers[tier].allocate(block.numel, block.dtype, block.key[0], fences)
 
-    def _evict(self) -> bool:
-        key = self.schedule.victim(key for key, block in self.blocks.items() if NEAR in block.copies and not block.pins)
-        if key is not None:
+    def _evict(self, tier: str, next_use: float | None = None) -> bool:
+        """One block leaves a tier for the next one; whether one could."""
+        if tier == DISK:
+            return False
+        if tier == FAR and next_use is None and self._drop_duplicate():
+            return True
+        slower = ORDER[ORDER.index(tier) + 1]
+        if slower not in self.tiers:
+            return False
+        held = [block for block in self.blocks.values() if tier in block.copies and not block.pins
+                and (tier == NEAR or NEAR not in block.copies)]
+        if next_use is not None:
+            held = [block for block in held if self.schedule.next_use(block.key) > next_use
+                    and (len(block.copies) > 1 or block.derived or self._takes(slower, block.num_bytes))]
+        key = self.schedule.victim(self._candidate(block, tier) for block in held)
+        if key is None:
+            return False
+        if tier == NEAR:
             self.send_far(key)
-        return key is not None
+        else:
+            block = self._block(key)
+            if DISK not in block.copies:
+                self._begin(block, DISK)
+            self._drop_copy(block, FAR)
+        return True
+
+    def _takes(self, tier: str, num_bytes: int) -> bool:
+        """Whether a tier takes num_bytes more, of its own room or by passing something on."""
+        return self.tiers[tier].has_room(num_bytes) or (tier == FAR and DISK in self.tiers)
+
+    @staticmethod
+    def _candidate(block: Block, tier: str) -> Candidate:
+        clean = block.derived or len(block.copies) > 1
+        return Candidate(block.key, block.num_bytes, 0 if clean else block.num_bytes, block.came[tier])
 
     def _drop_duplicate(self) -> bool:
         """Frees one far copy that near holds too (a clean block becomes dirty, nothing is lost)."""
         for block in self.blocks.values():
-            if len(block.copies) == 2 and not block.pins:
+            if NEAR in block.copies and FAR in block.copies and not block.pins:
                 self._drop_copy(block, FAR)
                 return True
         return False
+
+    # ---------------------------------------------------------------- copies
+
+    def _begin(self, block: Block, tier: str) -> None:
+        """Begins to copy a block to a tier, from the fastest one that has it; between disk and near it goes through far."""
+        source = next(tier for tier in ORDER if tier in block.copies)
+        if {source, tier} == {NEAR, DISK}:
+            self._begin(block, FAR)
+            source = FAR
+        block.pins += 1          # making room for the copy must not take the source away
+        fences: list[Handle] = []
+        try:
+            buffer = self._allocate(tier, block, fences)
+        finally:
+            block.pins -= 1
+        data, way = block.copies[source], f"{source} to {tier}"
+        before = (*block.pending, *fences)
+
+        def carry() -> None:
+            for handle in before:
+                handle.wait()
+            if tier == DISK:
+                self.tiers[DISK].write(buffer, data)
+            elif source == DISK:
+                self.tiers[DISK].read(data, buffer)
+            else:
+                buffer.copy_(data)
+
+        self.ledger.add(way, block.num_bytes)
+        job = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
+        block.pending.append(self.movers.submit(source, tier, job, block.num_bytes))
+        self._add_copy(block, tier, buffer)
+
+    def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
+        """The job, which writes into the profile when it was."""
+        profile = self.profile
+        if profile is None:
+            return job
+
+        def timed() -> None:
+            begin = profile.now()
+            job()
+            profile.span(lane, name, begin, profile.now(), bytes=num_bytes)
+
+        return timed
+
+    def _settle_block(self, block: Block) -> None:
+        """Waits for what goes on with a block."""
+        pending, block.pending = block.pending, []
+        self._wait(pending)
+
+    def _wait(self, handles: Sequence[Handle]) -> None:
+        begin = self.movers.now()
+        for handle in handles:
+            handle.wait()
+        if handles:
+            self.ledger.copy_waited_s += self.movers.now() - begin
+
+    def _add_copy(self, block: Block, tier: str, buffer: Any) -> None:
+        self._clock += 1
+        block.copies[tier], block.came[tier] = buffer, self._clock
+        if self.profile is not None:
+            self.profile.enter(block.key, tier, block.num_bytes)
 
     def _drop_copy(self, block: Block, tier: str) -> None:
         if tier == NEAR:
             if block.pins:
                 raise StateError(f"block {block.key} is in use ({block.pins} pins) and cannot leave near")
             self._on_leave(block.key)
-        self.tiers[tier].release(block.copies.pop(tier))
+        block.pending = [handle for handle in block.pending if not handle.done]
+        buffer = block.copies.pop(tier)
+        if self.profile is not None:
+            self.profile.leave(block.key, tier)
+        if tier == DISK:
+            self._settle_block(block)
+            self.tiers[DISK].release(buffer)
+        else:
+            self.tiers[tier].release(buffer, block.pending)
 
     def _block(self, key: Key) -> Block:
         if key not in self.blocks:

@@ -1,30 +1,53 @@
 """When each block is needed next, and which one leaves when room is short: pure functions of numbers, no tensors.
 
 Training repeats itself: every step touches the same blocks in the same order. So the first step is recorded as a list of
-*moments*, one block key each, and from then on the future is known (PatrickStar, section 8.1). Knowing it, the best
-victim is the block whose next use lies farthest ahead (Belady 1966); the trace is a cycle, so after the last moment comes
-the first. Before the future is known, or where it is not wanted, the least recently used block leaves.
+*moments*, one key each, and from then on the future is known (PatrickStar, section 8.1). Knowing it, the best victim is
+the block whose next use lies farthest ahead (Belady 1966); the trace is a cycle, so after the last moment comes the first.
+Where blocks differ in size, and some must be copied out and others not, the distance is weighed with the bytes that the
+eviction moves. Before the future is known, or where it is not wanted, the least recently used block leaves, or the first
+that came.
+
+With each moment the trace keeps the peak of what else lies near (activations): what is left of near for blocks then.
 """
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from pstar.errors import ConfigError, StateError
 
 Key = Hashable
 NEVER = float("inf")
-POLICIES = ("next_use", "lru")
+POLICIES = ("next_use", "lru", "fifo")
+MOST_TRACES = 8
+"""Traces kept, one for each shape of the inputs: training on a few lengths in turn records each once."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A block that may leave a tier.
+
+    num_bytes: what its leaving frees. store_bytes: what must be copied out for that; 0 for a clean block. came: when it came
+    into the tier, on any clock.
+    """
+
+    key: Key
+    num_bytes: int = 1
+    store_bytes: int = 0
+    came: int = 0
 
 
 class Trace:
     """One step's accesses, as a cycle.
 
+    accesses: the keys in order. peaks: for each moment the most bytes of other things near, from it to the next one.
     positions: for each key the sorted moments at which it is touched.
     """
 
-    def __init__(self, accesses: Sequence[Key]):
+    def __init__(self, accesses: Sequence[Key], peaks: Sequence[int] = ()):
         self.accesses = tuple(accesses)
+        self.peaks = tuple(peaks) or (0,) * len(self.accesses)
         self.positions: dict[Key, list[int]] = {}
         for moment, key in enumerate(self.accesses):
             self.positions.setdefault(key, []).append(moment)
@@ -45,8 +68,9 @@ class Schedule:
     """Records the first step, follows the trace afterwards, and names the victims of eviction.
 
     A step is begun by begin_step, walked by touch, ended by end_step. A touch that differs from the trace means that the
-    step is not the one that was recorded (another sequence length, a skipped layer): the trace is thrown away at once, and
-    the next whole step is recorded anew. Accesses outside a step (evaluation) move only the clock of least-recent use.
+    step is not the one that was recorded (a skipped layer): the trace is thrown away at once, and the next whole step is
+    recorded anew. A step with inputs of another shape (its signature) has a trace of its own. Accesses outside a step
+    (evaluation) move only the clock of least-recent use.
     """
 
     def __init__(self, policy: str = "next_use"):
@@ -54,8 +78,19 @@ class Schedule:
             raise ConfigError(f"eviction_policy is {policy!r}; choose one of {', '.join(POLICIES)}")
         self.policy = policy
         self.trace: Trace | None = None
-        self.num_traced = 0
+        self.num_traced = self.num_steps = 0
+        self.just_recorded = False
+        """Whether the step that was ended last was recorded."""
+        self.uses: Callable[[Key], Iterable[Key]] = lambda key: (key,)
+        """The keys of the trace that mean a use of a block: its own, or those under which several blocks are used."""
+        self.take_peak: Callable[[], int] = lambda: 0
+        """Asked at each moment of a step that is recorded: the most bytes of other things near since it was asked last."""
+        self.agree: Callable[[list[int]], list[int]] = lambda peaks: peaks
+        """Makes of this rank's peaks those of all ranks, which must decide alike."""
+        self._traces: dict[Hashable, Trace] = {}
+        self._signature: Hashable = None
         self._recording: list[Key] | None = None
+        self._peaks: list[int] = []
         self._moment = -1
         self._in_step = False
         self._paused = False
@@ -67,15 +102,33 @@ class Schedule:
         return self._in_step
 
     @property
+    def recording(self) -> bool:
+        """Whether this step is being recorded."""
+        return self._in_step and self._recording is not None
+
+    @property
     def moment(self) -> int:
         """Number of the access that the trace is at; -1 before the first and while a step is recorded."""
         return self._moment
 
-    def begin_step(self) -> None:
+    @property
+    def peak(self) -> int | None:
+        """Bytes of other things near from this moment to the next; None where that is not known."""
+        known = self._in_step and not self._paused and self.trace is not None and self._moment >= 0
+        return self.trace.peaks[self._moment] if known else None
+
+    def follow(self, trace: Trace, signature: Hashable = None) -> None:
+        """Takes a trace as known, as if a step with that signature had been recorded."""
+        self._traces[signature] = trace
+
+    def begin_step(self, signature: Hashable = None) -> None:
+        """A step begins. signature: the shapes of its inputs, or whatever else makes a step another one."""
         if self._in_step:
             raise StateError("begin_step inside a step: the step before it was not ended by optimizer.step()")
         self._in_step = True
         self._moment = -1
+        self._signature = signature
+        self.trace = self._traces.get(signature)
         self._recording = [] if self.trace is None else None
 
     @contextmanager
@@ -95,6 +148,7 @@ class Schedule:
             return
         if self._recording is not None:
             if not self._recording or self._recording[-1] != key:
+                self.end_moment()
                 self._recording.append(key)
         elif self.trace is not None:
             if self._moment >= 0 and self.trace.accesses[self._moment] == key:
@@ -102,6 +156,19 @@ class Schedule:
             self._moment += 1
             if self._moment >= len(self.trace) or self.trace.accesses[self._moment] != key:
                 self.forget()
+
+    def ahead(self, key: Key) -> None:
+        """Key was brought before its moment: for the least recent use as good as used, else it would be the first to go."""
+        self._last_use[key] = self._clock
+
+    def end_moment(self) -> None:
+        """The peak since the last moment belongs to it. May be called more than once for a moment."""
+        peak = self.take_peak()
+        if self._recording:
+            if len(self._peaks) < len(self._recording):
+                self._peaks.append(peak)
+            else:
+                self._peaks[-1] = max(self._peaks[-1], peak)
 
     def upcoming(self, kind: str) -> tuple[Key, tuple[Key, ...]] | None:
         """(the next key (kind, ...) of this step after the current moment, the keys touched before it).
@@ -116,48 +183,99 @@ class Schedule:
                 return self.trace.accesses[moment], self.trace.accesses[first:moment]
         return None
 
+    def following(self, num: int) -> list[Key]:
+        """The next `num` different keys of this step; empty where that is not known."""
+        found: dict[Key, None] = {}
+        if self._in_step and not self._paused and self.trace is not None:
+            for moment in range(self._moment + 1, len(self.trace)):
+                if len(found) == num:
+                    break
+                found[self.trace.accesses[moment]] = None
+        return list(found)
+
+    def next_use(self, key: Key) -> float:
+        """The moment at which a block is used next, counted on into the next step; NEVER where no trace knows it."""
+        if self.trace is None:
+            return NEVER
+        return min((self.trace.next_use(use, self._moment) for use in self.uses(key)), default=NEVER)
+
     def end_step(self) -> None:
         """The step is over: what was recorded becomes the trace; a trace not walked to its end is forgotten."""
         if self._recording is not None and self._in_step:
-            self.trace = Trace(self._recording) if self._recording else None
+            self.end_moment()
+            self.trace = Trace(self._recording, self.agree(self._peaks)) if self._recording else None
+            if self.trace is not None:
+                if len(self._traces) >= MOST_TRACES:
+                    del self._traces[next(iter(self._traces))]
+                self._traces[self._signature] = self.trace
             self.num_traced += 1
         elif self.trace is not None and self._moment + 1 != len(self.trace):
             self.forget()
-        self._recording = None
+        self.just_recorded = self._recording is not None
+        self.num_steps += 1
+        self._recording, self._peaks = None, []
         self._in_step = False
         self._moment = -1
 
     def forget(self) -> None:
-        """Throws the trace away; the next whole step is recorded."""
+        """Throws the trace away; the next whole step of these shapes is recorded."""
+        self._traces.pop(self._signature, None)
         self.trace = None
         self._recording = None
 
-    def victim(self, candidates: Iterable[Key]) -> Key | None:
+    def forget_all(self) -> None:
+        """Throws all traces away, of whatever shapes."""
+        self._traces.clear()
+        self.forget()
+
+    def known_peaks(self) -> list[int]:
+        """The bytes of other things near, at all moments of all traces."""
+        return [peak for trace in self._traces.values() for peak in trace.peaks]
+
+    def victim(self, candidates: Iterable[Candidate]) -> Key | None:
         """Which of the candidates leaves; None where there are none. Ties go to the first in the order given."""
         candidates = list(candidates)
         if not candidates:
             return None
+        if self.policy == "fifo":
+            return min(candidates, key=lambda candidate: candidate.came).key
         if self.policy == "next_use" and self.trace is not None:
-            return max(candidates, key=lambda key: self.trace.next_use(key, self._moment))
-        return min(candidates, key=lambda key: self._last_use.get(key, 0))
+            return max(candidates, key=self._worth).key
+        return min(candidates, key=lambda candidate: self._last(candidate.key)).key
+
+    def _worth(self, candidate: Candidate) -> tuple[float, int]:
+        """How good it is that a block leaves: how long it frees its bytes, for each byte that goes out or comes back.
+
+        Among those that are never used again the one that need not be copied, and then the largest, goes first.
+        """
+        distance = self.next_use(candidate.key) - self._moment
+        if distance == NEVER:
+            return NEVER, candidate.num_bytes - candidate.store_bytes
+        return distance * candidate.num_bytes / (candidate.num_bytes + candidate.store_bytes), 0
+
+    def _last(self, key: Key) -> int:
+        return max((self._last_use.get(use, 0) for use in (key, *self.uses(key))), default=0)
 
 
-def count_loads(accesses: Sequence[Key], room: int, policy: str = "next_use", num_steps: int = 3) -> int:
+def count_loads(accesses: Sequence[Key], room: int | Sequence[int], policy: str = "next_use", num_steps: int = 3) -> int:
     """Loads in the last of num_steps repetitions of accesses, with room for `room` blocks of equal size.
 
-    This is the engine's own Schedule run on numbers alone: what a page or a test says about loads comes from here.
-    For n chunks touched forward and then backward it is 2 * (n - room) with either policy.
+    room: a constant, or one number for each access. This is the engine's own Schedule run on numbers alone: what a page or
+    a test says about loads comes from here. For n chunks touched forward and then backward and constant room it is
+    2 * (n - room) with next_use and lru alike.
     """
-    schedule, resident, loads = Schedule(policy), [], 0
+    rooms = [room] * len(accesses) if isinstance(room, int) else room
+    schedule, resident, loads, clock = Schedule(policy), {}, 0, 0    # key -> when it came
     for _ in range(num_steps):
         schedule.begin_step()
         loads = 0
-        for key in accesses:
+        for key, most in zip(accesses, rooms, strict=True):
             schedule.touch(key)
-            if key not in resident:
-                if len(resident) >= room:
-                    resident.remove(schedule.victim(resident))
-                resident.append(key)
-                loads += 1
+            came = resident.pop(key, None)
+            while len(resident) >= most:
+                del resident[schedule.victim(Candidate(other, came=since) for other, since in resident.items())]
+            clock += 1
+            loads += came is None
+            resident[key] = clock if came is None else came
         schedule.end_step()
     return loads

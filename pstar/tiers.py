@@ -10,17 +10,19 @@ import mmap
 import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from pstar.errors import BudgetError, ConfigError, StateError
 
-NEAR, FAR = "near", "far"
+NEAR, FAR, DISK = "near", "far", "disk"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-MOVES = ("far to near", "near to far", "gather", "reduce")
+MOVES = ("far to near", "near to far", "disk to far", "far to disk", "gather", "reduce")
 
 
 # mallopt's numbers in glibc's malloc.h, and the largest values it takes.
@@ -62,8 +64,12 @@ class Ledger:
         """Seconds in which this process did nothing but wait for collectives."""
         self.step_waited_s = 0.0
         """Those of the last step that was ended."""
+        self.copy_waited_s = 0.0
+        """Seconds in which it did nothing but wait for copies between tiers: what prefetching leaves visible."""
+        self.step_copy_waited_s = 0.0
+        """Those of the last step that was ended."""
         self._at_begin: Counter[str] = Counter()
-        self._waited_at_begin = 0.0
+        self._waited_at_begin = self._copy_waited_at_begin = 0.0
 
     def add(self, kind: str, num_bytes: int) -> None:
         """One movement of num_bytes; kind is one of MOVES."""
@@ -72,19 +78,29 @@ class Ledger:
 
     def begin_step(self) -> None:
         self._at_begin = self.moved_bytes.copy()
-        self._waited_at_begin = self.waited_s
+        self._waited_at_begin, self._copy_waited_at_begin = self.waited_s, self.copy_waited_s
 
     def end_step(self) -> None:
         self.step_bytes = self.moved_bytes - self._at_begin
         self.step_waited_s = self.waited_s - self._waited_at_begin
+        self.step_copy_waited_s = self.copy_waited_s - self._copy_waited_at_begin
 
     def reset(self) -> None:
         self.moved_bytes.clear()
         self.moves.clear()
 
 
+class Fence(Protocol):
+    """A copy that goes on in the background and still reads or writes a buffer."""
+
+    def wait(self) -> None: ...
+
+
 class Tier:
     """One arena. Buffers that are given back are kept for the next taker of the same size, inside the budget.
+
+    A buffer may be given back while a copy still works on it, together with what must be waited for (its fences): the next
+    taker waits, or, if it is a copy itself, is told to. So the ledger follows the program alone, never how fast a copy is.
 
     Args:
         name: 'near' or 'far', for messages.
@@ -95,24 +111,42 @@ class Tier:
 
     def __init__(self, name: str, device: torch.device, budget_bytes: int | None = None, pin_memory: bool = False):
         self.name, self.device, self.budget_bytes, self.pin_memory = name, device, budget_bytes, pin_memory
+        self.limit_bytes: int | None = None
+        """What may be in use at this moment, where that is less than the budget: the rest belongs to activations."""
+        self.observe: Callable[[str, int], None] = lambda name, used_bytes: None
+        """Called with the tier's name and used_bytes when these change."""
         self.used_bytes = 0
         self.idle_bytes = 0
         self.peak_bytes = 0
         self.used_by_kind: Counter[str] = Counter()
-        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]] = defaultdict(list)
         self._taken: dict[int, tuple[torch.Tensor, str]] = {}    # by address of the buffer
 
     @property
     def reserved_bytes(self) -> int:
         return self.used_bytes + self.idle_bytes
 
+    @property
+    def bound_bytes(self) -> int | None:
+        """The most that may be in use now: the budget, or the limit of this moment."""
+        bounds = [bound for bound in (self.budget_bytes, self.limit_bytes) if bound is not None]
+        return min(bounds) if bounds else None
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether num_bytes more fit beside what is in use (idle buffers give way)."""
-        return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
+        bound = self.bound_bytes
+        return bound is None or self.used_bytes + num_bytes <= bound
 
-    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    def limit(self, num_bytes: int | None) -> None:
+        """Sets the limit of this moment; idle buffers give way to it. What is in use above it is for the caller to move."""
+        self.limit_bytes = num_bytes
+        if num_bytes is not None:
+            self._shrink_idle(0)
+
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str, fences: list[Fence] | None = None) -> torch.Tensor:
         """A buffer of numel elements, its content undefined.
 
+        fences: takes what the buffer's user must wait for; without it that is waited for here.
         Raises BudgetError where it does not fit; making room is the caller's business.
         """
         num_bytes = numel * dtype.itemsize
@@ -120,8 +154,12 @@ class Tier:
             raise BudgetError(f"{self.name}: {num_bytes} bytes for {kind} do not fit: "
                               f"{self.used_bytes} of {self.budget_bytes} bytes are in use")
         if self._idle[num_bytes]:
-            buffer = self._idle[num_bytes].pop()
+            buffer, pending = self._idle[num_bytes].pop()
             self.idle_bytes -= num_bytes
+            if fences is not None:
+                fences.extend(pending)
+            else:
+                _wait_for(pending)
         else:
             self._shrink_idle(num_bytes)
             buffer = self._new_buffer(num_bytes)
@@ -130,19 +168,24 @@ class Tier:
         self._taken[buffer.data_ptr()] = (buffer, kind)
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         self._check()
+        self.observe(self.name, self.used_bytes)
         return buffer.view(dtype)
 
-    def release(self, tensor: torch.Tensor) -> None:
-        """Gives a buffer back. Raises StateError for one that is not from this tier or was given back before."""
+    def release(self, tensor: torch.Tensor, fences: Sequence[Fence] = ()) -> None:
+        """Gives a buffer back, which is free when the fences are passed.
+
+        Raises StateError for one that is not from this tier or was given back before.
+        """
         taken = self._taken.pop(tensor.data_ptr(), None)
         if taken is None:
             raise StateError(f"{self.name}: a buffer of {tensor.nbytes} bytes was released that is not in use")
         buffer, kind = taken
         self.used_bytes -= buffer.nbytes
         self.used_by_kind[kind] -= buffer.nbytes
-        self._idle[buffer.nbytes].append(buffer)
+        self._idle[buffer.nbytes].append((buffer, tuple(fences)))
         self.idle_bytes += buffer.nbytes
         self._check()
+        self.observe(self.name, self.used_bytes)
 
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         """num_bytes of memory, uint8. In host memory large ones get pages of their own, outside malloc's heap: activations
@@ -156,17 +199,22 @@ class Tier:
         """Drops idle buffers, of other sizes all of them, until num_bytes fit into the budget and into what was in use at
         most: idle buffers never make a process larger than those that were needed at once."""
         bound = max(self.peak_bytes, self.used_bytes + num_bytes)
-        if self.budget_bytes is not None:
-            bound = min(bound, self.budget_bytes)
+        if self.bound_bytes is not None:
+            bound = min(bound, self.bound_bytes)
         for size, buffers in self._idle.items():
             while buffers and self.reserved_bytes + num_bytes > bound:
-                buffers.pop()
+                _wait_for(buffers.pop()[1])
                 self.idle_bytes -= size
 
     def _check(self) -> None:
         if self.used_bytes < 0 or (self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes):
             raise StateError(f"{self.name}: the ledger says {self.used_bytes} bytes used and {self.idle_bytes} idle, "
                              f"the budget is {self.budget_bytes}")
+
+
+def _wait_for(fences: Sequence[Fence]) -> None:
+    for fence in fences:
+        fence.wait()
 
 
 def parse_bytes(text: str | int, whole_bytes: int) -> int:

@@ -330,7 +330,7 @@ def test_mistakes_in_the_loop_are_named():
     ({"eviction_policy": "random"}, "eviction_policy is 'random'"),
     ({"communication": "all"}, "communication is 'all'; choose group or chunk"),
     ({"communication": "chunk", "ownership": "sharded"}, "set communication to group or ownership to whole"),
-    ({"prefetch": 1}, "'prefetch' must be bool, found 1"),
+    ({"prefetch": -1}, "prefetch is -1; give 0"),
 ])
 def test_a_configuration_that_cannot_run(values, message, tmp_path):
     path = tmp_path / "config.json"

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pstar.errors import ConfigError, StateError
-from pstar.schedule import NEVER, Schedule, Trace, count_loads
+from pstar.schedule import NEVER, Candidate, Schedule, Trace, count_loads
 
 
 def sweep(n: int) -> list[int]:
@@ -53,13 +53,13 @@ def test_next_use_equals_the_brute_force_optimum_on_random_traces():
         room = generator.randrange(1, 4)
         # The engine's first step is traced without knowledge; give it the trace for both repetitions instead.
         schedule, resident, loads = Schedule("next_use"), [], 0
-        schedule.trace = Trace(accesses * 2)
+        schedule.follow(Trace(accesses * 2))
         schedule.begin_step()
         for key in accesses * 2:
             schedule.touch(key)
             if key not in resident:
                 if len(resident) >= room:
-                    resident.remove(schedule.victim(resident))
+                    resident.remove(schedule.victim(map(Candidate, resident)))
                 resident.append(key)
                 loads += 1
         assert loads == optimum(accesses, room), accesses

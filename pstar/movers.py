@@ -1,0 +1,62 @@
+"""The links between the tiers, each with a worker of its own: into near, out of near, and the disk."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from pstar.mover import Handle, Mover
+from pstar.tiers import DISK, NEAR
+
+
+class Movers:
+    """Carries out copies between tiers: in the background, or at once.
+
+    A link of two directions moves both at the same time (PCIe does), so each has a worker; a disk has one for both.
+
+    Args:
+        asynchronous: copies run beside the computation; False: each one at once.
+        bytes_per_s: simulates links between near and far of this speed, each direction for itself.
+        device: of near. On a GPU each worker has a stream of its own, on which a copy begins when all that the GPU had been
+            given before the copy was submitted is done: what it reads is written by then, and what it overwrites was read.
+    """
+
+    def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None):
+        self._in = Mover("far to near", asynchronous, bytes_per_s)
+        self._out = Mover("near to far", asynchronous, bytes_per_s)
+        self._disk = Mover("disk", asynchronous)
+        self.asynchronous = asynchronous
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._streams = {mover: torch.cuda.Stream(self._device) for mover in (self._in, self._out)} if self._device else {}
+
+    now = staticmethod(time.perf_counter)
+
+    def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int) -> Handle:
+        """Begins a copy of num_bytes between two tiers, after those that were submitted for the same link before."""
+        mover = self._disk if DISK in (source, target) else self._in if target == NEAR else self._out
+        if mover in self._streams:
+            job = self._on_stream(mover, job)
+        return mover.submit(job, num_bytes)
+
+    def _on_stream(self, mover: Mover, job: Callable[[], object]) -> Callable[[], None]:
+        given = torch.cuda.Event()
+        given.record(torch.cuda.current_stream(self._device))
+
+        def on_stream() -> None:
+            stream = self._streams[mover]
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                stream.wait_event(given)
+                job()
+                stream.synchronize()
+
+        return on_stream
+
+    def drain(self) -> None:
+        """Waits for all copies; raises the first error that nobody was told of."""
+        for mover in (self._in, self._out, self._disk):
+            mover.drain()
+
+    def close(self) -> None:
+        """Waits for all copies and ends the workers."""
+        for mover in (self._in, self._out, self._disk):
+            mover.close()

@@ -1,0 +1,148 @@
+"""Placement never changes a number: budgets, chunk sizes, policies, looking ahead, where Adam runs, disk or none."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pstar
+from pstar.tiers import DISK, FAR, NEAR
+from tests import toy
+
+STEPS = 4
+NEAR_BUDGETS = ("min", "30%", "60%", "100%")
+CHUNKS = ("auto", 5_000, 11_000)
+POLICIES = ("next_use", "lru", "fifo")
+PREFETCH = (0, 1, 3)
+STATES = ("host", "stream")
+DISKS = (None, "60%", "30%")    # what far may hold beside a disk
+
+
+def combinations(num: int) -> list[tuple]:
+    """`num` of all combinations, the same ones at every run."""
+    everything = list(itertools.product(NEAR_BUDGETS, CHUNKS, POLICIES, PREFETCH, STATES, DISKS))
+    return random.Random(0).sample(everything, num)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return toy.oracle(STEPS)
+
+
+def build(folder, near, chunk, policy, prefetch, states, far, **keys):
+    keys |= {"near_budget": near, "default_chunk_size": chunk, "eviction_policy": policy, "prefetch": prefetch,
+             "far_states": states}
+    if states == "stream" and near == "30%" and chunk == "auto":
+        keys["near_budget"] = "60%"
+    if far is not None:
+        keys |= {"disk_path": str(folder), "far_budget": far}
+    return toy.build(**keys)
+
+
+@pytest.mark.parametrize("case", combinations(72), ids=str)
+def test_placement_never_changes_a_number(case, plain, tmp_path):
+    try:
+        model, optimizer = build(tmp_path, *case)
+    except pstar.BudgetError as error:
+        assert "too small" in str(error)
+        pytest.skip(f"refused: {error}")
+    losses, weights, norms = plain
+    assert toy.train(model, optimizer, STEPS) == losses
+    assert optimizer.grad_norm == norms[-1]
+    found, _ = model.gather_state()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    for tier in (model.near, model.far, model.disk):
+        assert tier is None or tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
+    if case[-1] == "30%" and case[0] != "100%":
+        assert model.disk.peak_bytes > 0 and model.ledger.moved_bytes["far to disk"] > 0
+
+
+def test_most_combinations_are_possible(tmp_path):
+    """Else the test above could pass by refusing."""
+    refused = 0
+    for case in combinations(72):
+        try:
+            build(tmp_path, *case)
+        except pstar.BudgetError:
+            refused += 1
+    assert refused <= 10
+
+
+class Chain(nn.Module):
+    """n layers of one chunk each."""
+
+    def __init__(self, n: int = 8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(n))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = F.one_hot(inputs % 64, 64).float()
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+@pytest.mark.parametrize("n, room", [(8, 3), (8, 5), (8, 7), (12, 4), (8, 9)])
+def test_loads_of_a_step_equal_the_maths(n, room, prefetch):
+    """With updates far forward loads all n chunks, because Adam wrote them there. Backward uses n - 1 of them (the inputs of
+    the first layer need no gradient), of which the last `room` are still there, and gradients take the places of those that
+    are done. Looking ahead loads nothing more."""
+    model, optimizer = toy.build(lambda: Chain(n), near_budget=room * 4 * 64 * 64, default_chunk_size=64 * 64, prefetch=prefetch,
+                                 optimizer={"type": "AdamW", "params": {"use_hybrid_adam": False}})
+    toy.train(model, optimizer, 3)
+    assert model.ledger.step_bytes["far to near"] == 4 * 64 * 64 * (n + max(0, n - 1 - room))
+
+
+def test_a_clean_chunk_is_never_copied_out():
+    """With updates far, no parameter is ever written near: only gradients leave."""
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
+    toy.train(model, optimizer, 3)
+    grads = sum(group.piece_elems * 4 for group in model.layout.groups)
+    assert model.ledger.step_bytes["near to far"] == grads
+
+
+def test_states_that_are_streamed_come_and_go_every_step():
+    model, optimizer = toy.build(near_budget="60%", default_chunk_size=11_000, far_states="stream")
+    toy.train(model, optimizer, 3)
+    table = model.ledger.step_bytes
+    assert table["far to near"] > 0 and table["near to far"] > 0
+    assert all(model._chunks.update_tier(group.index) == NEAR for group in model.layout.groups)
+
+
+def test_more_than_near_and_far_together(tmp_path):
+    """The whole model data are more than both: the rest is on disk, and every step reads and writes it."""
+    model, optimizer = toy.build(near_budget="min", far_budget="30%", disk_path=str(tmp_path), default_chunk_size=5_000)
+    assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
+    whole = model.model_data_bytes
+    assert model.near.budget_bytes + model.far.budget_bytes < whole
+    assert model.disk.used_bytes + model.far.used_bytes + model.near.used_bytes >= whole
+    assert model.ledger.step_bytes["disk to far"] > 0 < model.ledger.step_bytes["far to disk"]
+    kinds = {key[0] for key, block in model._residency.blocks.items() if DISK in block.copies and FAR not in block.copies}
+    assert "exp_avg" in kinds
+
+
+def test_a_far_budget_too_small_without_a_disk_says_so(tmp_path):
+    with pytest.raises(pstar.BudgetError, match="far budget 30% .* or a disk_path"):
+        toy.build(near_budget="min", far_budget="30%")
+    with pytest.raises(pstar.BudgetError, match="far budget 1%"):
+        toy.build(near_budget="min", far_budget="1%", disk_path=str(tmp_path))
+
+
+def test_the_disk_being_full_is_one_line_and_the_last_checkpoint_stands(tmp_path):
+    model, optimizer = toy.build(near_budget="min", far_budget="30%", disk_path=str(tmp_path / "disk"), default_chunk_size=5_000)
+    toy.train(model, optimizer, 2)
+    model.save_checkpoint(tmp_path / "checkpoint")
+    state, _ = model.gather_state()
+    model.disk.budget_bytes = model.disk.used_bytes // 2
+    with pytest.raises(pstar.PstarError, match="disk"):
+        toy.train(model, optimizer, 2, first=2)
+    other, optimizer = toy.build(near_budget="100%")
+    other.load_checkpoint(tmp_path / "checkpoint")
+    found, _ = other.gather_state()
+    assert all(torch.equal(found[name], state[name]) for name in state)
