@@ -30,16 +30,21 @@ PSTAR_ROWS = {
     "shared_memory": 1,
     "lazy": 1,
     "scope": 1,
+    "profile": 1,
     "budget": 2,
     "collectives": 2,
     "precision": 2,
     "hybrid_adam": 2,
     "residency": 2,
+    "timeline": 2,
     "plan": 3,
     "chunks": 3,
     "outside": 4,
     "norms": 3,
+    "trace_export": 3,
+    "charts": 3,
     "hooks": 4,
+    "trace_command": 4,
     "optimizer": 5,
     "checkpoint": 5,
     "sharded": 5,
@@ -52,7 +57,8 @@ PSTAR_ROWS = {
 }
 SHARED_ROWS = {5}
 # Pure functions of numbers.
-PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget")
+PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget", "profile", "timeline", "trace_export",
+                       "charts", "trace_command")
 
 # The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
 # reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
