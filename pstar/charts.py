@@ -1,11 +1,13 @@
 """Two pictures of a recording: near bytes against the budget, and which block is where. Needs matplotlib, loaded late."""
 
 import importlib.util
+import io
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pstar.errors import ProfileError
-from pstar.profile import Recording
+from pstar.profile import Recording, write_beside
 from pstar.timeline import Interval, in_order, lives, non_model_levels, stages, tier_order, used_levels
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ PLACE_COLOURS = {
     ("near", "far", "disk"): "#3c2a57",
 }
 UNKNOWN_PLACE = "#2ca25f"
-MODEL_COLOUR, NON_MODEL_COLOUR, BUDGET_COLOUR = "#e6550d", "#f4c9a4", "#222222"
+MODEL_COLOUR, NON_MODEL_COLOUR, BUDGET_COLOUR = "#e6550d", "#76838f", "#111111"
 
 
 def require_matplotlib() -> None:
@@ -57,23 +59,24 @@ def near_chart(recording: Recording, path: Path) -> None:
     top = [low + high for low, high in zip(below, above, strict=True)]
     shown = [clock(at) for at in times]
     axes.fill_between(shown, 0, below, step="post", color=MODEL_COLOUR, linewidth=0,
-                      label=f"model data near (at most {max(below):.4g} MiB)")
+                      label=f"model data: at most {_mib(max(below))}")
     if other:
         axes.fill_between(shown, below, top, step="post", color=NON_MODEL_COLOUR, linewidth=0,
-                          label=f"non-model, on top of it (at most {max(above):.4g} MiB)")
-    axes.step(shown, top, where="post", color="#7f2704", linewidth=0.8)
+                          label=f"non-model, on top of it: at most {_mib(max(above))}")
     height, budget = max(top), recording.budget("near")
     if budget is not None:
         budget /= MIB
+        covers = "for model data and non-model" if recording.about.get("budget_includes_non_model") else "for model data"
         # A budget far above everything would press the curve flat: then the legend alone names it.
-        label = f"near budget {budget:.4g} MiB" + (" (above this picture)" if budget > 4 * height > 0 else "")
+        too_high = budget > 4 * height > 0
+        label = f"near budget {covers}: {_mib(budget)}" + (", above this picture" if too_high else "")
         axes.axhline(budget, color=BUDGET_COLOUR, linestyle=(0, (6, 3)), linewidth=1.5, label=label)
-        height = height if budget > 4 * height > 0 else max(height, budget)
+        height = height if too_high else max(height, budget)
     axes.set_ylim(0, 1.1 * height or 1)
     axes.set_ylabel("near [MiB]")
     axes.grid(axis="y", color="#000000", alpha=0.12, linewidth=0.6)
     strip.set_title(f"Near bytes against the budget: {_subject(recording)}", fontsize=12, loc="left", pad=24)
-    _finish(figure, axes, recording, axes.get_legend_handles_labels(), path)
+    _finish(figure, recording, axes.get_legend_handles_labels(), path)
 
 
 def places_chart(recording: Recording, path: Path) -> None:
@@ -90,19 +93,21 @@ def places_chart(recording: Recording, path: Path) -> None:
     clock = _Clock(recording)
     height = min(max(0.22 * len(rows), 2.4), max(9.0, 0.062 * len(rows)))
     figure, strip, axes = _frame(recording, clock, height)
+    half = 0.42 if height / len(rows) > 0.12 else 0.5          # gaps between rows of a few pixels would only flicker
     boxes: dict[tuple[str, ...], list] = {}
     for key, row in rows.items():
         for life in found[key]:
-            boxes.setdefault(life.tiers, []).append((clock(life.begin), clock(life.end), row - 0.42, row + 0.42))
+            boxes.setdefault(life.tiers, []).append((clock(life.begin), clock(life.end), row - half, row + half))
     places = sorted(boxes, key=lambda tiers: (len(tiers), [tier_order(tier) for tier in tiers]))
-    for tiers in places:
-        _draw_boxes(axes, boxes[tiers], PLACE_COLOURS.get(tiers, UNKNOWN_PLACE))
+    # What lasts longest is drawn first, so that a short stay is not hidden by its neighbours.
+    for tiers in sorted(boxes, key=lambda tiers: -sum(right - left for left, right, _, _ in boxes[tiers])):
+        _draw_boxes(axes, boxes[tiers], PLACE_COLOURS.get(tiers, UNKNOWN_PLACE), clock.pixel)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _label_rows(axes, list(rows), height)
     handles = [Patch(color=PLACE_COLOURS.get(tiers, UNKNOWN_PLACE)) for tiers in places]
     labels = [f"{tiers[0]} only" if len(tiers) == 1 else "in " + " and ".join(tiers) for tiers in places]
     strip.set_title(f"Which block is where: {_subject(recording)}", fontsize=12, loc="left", pad=24)
-    _finish(figure, axes, recording, (handles, labels), path)
+    _finish(figure, recording, (handles, labels), path)
 
 
 class _Clock:
@@ -112,11 +117,17 @@ class _Clock:
         self.begin, length = recording.begin, recording.end - recording.begin
         self.scale, self.unit = (1, "seconds") if length >= 2 else (1e3, "milliseconds")
         self.length = length * self.scale or 1.0
+        self.pixel = self.length / (0.85 * WIDTH_INCHES * DPI)
         cut = recording.steps and recording.steps[0].at == recording.begin
-        self.label = f"{self.unit} from the begin of " + (f"step {recording.steps[0].number}" if cut else "the profile")
+        self.label = f"{self.unit} since " + (f"step {recording.steps[0].number}" if cut else "the profile") + " began"
 
     def __call__(self, seconds: float) -> float:
         return (seconds - self.begin) * self.scale
+
+
+def _mib(amount: float) -> str:
+    """'3.05 MiB', '81,920 MiB': three digits, and all of a larger number."""
+    return f"{amount:.3g} MiB" if amount < 1000 else f"{amount:,.0f} MiB"
 
 
 def _subject(recording: Recording) -> str:
@@ -125,7 +136,7 @@ def _subject(recording: Recording) -> str:
         words[0] += f" of {about['num_ranks']}"
     words += [str(about[name]) for name in ("device", "policy") if about.get(name)]
     if isinstance(about.get("model_data_bytes"), int):
-        words.append(f"{about['model_data_bytes'] / MIB:.4g} MiB of model data")
+        words.append(f"{_mib(about['model_data_bytes'] / MIB)} of model data")
     return ", ".join(words)
 
 
@@ -185,10 +196,11 @@ def _stage_colours(recording: Recording) -> dict[str, str]:
     return {name: STAGE_COLOURS.get(name) or OTHER_STAGES[others.index(name) % len(OTHER_STAGES)] for name in names}
 
 
-def _draw_boxes(axes: "Axes", boxes: list[tuple[float, float, float, float]], colour: str) -> None:
-    """Rectangles (left, right, low, high), all of them as one object: there may be many thousands."""
+def _draw_boxes(axes: "Axes", boxes: list[tuple[float, float, float, float]], colour: str, least: float = 0.0) -> None:
+    """Rectangles (left, right, low, high), at least that wide; all of them as one object, there may be many thousands."""
     from matplotlib.collections import PolyCollection
 
+    boxes = [(left, max(right, left + least), low, high) for left, right, low, high in boxes]
     corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in boxes]
     # Without antialiasing there is no seam between two rectangles that touch.
     axes.add_collection(PolyCollection(corners, facecolor=colour, linewidth=0, antialiased=False), autolim=False)
@@ -220,18 +232,17 @@ def _label_rows(axes: "Axes", keys: list[tuple[str, int]], height: float) -> Non
         axes.axhline(row - 0.5, color="#000000", linewidth=0.8)
 
 
-def _finish(figure: "Figure", axes: "Axes", recording: Recording, legend: tuple[list, list], path: Path) -> None:
+def _finish(figure: "Figure", recording: Recording, legend: tuple[list, list], path: Path) -> None:
     """Puts the legend below the picture, where it covers nothing, and writes the file."""
-    import io
-
     from matplotlib.patches import Patch
 
-    from pstar.profile import write_beside
-
-    colours: dict[str, Any] = _stage_colours(recording)
-    handles = [*legend[0], *(Patch(color=colour) for colour in colours.values())]
-    labels = [*legend[1], *(f"stage: {name}" for name in colours)]
-    figure.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 4), fontsize=8.5, frameon=False)
+    shown = list(zip(*legend, strict=True))
+    of_stages = [(Patch(color=colour), f"stage: {name}") for name, colour in _stage_colours(recording).items()]
+    # One row for what the picture shows and one for the stages; matplotlib fills column by column.
+    empty = (Patch(alpha=0), "")
+    columns = list(zip_longest(shown, of_stages, fillvalue=empty))
+    handles, labels = zip(*(entry for column in columns for entry in column), strict=True)
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(columns), fontsize=8.5, frameon=False)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     write_beside(path, content.getvalue())

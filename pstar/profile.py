@@ -115,7 +115,8 @@ class Profile:
     Args:
         rank: of this process.
         about: what the pictures should say about the run. Keys that are read: "budgets" ({tier: bytes or None}), "device",
-            "num_ranks", "model_data_bytes", "policy"; others are kept and shown in the trace. Values become plain JSON.
+            "num_ranks", "model_data_bytes", "policy", "budget_includes_non_model" (true where the near budget is for
+            both); others are kept and shown in the trace. Values become plain JSON.
         num_steps: steps that are kept, counted from the first; the next one closes the profile.
         max_events: reports that are kept; the next one closes the profile.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from pstar.errors import ProfileError
@@ -42,8 +43,9 @@ def tier_order(tier: str) -> tuple[int, str]:
 
 def stages(recording: Recording) -> list[Interval]:
     """The stages with their ends."""
-    ends = [*(stage.at for stage in recording.stages[1:]), recording.end]
-    return [Interval(stage.name, stage.at, end) for stage, end in zip(recording.stages, ends, strict=True) if stage.at < end]
+    last = Stage(recording.end, "")
+    pairs = pairwise([*recording.stages, last])
+    return [Interval(stage.name, stage.at, after.at) for stage, after in pairs if stage.at < after.at]
 
 
 def used_levels(recording: Recording, tier: str) -> list[tuple[float, int]]:
