@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from pstar import trace_command
 from pstar.config import load_config, reference
 from pstar.errors import PstarError
 
@@ -13,8 +14,11 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="print the configuration keys, or check a configuration file")
     config.add_argument("file", nargs="?", help="a JSON file to check; without it the keys are printed")
+    trace_command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
+        if arguments.command == "trace":
+            return trace_command.run(arguments)
         if arguments.file:
             load_config(arguments.file)
             print(f"{arguments.file}: a valid configuration")

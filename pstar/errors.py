@@ -26,3 +26,7 @@ class ArgumentError(PstarError, ValueError):
 
 class CheckpointError(PstarError, OSError):
     """A checkpoint that could not be written, is damaged, or is of another model."""
+
+
+class ProfileError(PstarError, ValueError):
+    """A profile that cannot be read, is damaged, lacks the steps that were asked for, or cannot be written or drawn."""

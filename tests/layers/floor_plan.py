@@ -39,11 +39,15 @@ PSTAR_ROWS = {
     "hybrid_adam": 2,
     "disk": 2,
     "movers": 2,
+    "timeline": 2,
     "residency": 3,
     "plan": 3,
-    "chunks": 4,
     "norms": 3,
+    "trace_export": 3,
+    "charts": 3,
+    "chunks": 4,
     "outside": 4,
+    "trace_command": 4,
     "hooks": 5,
     "optimizer": 6,
     "checkpoint": 6,
@@ -57,7 +61,8 @@ PSTAR_ROWS = {
 }
 SHARED_ROWS = {6}
 # Pure functions of numbers.
-PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget")
+PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget", "profile", "timeline", "trace_export",
+                       "charts", "trace_command")
 
 # The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
 # reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
