@@ -266,10 +266,6 @@ class Chunks:
         unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
         return None if unit is None else self.units[unit]
 
-    def holds(self, address: int) -> bool:
-        """Whether a tensor's memory, given by its storage's address, is a chunk near."""
-        return address in self._unit_at
-
     def drop_gathered(self, group: int) -> None:
         """The group's gathered copies are out of date: somebody's piece was updated."""
         for unit in self.units:

@@ -19,7 +19,7 @@ from pstar.export import export_weights, import_weights
 from pstar.hooks import Hooks
 from pstar.lazy import Recipe, build, storage_key
 from pstar.movers import Movers
-from pstar.nonmodel import watch
+from pstar.nonmodel import CudaPeak, LiveBytes
 from pstar.optimizer import ChunkedAdam
 from pstar.outside import OutsideParams
 from pstar.plan import Plan
@@ -145,7 +145,10 @@ class Engine(torch.nn.Module):
         self.schedule.touch(("inputs", shapes))
         self._stage("forward")
         if self._near_memory is not None and self.schedule.recording and self._live is None:
-            self._live = watch(self.device, self._chunks.holds)
+            if self.device.type == "cuda":
+                self._live = CudaPeak(self.device, lambda: self.near.reserved_bytes)
+            else:
+                self._live = LiveBytes(lambda address: self.near.holds(address) or self.far.holds(address))
             self._live.__enter__()
 
     def _end_watching(self) -> None:

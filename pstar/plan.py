@@ -80,7 +80,7 @@ class Plan:
         self.near_memory = None if config.near_memory == "auto" else parse_bytes(config.near_memory, 0)
         whole = model_data_bytes(self.layout, self.costs)
         self.near_homes = []
-        if config.optimizer.params.use_hybrid_adam:
+        if config.optimizer.params.use_hybrid_adam and config.near_memory == "auto":    # else the margin is measured first
             self.near_homes = groups_at_home_near(self.layout, self.near_budget, self.costs, config.communication)
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
         least_far = smallest_far_budget(self.layout, self.near_homes, self.costs,

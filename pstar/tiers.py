@@ -126,6 +126,10 @@ class Tier:
     def reserved_bytes(self) -> int:
         return self.used_bytes + self.idle_bytes
 
+    def holds(self, address: int) -> bool:
+        """Whether a buffer that is in use begins at this address."""
+        return address in self._taken
+
     @property
     def bound_bytes(self) -> int | None:
         """The most that may be in use now: the budget, or the limit of this moment."""
