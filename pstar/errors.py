@@ -26,3 +26,7 @@ class ArgumentError(PstarError, ValueError):
 
 class CheckpointError(PstarError, OSError):
     """A checkpoint that could not be written, is damaged, or is of another model."""
+
+
+class DiskError(PstarError, OSError):
+    """The disk tier's folder or file failed: no space, no permission, a broken disk."""

@@ -15,7 +15,7 @@ import torch
 
 from pstar.errors import BudgetError, ConfigError, StateError
 
-NEAR, FAR = "near", "far"
+NEAR, FAR, DISK = "near", "far", "disk"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
