@@ -30,3 +30,7 @@ class CheckpointError(PstarError, OSError):
 
 class ProfileError(PstarError, ValueError):
     """A profile that cannot be read, is damaged, lacks the steps that were asked for, or cannot be written or drawn."""
+
+
+class DiskError(PstarError, OSError):
+    """The disk tier's folder or file failed: no space, no permission, a broken disk."""

@@ -1,0 +1,239 @@
+"""The mover: copies in order, errors that are not lost, and processes that end."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from pstar.disk import DiskTier
+from pstar.errors import StateError
+from pstar.mover import Mover
+
+LONG_S = 60
+
+
+@pytest.fixture(params=[True, False], ids=["thread", "at once"])
+def mover(request):
+    made = Mover("test", asynchronous=request.param)
+    yield made
+    made.close()
+
+
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+def test_copies_run_in_the_order_in_which_they_were_submitted(mover):
+    seen, threads = [], set()
+
+    def job(number: int) -> None:
+        seen.append(number)
+        threads.add(threading.current_thread() is threading.main_thread())
+
+    handles = [mover.submit(lambda number=number: job(number)) for number in range(200)]
+    handles[120].wait()
+    assert seen[:121] == list(range(121))
+    mover.drain()
+    assert seen == list(range(200)) and all(handle.done for handle in handles)
+    assert threads == {not mover.asynchronous}
+
+
+def test_a_read_after_a_write_sees_what_was_written(mover, tmp_path):
+    tier = DiskTier(tmp_path)
+    extent, content = tier.allocate(100_000, torch.float32, "param"), torch.empty(100_000)
+    for turn in range(10):
+        content.fill_(turn)
+        back = torch.empty_like(content)
+        mover.submit(lambda: tier.write(extent, content), content.nbytes)
+        mover.submit(lambda back=back: tier.read(extent, back), content.nbytes).wait()
+        assert back.eq(turn).all()
+    tier.close()
+
+
+def test_submitting_does_not_wait_for_the_copy():
+    mover, started, go = Mover("test"), threading.Event(), threading.Event()
+    handle = mover.submit(lambda: (started.set(), go.wait(LONG_S)))
+    following = mover.submit(lambda: None)
+    assert started.wait(LONG_S) and not handle.done and not following.done
+    go.set()
+    following.wait()
+    assert handle.done
+    mover.close()
+
+
+def test_an_error_is_raised_at_every_wait_and_stops_nothing(mover):
+    bad = mover.submit(lambda: fail("broken"))
+    good = mover.submit(lambda: None)
+    good.wait()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            bad.wait()
+    assert bad.done
+    mover.drain()    # which has nothing new to say
+
+
+def test_an_error_that_nobody_waited_for_is_raised_by_drain(mover):
+    mover.submit(lambda: fail("first"))
+    for _ in range(10):
+        mover.submit(lambda: None)
+    second, after = mover.submit(lambda: fail("second")), mover.submit(lambda: None)
+    with pytest.raises(ValueError, match="first"):
+        mover.drain()
+    assert after.done, "all copies have ended"
+    mover.drain()
+    with pytest.raises(ValueError, match="second"):
+        second.wait()
+
+
+def test_closing_finishes_the_copies_and_refuses_new_ones(mover):
+    seen = []
+    mover.submit(lambda: fail("not raised by close"))
+    mover.submit(lambda: seen.append(1))
+    for _ in range(2):
+        mover.close()
+    assert seen == [1] and not any(thread.name == "pstar mover test" for thread in threading.enumerate())
+    with pytest.raises(StateError, match="mover test takes no more copies: it is closed"):
+        mover.submit(lambda: None)
+
+
+def test_the_thread_starts_with_the_first_copy_and_goes_with_its_mover():
+    mover = Mover("unused")
+    assert not any(thread.name == "pstar mover unused" for thread in threading.enumerate())
+    tensor = torch.ones(10)
+    held = weakref.ref(tensor)
+    mover.submit(tensor.zero_).wait()
+    thread, = (thread for thread in threading.enumerate() if thread.name == "pstar mover unused")
+    mover.submit(lambda: None).wait()    # the first copy is behind the worker now
+    del tensor
+    assert held() is None, "the worker keeps nothing of a copy that it has done"
+    del mover
+    gc.collect()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def test_a_slow_link_is_a_promise(mover):
+    slow = Mover("slow", mover.asynchronous, bytes_per_s=10**6)
+    begin = time.perf_counter()
+    for num_bytes in (20_000, 30_000):
+        slow.submit(lambda: None, num_bytes)
+    slow.drain()
+    assert time.perf_counter() - begin >= 0.05 and slow.busy_s >= 0.05, "one after the other"
+    with pytest.raises(ValueError):
+        slow.submit(lambda: fail("slow too"), 10_000).wait()
+    assert slow.busy_s >= 0.06
+    slow.close()
+    assert mover.busy_s == 0
+
+
+def test_ctrl_c_in_a_copy_that_runs_at_once_is_the_users():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    mover = Mover("test", asynchronous=False)
+    with pytest.raises(KeyboardInterrupt):
+        mover.submit(interrupt)
+    mover.drain()
+
+
+def test_the_interpreter_goes_on_while_the_disk_tier_copies(tmp_path):
+    """No thread is made to give the interpreter away here, so the count goes on during a write only if the write lets it."""
+    tier, mover, count, during = DiskTier(tmp_path, direct=False), Mover("test"), [0], []
+    content = torch.ones(2**24)
+    extent = tier.allocate(content.numel(), content.dtype, "param")
+
+    def job() -> None:
+        before = count[0]
+        tier.write(extent, content)
+        during.append(count[0] - before)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(LONG_S)
+    try:
+        for _ in range(20):
+            handle = mover.submit(job)
+            while not handle.done:
+                count[0] += 1
+                time.sleep(0)
+            if during[-1]:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+    mover.drain()
+    assert max(during) > 0
+    mover.close()
+    tier.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_is_told(tmp_path):
+    code = """
+import os, threading
+from pstar.errors import StateError
+from pstar.mover import Mover
+mover, go = Mover("test"), threading.Event()
+handle = mover.submit(lambda: go.wait(60))
+child = os.fork()
+if child == 0:
+    for call in (lambda: mover.submit(print), handle.wait, mover.drain):
+        try:
+            call()
+        except StateError as error:
+            print(error, flush=True)
+    mover.close()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+go.set()
+handle.wait()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+    lines = run.stdout.splitlines()
+    assert lines[3:] == ["7"] and "before a fork" in lines[0] and "forked while" in lines[1] and lines[1] == lines[2]
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+PENDING = """
+import atexit, sys
+@atexit.register    # before all the others, so that it runs last, after the mover's own
+def last():
+    tier.close()
+    errors = []
+    for handle in handles:
+        try:
+            handle.wait()
+        except Exception as error:
+            errors.append(str(error))
+    print(started.is_set(), 0 < len(errors) < 1000, set(errors))
+import threading, torch
+from pathlib import Path
+from pstar.disk import DiskTier
+from pstar.mover import Mover
+tier, handles = DiskTier(Path(sys.argv[1])), []
+started = threading.Event()
+mover = Mover("test", bytes_per_s=1e9)
+source, target = torch.ones(2**22), torch.empty(2**22)
+extent = tier.allocate(2**22, torch.float32, "param")
+def job():
+    started.set()
+    target.copy_(source)
+    tier.write(extent, target)
+handles += [mover.submit(job, 2**24) for _ in range(1000)]
+started.wait(60)
+if sys.argv[2] == "error":
+    raise RuntimeError("of the program")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how, status, last_line", [("exit", 3, None), ("error", 1, "RuntimeError: of the program")])
+def test_a_process_with_pending_copies_ends_cleanly(tmp_path, how, status, last_line):
+    run = subprocess.run([sys.executable, "-c", PENDING, str(tmp_path), how], capture_output=True, text=True, timeout=LONG_S)
+    assert run.stdout == "True True {'the process ends: this copy was dropped'}\n"
+    lines = run.stderr.splitlines()
+    assert run.returncode == status and (lines[-1] == last_line if last_line else not lines)
