@@ -93,7 +93,7 @@ def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
 
 
 def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs, accumulates: bool) -> int:
-    """Bytes that far must be able to hold on each rank without a disk, whatever the near budget: what near never has to keep.
+    """Bytes that far must hold on each rank without a disk, whatever the near budget: what near never has to keep.
 
     These are this rank's pieces of all parameters, and of the gradients and states of groups whose update is computed
     far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated).

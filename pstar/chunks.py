@@ -180,7 +180,8 @@ class Chunks:
         kind, index = access
         if kind == "adam":
             tier = self.update_tier(index)
-            return [(key, tier) for key in self.residency.blocks if key[1] == index and key[0] not in ("gathered", "grad_full")]
+            return [(key, tier) for key in self.residency.blocks
+                    if key[1] == index and key[0] not in ("gathered", "grad_full")]
         if kind == "gathered":
             return [] if access in self.residency else [(("param", self.units[index].group), FAR)]
         return [(access, NEAR)] if kind in ("param", "grad") else []

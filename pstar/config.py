@@ -100,8 +100,8 @@ class Config:
     far_budget: int | str = "auto"
     """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
     near_memory: int | str = "auto"
-    """Bytes of the accelerator for chunks and activations together, 12GiB for example. The first step measures at each moment
-    what is no chunk; from then on chunks have what is left of it, near_budget at most. auto: near_budget alone counts."""
+    """Bytes of the accelerator for chunks and activations together, 12GiB for example. The first step measures at each
+    moment what is no chunk; from then on chunks have what is left, near_budget at most. auto: near_budget alone counts."""
     disk_path: str | None = None
     """A folder on a local disk for what does not fit into the far budget: optimizer states first, then parameters."""
     disk_budget: int | str = "auto"

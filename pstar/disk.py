@@ -105,6 +105,11 @@ class DiskTier:
         return self._direct is not None
 
     @property
+    def bound_bytes(self) -> int | None:
+        """As in Tier: here always the budget."""
+        return self.budget_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         return self.used_bytes + self.idle_bytes
 

@@ -68,9 +68,9 @@ class Engine(torch.nn.Module):
                               device, plan.config.communication, plan.config.prefetch)
         self._chunks.reduce_late = plan.config.find_unused_parameters
         self._collectives, self._live = collectives, None
-        if self._near_memory is not None:
+        if self._near_memory is not None or self._profile is not None:
             self._chunks.room = self._room
-            self.schedule.take_peak = lambda: self._live.take_peak() if self._live else 0
+            self.schedule.take_peak = self._take_peak
             self.schedule.agree = self._most_of_all_ranks
         for group in plan.near_homes:
             self._chunks.home[group] = NEAR
@@ -144,7 +144,8 @@ class Engine(torch.nn.Module):
                 self._profile.step(self.schedule.num_steps)
         self.schedule.touch(("inputs", shapes))
         self._stage("forward")
-        if self._near_memory is not None and self.schedule.recording and self._live is None:
+        measures = self._near_memory is not None or self._profile is not None
+        if measures and self.schedule.recording and self._live is None:
             if self.device.type == "cuda":
                 self._live = CudaPeak(self.device, lambda: self.near.reserved_bytes)
             else:
@@ -202,9 +203,18 @@ class Engine(torch.nn.Module):
 
     # ------------------------------------------------------------------ room beside activations
 
-    def _room(self, peak: int | None) -> int:
-        """What chunks may take of near beside `peak` bytes of other things. While these are not known, the least that works."""
-        return self._least_near if peak is None else max(self._near_memory - peak, self._least_near)
+    def _take_peak(self) -> int:
+        return self._live.take_peak() if self._live is not None else 0
+
+    def _room(self, peak: int | None) -> int | None:
+        """What chunks may take of near beside `peak` bytes of other things; while these are not known, the least that works."""
+        if self._profile is not None and (peak is not None or self._live is not None):
+            self._profile.non_model(self._live.now if peak is None else peak)
+        if self._near_memory is None:
+            return None
+        at_home = sum(group.piece_elems for group in self.layout.groups if self._chunks.home[group.index] == NEAR)
+        least = self._least_near + self.costs.states * at_home
+        return least if peak is None else max(self._near_memory - peak, least)
 
     def _most_of_all_ranks(self, peaks: list[int]) -> list[int]:
         every = self._collectives.from_all(peaks)
@@ -217,11 +227,12 @@ class Engine(torch.nn.Module):
         most = max(self.schedule.known_peaks(), default=0)
         if self._near_memory - most < self._least_near:
             raise BudgetError(
-                f"near_memory {format_bytes(self._near_memory)} is too small: activations take up to {format_bytes(most)} beside "
-                f"chunks, which need {format_bytes(self._least_near)}: give at least {most + self._least_near} bytes, a smaller "
-                "micro-batch, activation checkpointing or offload_activations")
+                f"near_memory {format_bytes(self._near_memory)} is too small: activations take up to {format_bytes(most)} "
+                f"beside chunks, which need {format_bytes(self._least_near)}: give at least {most + self._least_near} bytes, a "
+                "smaller micro-batch, activation checkpointing or offload_activations")
         if self.config.optimizer.params.use_hybrid_adam:
             room = min(self.near.budget_bytes, self._near_memory - most)
+            self._residency.limit(room)
             near = groups_at_home_near(self.layout, room, self.costs, self.config.communication)
             if self._optimizer.set_homes(near):
                 self.schedule.forget_all()    # the update's order changes with them
@@ -322,7 +333,8 @@ class Engine(torch.nn.Module):
         return rows
 
     def step_scalars(self) -> dict[str, float]:
-        """Numbers of the last step for a metrics log, of this rank: bytes, and seconds spent waiting for other ranks.
+        """Numbers of the last step for a metrics log, of this rank: bytes, and seconds in which it did nothing but wait, for other
+        ranks (wait_s) and for copies between tiers (copy_wait_s).
 
         In fp16 the loss scale of the NEXT step as well, and the steps skipped so far.
         """
@@ -330,7 +342,8 @@ class Engine(torch.nn.Module):
         scaling = {"loss_scale": self._optimizer.loss_scale, "skipped_steps": self._optimizer.skipped_steps}
         scaling = scaling if self._precision.name == "fp16" else {}
         return {"near_bytes": self.near.used_bytes, "near_peak_bytes": self.near.peak_bytes,
-                "far_bytes": self.far.used_bytes, "wait_s": self.ledger.step_waited_s} | moved | scaling
+                "far_bytes": self.far.used_bytes, "disk_bytes": self.disk.used_bytes if self.disk else 0,
+                "wait_s": self.ledger.step_waited_s, "copy_wait_s": self.ledger.step_copy_waited_s} | moved | scaling
 
 
 def _shape(value: Any) -> Any:

@@ -31,10 +31,6 @@ Key = tuple[str, int]
 ORDER = (NEAR, FAR, DISK)
 
 
-def _bound(tier: Any) -> int | None:
-    return tier.budget_bytes if tier.name == DISK else tier.bound_bytes
-
-
 @dataclass
 class Block:
     """One kind of model data of one group, on this rank."""
@@ -215,7 +211,7 @@ class Residency:
     def make_room(self, tier: str, num_bytes: int, what: str) -> None:
         """Evicts until num_bytes fit into the tier. Raises BudgetError when nothing more may leave."""
         if not self._free(tier, num_bytes):
-            used, budget = self.tiers[tier].used_bytes, _bound(self.tiers[tier])
+            used, budget = self.tiers[tier].used_bytes, self.tiers[tier].bound_bytes
             raise BudgetError(f"{tier}: no room for {what} ({format_bytes(num_bytes)}): {format_bytes(used)} of "
                               f"{format_bytes(budget)} are in use and nothing there may leave; "
                               f"give --{tier}-budget at least {format_bytes(used + num_bytes)}")
@@ -340,6 +336,7 @@ class Residency:
         block.copies[tier], block.came[tier] = buffer, self._clock
         if self.profile is not None:
             self.profile.enter(block.key, tier, block.num_bytes)
+            self.profile.used(tier, self.tiers[tier].used_bytes)
 
     def _drop_copy(self, block: Block, tier: str) -> None:
         if tier == NEAR:
@@ -348,13 +345,14 @@ class Residency:
             self._on_leave(block.key)
         block.pending = [handle for handle in block.pending if not handle.done]
         buffer = block.copies.pop(tier)
-        if self.profile is not None:
-            self.profile.leave(block.key, tier)
         if tier == DISK:
             self._settle_block(block)
             self.tiers[DISK].release(buffer)
         else:
             self.tiers[tier].release(buffer, block.pending)
+        if self.profile is not None:
+            self.profile.leave(block.key, tier)
+            self.profile.used(tier, self.tiers[tier].used_bytes)
 
     def _block(self, key: Key) -> Block:
         if key not in self.blocks:

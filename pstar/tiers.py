@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -113,8 +113,6 @@ class Tier:
         self.name, self.device, self.budget_bytes, self.pin_memory = name, device, budget_bytes, pin_memory
         self.limit_bytes: int | None = None
         """What may be in use at this moment, where that is less than the budget: the rest belongs to activations."""
-        self.observe: Callable[[str, int], None] = lambda name, used_bytes: None
-        """Called with the tier's name and used_bytes when these change."""
         self.used_bytes = 0
         self.idle_bytes = 0
         self.peak_bytes = 0
@@ -172,7 +170,6 @@ class Tier:
         self._taken[buffer.data_ptr()] = (buffer, kind)
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         self._check()
-        self.observe(self.name, self.used_bytes)
         return buffer.view(dtype)
 
     def release(self, tensor: torch.Tensor, fences: Sequence[Fence] = ()) -> None:
@@ -189,7 +186,6 @@ class Tier:
         self._idle[buffer.nbytes].append((buffer, tuple(fences)))
         self.idle_bytes += buffer.nbytes
         self._check()
-        self.observe(self.name, self.used_bytes)
 
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         """num_bytes of memory, uint8. In host memory large ones get pages of their own, outside malloc's heap: activations

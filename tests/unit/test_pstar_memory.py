@@ -93,8 +93,8 @@ def test_loads_of_a_step_equal_the_maths(n, room, prefetch):
     """With updates far forward loads all n chunks, because Adam wrote them there. Backward uses n - 1 of them (the inputs of
     the first layer need no gradient), of which the last `room` are still there, and gradients take the places of those that
     are done. Looking ahead loads nothing more."""
-    model, optimizer = toy.build(lambda: Chain(n), near_budget=room * 4 * 64 * 64, default_chunk_size=64 * 64, prefetch=prefetch,
-                                 optimizer={"type": "AdamW", "params": {"use_hybrid_adam": False}})
+    model, optimizer = toy.build(lambda: Chain(n), near_budget=room * 4 * 64 * 64, default_chunk_size=64 * 64,
+                                 prefetch=prefetch, optimizer={"type": "AdamW", "params": {"use_hybrid_adam": False}})
     toy.train(model, optimizer, 3)
     assert model.ledger.step_bytes["far to near"] == 4 * 64 * 64 * (n + max(0, n - 1 - room))
 
@@ -135,7 +135,8 @@ def test_a_far_budget_too_small_without_a_disk_says_so(tmp_path):
 
 
 def test_the_disk_being_full_is_one_line_and_the_last_checkpoint_stands(tmp_path):
-    model, optimizer = toy.build(near_budget="min", far_budget="30%", disk_path=str(tmp_path / "disk"), default_chunk_size=5_000)
+    model, optimizer = toy.build(near_budget="min", far_budget="30%", disk_path=str(tmp_path / "disk"),
+                                 default_chunk_size=5_000)
     toy.train(model, optimizer, 2)
     model.save_checkpoint(tmp_path / "checkpoint")
     state, _ = model.gather_state()
@@ -146,3 +147,77 @@ def test_the_disk_being_full_is_one_line_and_the_last_checkpoint_stands(tmp_path
     other.load_checkpoint(tmp_path / "checkpoint")
     found, _ = other.gather_state()
     assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_room_follows_what_else_is_near():
+    """The first step measures what is no chunk; from then on chunks fill what near_memory leaves, and never more."""
+    whole, expected = toy.build()[0].model_data_bytes, toy.oracle(STEPS)
+    model, optimizer = toy.build(near_budget="100%", near_memory="1500KiB", default_chunk_size=5_000)
+    peaks = []
+    limit = model._residency.limit
+
+    def watched(num_bytes):
+        limit(num_bytes)
+        peaks.append((num_bytes, model.near.used_bytes))
+
+    model._residency.limit = watched
+    assert toy.train(model, optimizer, STEPS) == expected[0]
+    trace = model.schedule.trace
+    assert max(trace.peaks) > 500_000 and min(trace.peaks) < 100_000, "activations come and go"
+    assert len({room for room, _ in peaks}) > 5, "and the room for chunks with them"
+    assert all(used <= room for room, used in peaks)
+    assert 0 < model.near.peak_bytes < whole
+    assert model.schedule.num_traced == 1
+
+
+def test_states_move_near_when_the_measured_margin_allows_it():
+    model, optimizer = toy.build(near_memory="2200KiB", default_chunk_size=5_000)
+    assert FAR in model._chunks.home and NEAR not in model._chunks.home, "before the margin is known"
+    losses = toy.train(model, optimizer, STEPS)
+    assert NEAR in model._chunks.home and model.schedule.num_traced == 2, "the update's order changed once"
+    assert losses == toy.oracle(STEPS)[0]
+    assert model.near.used_bytes + max(model.schedule.known_peaks()) <= 2200 * 1024
+
+
+def test_a_near_memory_too_small_says_how_much_would_do():
+    model, optimizer = toy.build(near_memory="300KiB", default_chunk_size=5_000)
+    with pytest.raises(pstar.BudgetError, match="near_memory 300 KiB is too small: .* give at least") as error:
+        toy.train(model, optimizer, 1)
+    enough = str(error.value).split("at least ")[1].split(" bytes")[0]
+    model, optimizer = toy.build(near_memory=int(enough), default_chunk_size=5_000)
+    assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
+
+
+def test_each_length_of_the_inputs_is_traced_once():
+    """Another length leaves other room: it is another step."""
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
+    for number, length in enumerate([9, 9, 5, 9, 5, 9]):
+        optimizer.zero_grad()
+        model.backward(model(*toy.batch(number, length)))
+        optimizer.step()
+    assert model.schedule.num_traced == 2
+
+
+def test_a_simulated_link_changes_no_number():
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000, simulated_link=50e6)
+    assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
+    assert model.step_scalars()["copy_wait_s"] > 0
+
+
+def test_a_profile_is_written_and_drawn(tmp_path):
+    from pstar.cli import main
+
+    path = tmp_path / "profile.json"
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000, profile=str(path), far_budget="30%",
+                                 disk_path=str(tmp_path))
+    assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
+    assert main(["trace", str(path), "--out", str(tmp_path / "drawn")]) == 0
+    assert {file.suffix for file in (tmp_path / "drawn").iterdir()} == {".json", ".png"}
+    recording = pstar.profile.load_profile(path)
+    assert len(recording.steps) == STEPS and {stage.name for stage in recording.stages} == {
+        "forward", "backward", "adam", "idle"}
+    assert {span.lane for span in recording.spans} >= {"far to near", "near to far", "far to disk", "disk to far"}
+    assert max(used.num_bytes for used in recording.used if used.tier == "near") == model.near.peak_bytes
+    moved = sum(span.args["bytes"] for span in recording.spans
+                if span.lane == "disk to far" and span.begin >= recording.steps[0].at)
+    assert moved == model.ledger.moved_bytes["disk to far"]
