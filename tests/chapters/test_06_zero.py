@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.chapters.inside import train
-from tests.chapters.program import SMALL, Chapter, environment
+from tests.chapters.program import SMALL, Chapter, end_a_rank
 from tests.chapters.test_data_parallel import settings_error
 from tests.chapters.test_law_of_the_curve import CLIP, FLAGS, PEAK, STEPS, assert_same_curve
 
@@ -159,18 +156,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     chapter = Chapter("06_zero", tmp_path)
     command = chapter.command("--max-steps", 100_000, "--nproc", 3, "--timeout-s", 4, "--eval-every", 10**6,
                               "--save-every", 10**6, "--seq-len", SMALL["n_positions"] // 2)  # fmt: skip
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics = chapter.output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None
-        time.sleep(0.05)
-    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
-    ranks = sorted(int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid)
-    begin = time.monotonic()
-    os.kill(ranks[-3:][1], signal.SIGKILL)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "rank 1 failed with status -9 (SIGKILL)" in said, said
-    assert "Traceback" not in said and time.monotonic() - begin < 30
+    said, seconds = end_a_rank(command, chapter.output / "metrics.jsonl", 3, 1, signal.SIGKILL)
+    assert "rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said and seconds < 30, said
 
 
 def test_what_it_says(tmp_path: Path) -> None:
