@@ -110,6 +110,18 @@ def train_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, 
     return [[Report(**report) for report in reports] for reports in zip(*by_rank, strict=True)]
 
 
+def assert_one_clipped_step_a_batch(rows: list[dict[str, Any]], reports: list[Report], of: tuple[int, ...], *, steps: int,
+                                    clip: float, peak: float, skipped: int = 0, rel: float = 1e-5) -> None:  # fmt: skip
+    """One optimizer step for each logged step on the ranks `of`, on gradients within the limit, and a schedule that ends.
+
+    `skipped` are the steps that a loss scale left out; `rel` is of the norm: clipping scaled gradients is off by thousands.
+    """
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [len(report.seen) for report in reports] == [steps - skipped if rank in of else 0 for rank in range(len(reports))]
+    assert max(norm for report in reports for norm in report.seen) <= clip * (1 + rel)
+    assert rows[-1]["lr"] <= 0.01 * peak * (1 + 1e-9)
+
+
 def main(folder: Path) -> None:
     """One rank under horovodrun: the jobs of a folder, after each other."""
     from gpt2_chinese.horovodrun import adopt_ranks

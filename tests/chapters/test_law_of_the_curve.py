@@ -16,7 +16,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chapters.horovod import needs_horovod
-from tests.chapters.inside import Report, train, train_under_horovod
+from tests.chapters.inside import assert_one_clipped_step_a_batch, train, train_under_horovod
 from tests.chapters.program import Chapter
 
 STEPS, CLIP, PEAK = 50, 0.3, 0.001
@@ -60,13 +60,6 @@ def assert_same_curve(rows: list[dict], expected: list[dict], rel: float) -> Non
     assert rows[-1]["valid_loss"] == pytest.approx(expected[-1]["valid_loss"], rel=rel, abs=0)
 
 
-def assert_one_clipped_step_a_batch(rows: list[dict], reports: list[Report], of: tuple[int, ...]) -> None:
-    """One optimizer step for each logged step, on gradients within the limit, and a schedule that ends."""
-    assert [len(report.seen) for report in reports] == [STEPS if rank in of else 0 for rank in range(len(reports))]
-    assert max(norm for report in reports for norm in report.seen) <= CLIP * (1 + 1e-5)
-    assert rows[-1]["lr"] <= 0.01 * PEAK * (1 + 1e-9)
-
-
 # Each technique at 1 to 4 ranks times 1 and 4 micro-batches, on a smaller model: tests/distributed.
 @pytest.mark.parametrize("nproc, accumulate", [(1, 4), (2, 1), (3, 4), (4, 1)])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,7 +69,7 @@ def test_data_parallel_chapters_follow_the_curve(ranks, curve, tmp_path, variant
     reports = train(ranks, nproc, chapter, *FLAGS, *flags, "--grad-accum", accumulate, "--check-sync", 1)
     assert_same_curve(chapter.metrics(), curve(accumulate), rel=1e-4)
     steps_on = (0,) if name.startswith("01") else tuple(range(nproc))
-    assert_one_clipped_step_a_batch(chapter.metrics(), reports, steps_on)
+    assert_one_clipped_step_a_batch(chapter.metrics(), reports, steps_on, steps=STEPS, clip=CLIP, peak=PEAK)
 
 
 @needs_horovod
@@ -92,7 +85,7 @@ def test_horovod_follows_the_curve(curve, tmp_path, nproc):
     for (chapter, flags), reports in zip(runs, train_under_horovod(nproc, runs), strict=True):
         rows = chapter.metrics()
         assert_same_curve(rows, curve(flags[-3]), rel=1e-4)
-        assert_one_clipped_step_a_batch(rows, reports, tuple(range(nproc)))
+        assert_one_clipped_step_a_batch(rows, reports, tuple(range(nproc)), steps=STEPS, clip=CLIP, peak=PEAK)
 
 
 @pytest.mark.parametrize("near", ["100%", "50%", "min"])
