@@ -1,8 +1,13 @@
-"""Token caches of the programs under test go to a folder of the session."""
+"""What the tests of all chapters share: token caches of the session's own, ranks that start quickly."""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.harness.pool import preload
+
+# Each rank would import this anew with its first chapter, which takes seconds.
+preload("tests.chapters.inside", "torch.utils.tensorboard")
 
 
 @pytest.fixture(autouse=True, scope="session")
