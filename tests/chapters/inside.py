@@ -1,8 +1,9 @@
 """A chapter's own train.py inside ranks that are alive already: many flags, each at the cost of a run but not of a start.
 
 The program runs whole and unchanged (settings, data, loop, evaluation, checkpoint, final/); only launch() is replaced: it
-hands out the ranks that are there, of a `RankPool` or of one horovodrun. That the launchers start it as well is tested
-elsewhere, once a chapter. Beside what the program writes, each rank reports what its optimizer did and saw.
+hands out the ranks that are there, of a `RankPool` or of one horovodrun, and nothing is generated from the trained model
+at the end. That the launchers start it as well, and that it generates, is tested elsewhere, once a chapter. Beside what the
+program writes, each rank reports what its optimizer did and saw.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from gpt2_chinese import launch
+from gpt2_chinese import launch, runlog
 from gpt2_chinese.launch import Ranks
 from tests.chapters.horovod import horovodrun
 from tests.chapters.program import ROOT, Chapter, run
@@ -74,6 +75,7 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
              mock.patch.object(sys, "argv", [str(program), *flags]), \
              mock.patch.object(torch.optim.AdamW, "step", noting), \
              mock.patch.object(torch.amp.GradScaler, "update", watching), \
+             mock.patch.object(runlog.Run, "_print_samples", lambda *_: None), \
              mock.patch.object(launch, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
             sys.path.insert(0, folder)
             runpy.run_path(str(program), run_name="__main__")
