@@ -12,11 +12,9 @@ only: same global batch, vocabulary, length, precision, seed, model and corpus; 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -25,6 +23,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from facts import bullets, num_cores, processor, versions, when_and_how
 
 ROOT = Path(__file__).resolve().parents[1]
 SAME_WORK = ("batch_size", "vocab", "vocab_size", "seq_len", "precision", "seed", "model", "train_data", "grad_accum",
@@ -160,25 +160,15 @@ def median_result(results: list[Result]) -> Result:
 # ---- what it was run on -------------------------------------------------------------------------------------------------
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def hardware() -> list[tuple[str, str]]:
     """The machine and the versions; nothing that names it."""
     import torch
 
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-        cpu = names[0] if names else cpu
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [
-        ("processor", f"{cpu}, {num_cores()} cores"),
+        ("processor", f"{processor()}, {num_cores()} cores"),
         ("accelerators", ", ".join(gpus) or "none: all ran on the CPU, over gloo"),
-        ("versions", f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}"),
+        ("versions", f"{versions()}, {platform.system()}"),
     ]
 
 
@@ -342,10 +332,9 @@ def main(argv: list[str]) -> int:
         print("error: no run succeeded", file=sys.stderr)
         return 1
     options.results.mkdir(parents=True, exist_ok=True)
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    facts += [("date", when), ("command", f"`{shlex.join(['bash', 'benchmarks/ablation.sh', *argv])}`")]
+    facts += when_and_how("ablation.sh", argv)
     table = lines_of(variants, [(name, nproc, why) for (name, nproc), why in failures.items()])
-    head = ["# The ablation", "", *(f"- {name}: {value}" for name, value in facts), ""]
+    head = ["# The ablation", "", *bullets(facts), ""]
     tail = ["", "Bytes are the kernel's count of rank 0's TCP traffic in a step, means; chapter 07 exchanges its chunks",
             "through shared memory between processes of one machine: its sockets stay empty. Memory is the peak of the",
             "whole process on a CPU, and torch's on a GPU. Tokens/s say how fast, losses after the same tokens how well.",

@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from facts import busy_seconds, processor, versions
 
 from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_steps, cpu, split_master
 from pstar.kernels.build import find_compiler
@@ -138,16 +138,6 @@ def measure(found: list[Contender], rounds: int) -> float:
     return max(0.0, (busy_seconds() - busy) - (time.process_time() - own)) / elapsed
 
 
-def busy_seconds() -> float:
-    """Seconds that all cores together have worked since the start of the machine; time that a host took away included."""
-    try:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    except (OSError, ValueError):
-        return time.process_time()
-    user, nice, system, _idle, _wait, irq, softirq, steal = fields
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
 def ratio(first: Contender, second: Contender) -> float:
     """How many times as fast the second is: the median of the rounds."""
     return statistics.median(a / b for a, b in zip(first.seconds, second.seconds, strict=True))
@@ -157,11 +147,11 @@ def report(found: list[Contender], numel: int, rounds: int, others: float) -> st
     """The page, in Markdown."""
     by_name = {contender.name: contender for contender in found}
     chain, ours = by_name["chain: copy, torch fused, copy"], by_name["pstar fp32"]
-    deepspeed = "" if "DeepSpeed CPUAdam" in by_name else ", DeepSpeed not installed"
+    deepspeed = {} if "DeepSpeed CPUAdam" in by_name else {"DeepSpeed": "not installed"}
     lines = [
         "# Adam on the CPU", "",
         f"{numel / 1e6:g} million elements, {torch.get_num_threads()} threads, {rounds} rounds; "
-        f"{datetime.date.today()}; {processor()}; torch {torch.__version__}{deepspeed}, Python {platform.python_version()}, "
+        f"{datetime.date.today()}; {processor()}; {versions(**deepspeed)}, "
         f"path {cpu.paths()[-1]}.", "",
         f"    python benchmarks/adam.py --numel {numel} --rounds {rounds}", "",
         "Share of the stream: median over the rounds of (time of a kernel that moves the same bytes / time), in the same "
@@ -184,14 +174,6 @@ def report(found: list[Contender], numel: int, rounds: int, others: float) -> st
     compared = ", ".join(f"{ratio(each, ours):.2f} times as fast as {each.name}" for each in peers)
     lines += ["", f"pstar fp32 is {compared}."]
     return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def draw(found: list[Contender], path: Path) -> None:

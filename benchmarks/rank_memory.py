@@ -17,17 +17,17 @@ shows a run without such holes (and with a page fault for every 4096 bytes of a 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import multiprocessing
 import os
 import platform
-import shlex
 import sys
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from facts import bullets, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -146,18 +146,13 @@ def run(target: Any, jobs: list[tuple]) -> list[Any]:
 def report(results: dict[str, list[dict]], activations: int, options: argparse.Namespace,
            argv: list[str]) -> tuple[str, bool]:
     """(the page, whether no rank was too large)."""
-    import torch
-
     first = next(iter(results.values()))[0]
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     whole = 16 * first["params"]
     lines = [
         "# Each rank's memory", "",
         f"- work: GPT-2 of {options.layers} layers, 768 wide, {first['params'] / 1e6:.1f} million parameters, fp32, AdamW; "
         f"one sequence of {LENGTH} tokens a rank, {STEPS} steps; {options.nproc} processes",
-        f"- versions: torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
-        f"- date: {when}",
-        f"- command: `{shlex.join(['bash', 'benchmarks/rank_memory.sh', *argv])}`", "",
+        *bullets([("versions", f"{versions()}, {platform.system()}"), *when_and_how("rank_memory.sh", argv)]), "",
         f"All model data are {whole / MIB:.0f} MiB. Columns in MiB; peaks are those of the rank that needed most, counted "
         f"by the kernel. Formula: share + working set + activations ({activations / MIB:.0f}) + staging "
         f"({first['staging'] / MIB:.0f}).", "",

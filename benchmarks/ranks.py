@@ -14,12 +14,9 @@ computes something else is not compared. DeepSpeed takes part where it is instal
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import multiprocessing
 import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -29,6 +26,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
 MODEL = {"n_layer": 12, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 21128}
@@ -247,20 +246,6 @@ class Team:
 # ---- measuring -----------------------------------------------------------------------------------------------------------
 
 
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def busy_seconds() -> float:
-    """Seconds that all cores together have worked since the start of the machine; time that a host took away included."""
-    try:
-        fields = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    except (OSError, ValueError):
-        return 0.0
-    user, nice, system, _idle, _wait, irq, softirq, steal = fields
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
 def own_seconds(teams: list[Team]) -> float:
     """Seconds that our processes have worked."""
     total = time.process_time()
@@ -304,8 +289,6 @@ def speed(first: Contender, second: Contender) -> float:
 
 def report(found: list[Contender], options: argparse.Namespace, others: float, argv: list[str]) -> str:
     """The page, in Markdown."""
-    import torch
-
     by_name = {contender.name: contender for contender in found}
     base = by_name.get("plain", found[0])
     zero3 = "not installed"
@@ -313,17 +296,15 @@ def report(found: list[Contender], options: argparse.Namespace, others: float, a
         from importlib.metadata import version
 
         zero3 = version("deepspeed")
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    command = shlex.join(["bash", "benchmarks/ranks.sh", *argv])
     lines = [
         "# Several processes on one machine", "",
         f"- work: GPT-2 of {MODEL['n_layer']} layers, {MODEL['n_embd']} wide, vocabulary {MODEL['vocab_size']}, "
         f"length {LENGTH}, global batch {BATCH}, fp32, AdamW, no clipping",
         f"- processes: {options.nproc}, on {num_cores()} cores ({processor()}), "
         f"{max(1, num_cores() // options.nproc)} thread(s) each; the plain process has {num_cores()}",
-        f"- versions: torch {torch.__version__}, DeepSpeed {zero3}, Python {platform.python_version()}",
+        f"- versions: {versions(DeepSpeed=zero3)}",
         f"- rounds: {options.rounds} of {options.steps} steps each, interleaved",
-        f"- date: {when}", f"- command: `{command}`", "",
+        *bullets(when_and_how("ranks.sh", argv)), "",
         f"Against {base.name}: median over the rounds of the ratio of tokens/s in the same round, with the middle half.", "",
     ]  # fmt: skip
     if others > 0.1:
@@ -344,14 +325,6 @@ def report(found: list[Contender], options: argparse.Namespace, others: float, a
                    for name, goal in GOALS.items() if name in by_name]
         lines.append(f"- {ours.name}: {', '.join(against)}")
     return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -11,15 +11,14 @@ Writes a table and a figure below benchmarks/results/.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import shlex
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 from ablation import ROOT, WARM_UP_STEPS, Result, Variant, hardware, run_once
+from facts import bullets, when_and_how
 
 
 def variants(bounds: list[int], slow_worker_s: float, lr: float) -> list[Variant]:
@@ -117,13 +116,11 @@ def main(argv: list[str]) -> int:
             results[variant.name] = result
             print(f"loss {last_loss(result):.3f}", flush=True)
     table = lines_of(results)
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = [*hardware(), ("work", f"{options.steps} steps of {options.model_config}, {options.nproc} processes, batch "
                                    f"{options.batch_size} of {options.seq_len} tokens, fp32, lr {options.lr:g}; rank 1 "
                                    f"idles {options.slow_worker_s:g} s a step"),
-             ("date", when), ("load at the end", f"{os.getloadavg()[0]:.1f}"),
-             ("command", f"`{shlex.join(['bash', 'benchmarks/staleness.sh', *argv])}`")]  # fmt: skip
-    lines = ["# Stale gradients", "", *(f"- {name}: {value}" for name, value in facts), "", *table, "",
+             ("load at the end", f"{os.getloadavg()[0]:.1f}"), *when_and_how("staleness.sh", argv)]  # fmt: skip
+    lines = ["# Stale gradients", "", *bullets(facts), "", *table, "",
              "![loss](staleness.png)", ""]  # fmt: skip
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "staleness.md").write_text("\n".join(lines), encoding="utf-8")

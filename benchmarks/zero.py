@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import multiprocessing
 import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -27,6 +24,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from facts import bullets, num_cores, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "chapters" / "06_zero")]
@@ -120,21 +119,13 @@ def measure(num_ranks: int, case: tuple[int, str, str], folder: str) -> dict[str
     return answers[0] | {"peak": max(answer["peak"] for answer in answers.values())}
 
 
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:,.1f}"
 
 
 def facts(argv: list[str], work_done: str) -> list[str]:
     """How the numbers came about."""
-    import torch
-
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return [f"- work: {work_done}", f"- versions: torch {torch.__version__}, Python {platform.python_version()}",
-            f"- date: {when}", f"- command: `{shlex.join(['bash', 'benchmarks/zero.sh', *argv])}`", ""]  # fmt: skip
+    return [*bullets([("work", work_done), ("versions", versions()), *when_and_how("zero.sh", argv)]), ""]
 
 
 def page(found: list[tuple[int, tuple[int, str, str], dict[str, Any]]], argv: list[str]) -> str:

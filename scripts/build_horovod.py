@@ -24,6 +24,7 @@ import time
 import tomllib
 from pathlib import Path
 
+from locked import locked
 from moving_line import run_with_progress, say
 
 REPO = Path(__file__).resolve().parents[1]
@@ -190,26 +191,13 @@ def why_it_failed(what: str, output: str) -> str:
 # -- building -----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def only_one_at_a_time():
-    """Holds a lock that the kernel releases however its holder ends; the second of two starts finds the wheel made."""
-    import fcntl
-
-    try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache_folder() / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise BuildError(f"cannot write in {cache_folder()} ({error.strerror}): set XDG_CACHE_HOME") from error
-    with contextlib.suppress(OSError):  # a file system without locks: go on without
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("horovod: another start is building it; waiting")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(lock)
+def only_one_at_a_time() -> contextlib.AbstractContextManager[None]:
+    """The second of two starts finds the wheel made."""
+    return locked(
+        cache_folder() / "lock",
+        "horovod: another start is building it; waiting",
+        lambda error: BuildError(f"cannot write in {cache_folder()} ({error.strerror}): set XDG_CACHE_HOME"),
+    )
 
 
 def build(local: str) -> Path:

@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from locked import locked
 from moving_line import run_with_progress, say
 
 REPO = Path(__file__).resolve().parents[1]
@@ -119,26 +120,14 @@ def recipe_now() -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def only_one_at_a_time():
-    """Holds a lock that the kernel releases however its holder ends, so it can never be stale."""
-    import fcntl
-
-    try:
-        lock = os.open(REPO / ".venv.lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise SetupError(f"cannot write in {REPO} ({error.strerror}); clone it where you may write") from error
-    with contextlib.suppress(OSError):  # a file system without locks: go on without
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("setup: another start is making .venv; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    os.set_inheritable(lock, True)  # pip holds it too, should this process be killed before pip ends
-    try:
-        yield
-    finally:
-        os.close(lock)
+def only_one_at_a_time() -> contextlib.AbstractContextManager[None]:
+    """One start makes `.venv`. Its pip holds the lock too, should the start be killed before pip ends."""
+    return locked(
+        REPO / ".venv.lock",
+        "setup: another start is making .venv; waiting for it",
+        lambda error: SetupError(f"cannot write in {REPO} ({error.strerror}); clone it where you may write"),
+        inheritable=True,
+    )
 
 
 def make_venv(extras: set[str]) -> None:

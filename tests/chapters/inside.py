@@ -1,8 +1,9 @@
 """A chapter's own train.py inside ranks that are alive already: many flags, each at the cost of a run but not of a start.
 
 The program runs whole and unchanged (settings, data, loop, evaluation, checkpoint, final/); only launch() is replaced: it
-hands out the ranks that are there, of a `RankPool` or of one horovodrun. That the launchers start it as well is tested
-elsewhere, once a chapter. Beside what the program writes, each rank reports what its optimizer did and saw.
+hands out the ranks that are there, of a `RankPool` or of one horovodrun, and nothing is generated from the trained model
+at the end. That the launchers start it as well, and that it generates, is tested elsewhere, once a chapter. Beside what the
+program writes, each rank reports what its optimizer did and saw.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from gpt2_chinese import launch
+from gpt2_chinese import launch, runlog
 from gpt2_chinese.launch import Ranks
 from tests.chapters.horovod import horovodrun
 from tests.chapters.program import ROOT, Chapter, run
@@ -74,6 +75,7 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
              mock.patch.object(sys, "argv", [str(program), *flags]), \
              mock.patch.object(torch.optim.AdamW, "step", noting), \
              mock.patch.object(torch.amp.GradScaler, "update", watching), \
+             mock.patch.object(runlog.Run, "_print_samples", lambda *_: None), \
              mock.patch.object(launch, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
             sys.path.insert(0, folder)
             runpy.run_path(str(program), run_name="__main__")
@@ -108,6 +110,18 @@ def train_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, 
     run(command, timeout=600)
     by_rank = [json.loads((folder / f"reports.{rank}.json").read_text()) for rank in range(num_ranks)]
     return [[Report(**report) for report in reports] for reports in zip(*by_rank, strict=True)]
+
+
+def assert_one_clipped_step_a_batch(rows: list[dict[str, Any]], reports: list[Report], of: tuple[int, ...], *, steps: int,
+                                    clip: float, peak: float, skipped: int = 0, rel: float = 1e-5) -> None:  # fmt: skip
+    """One optimizer step for each logged step on the ranks `of`, on gradients within the limit, and a schedule that ends.
+
+    `skipped` are the steps that a loss scale left out; `rel` is of the norm: clipping scaled gradients is off by thousands.
+    """
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [len(report.seen) for report in reports] == [steps - skipped if rank in of else 0 for rank in range(len(reports))]
+    assert max(norm for report in reports for norm in report.seen) <= clip * (1 + rel)
+    assert rows[-1]["lr"] <= 0.01 * peak * (1 + 1e-9)
 
 
 def main(folder: Path) -> None:

@@ -55,6 +55,19 @@ class Small(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class Odd(Small):
+    """Has a layer that only some ranks use, those that set `uses`, and one that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.uses = False
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = super().forward(inputs, targets)
+        return loss + self.sometimes(self.embed(inputs)).square().mean() if self.uses else loss
+
+
 def rows(step: int, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micros: int = 1) -> tuple[Tensor, Tensor]:
     """(inputs, targets), (rows, LENGTH) int64, of one micro-batch."""
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
@@ -115,6 +128,20 @@ def assert_follows(results: list[dict[str, Any]]) -> None:
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(result["weights"][name], weight, rtol=0, atol=1e-5)
             assert torch.equal(result["weights"][name], results[0]["weights"][name]), f"{name} differs among ranks"
+
+
+def assert_unused(grads: dict[str, Tensor | None], num_ranks: int, user: int) -> None:
+    """`grads` of an `Odd` made from seed 0, `user` being the one rank that used its layer, are one process's at step 1."""
+    torch.manual_seed(0)
+    model = Odd()
+    for rank in range(num_ranks):
+        model.uses = rank == user
+        (model(*rows(1, rank, num_ranks)) / num_ranks).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert grads[name] is None, f"{name}: nobody used it, so the optimizer must leave it alone"
+        else:
+            torch.testing.assert_close(grads[name], parameter.grad)
 
 
 def is_red(check: Callable[[], None]) -> None:

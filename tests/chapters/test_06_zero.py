@@ -3,54 +3,43 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.chapters.inside import train
-from tests.chapters.program import SMALL, Chapter, environment
+from tests.chapters.law import CLIP, LONG, PEAK, SHORT, assert_same_curve, flags_of
+from tests.chapters.program import SMALL, Chapter, end_a_rank
 from tests.chapters.test_data_parallel import settings_error
-from tests.chapters.test_law_of_the_curve import CLIP, FLAGS, PEAK, STEPS, assert_same_curve
 
 CASES = [
-    (2, 1, ("--zero-stage", 0, "--check-sync", 1)),
-    (3, 4, ("--zero-stage", 1, "--check-sync", 1)),
-    (4, 1, ("--zero-stage", 2, "--check-sync", 1)),
-    (2, 4, ("--zero-stage", 2, "--offload", "optimizer", "--activation-checkpointing")),
-    (2, 4, ("--zero-stage", 3)),
-    (3, 1, ("--zero-stage", 3, "--activation-checkpointing")),
-    (4, 1, ("--zero-stage", 3, "--offload", "optimizer,params")),
-    (2, 4, ("--zero-stage", 1, "--backend", "torch")),
-    (2, 1, ("--zero-stage", 2, "--backend", "torch", "--activation-checkpointing")),
-    (3, 1, ("--zero-stage", 3, "--backend", "torch")),
-    (2, 1, ("--zero-stage", 3, "--backend", "torch", "--offload", "optimizer,params")),
+    (2, 1, SHORT, ("--zero-stage", 0, "--check-sync", 1)),
+    (3, 4, LONG, ("--zero-stage", 1, "--check-sync", 1)),
+    (4, 1, LONG, ("--zero-stage", 2, "--check-sync", 1)),
+    (2, 4, SHORT, ("--zero-stage", 2, "--offload", "optimizer", "--activation-checkpointing")),
+    (2, 4, LONG, ("--zero-stage", 3)),
+    (3, 1, SHORT, ("--zero-stage", 3, "--activation-checkpointing")),
+    (4, 1, SHORT, ("--zero-stage", 3, "--offload", "optimizer,params")),
+    (2, 4, SHORT, ("--zero-stage", 1, "--backend", "torch")),
+    (2, 1, SHORT, ("--zero-stage", 2, "--backend", "torch", "--activation-checkpointing")),
+    (3, 1, SHORT, ("--zero-stage", 3, "--backend", "torch")),
+    (2, 1, SHORT, ("--zero-stage", 3, "--backend", "torch", "--offload", "optimizer,params")),
 ]
 
 
-@pytest.fixture(scope="module")
-def curve(ranks, tmp_path_factory):
-    """The rows of chapter 00; the number of micro-batches changes its last bits only."""
-    chapter = Chapter("00_single", tmp_path_factory.mktemp("curve"))
-    train(ranks, 1, chapter, *FLAGS)
-    return chapter.metrics()
-
-
-@pytest.mark.parametrize("nproc, accumulate, flags", CASES, ids=lambda value: " ".join(map(str, value))
+@pytest.mark.parametrize("nproc, accumulate, steps, flags", CASES, ids=lambda value: " ".join(map(str, value))
                          if isinstance(value, tuple) else str(value))  # fmt: skip
-def test_the_law_of_the_curve(ranks, curve, tmp_path, nproc, accumulate, flags) -> None:
+def test_the_law_of_the_curve(ranks, curve, tmp_path, nproc, accumulate, steps, flags) -> None:
     chapter = Chapter("06_zero", tmp_path)
-    reports = train(ranks, nproc, chapter, *FLAGS, *flags, "--grad-accum", accumulate)
-    rows = chapter.metrics()
-    assert_same_curve(rows, curve, rel=1e-4)
-    assert rows[0]["grad_norm"] == pytest.approx(curve[0]["grad_norm"], rel=1e-5), "the global norm, of the same weights"
-    assert [len(report.seen) for report in reports] == [STEPS] * nproc, "one optimizer step a batch, on every rank"
+    reports = train(ranks, nproc, chapter, *flags_of(steps), *flags, "--grad-accum", accumulate)
+    rows, expected = chapter.metrics(), curve(steps)  # the number of micro-batches changes its last bits only
+    assert_same_curve(rows, expected, rel=1e-4)
+    assert rows[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5), "the global norm, of the same weights"
+    assert [len(report.seen) for report in reports] == [steps] * nproc, "one optimizer step a batch, on every rank"
     if "own" in flags or "torch" not in flags:
-        squares = [sum(report.seen[step] ** 2 for report in reports) for step in range(STEPS)]
+        squares = [sum(report.seen[step] ** 2 for report in reports) for step in range(steps)]
         most = max(squares) / (nproc if 0 in flags else 1)
         assert math.sqrt(most) <= CLIP * (1 + 1e-5), "all shards together are within the limit"
         sent = sum(value for row in rows for name, value in row.items() if name.endswith("_sent_bytes"))
@@ -60,8 +49,8 @@ def test_the_law_of_the_curve(ranks, curve, tmp_path, nproc, accumulate, flags) 
 
 def test_bf16_stays_near(ranks, curve, tmp_path) -> None:
     chapter = Chapter("06_zero", tmp_path)
-    train(ranks, 2, chapter, *FLAGS, "--precision", "bf16", "--zero-stage", 3)
-    gaps = [abs(ours["loss"] / theirs["loss"] - 1) for ours, theirs in zip(chapter.metrics(), curve, strict=True)]
+    train(ranks, 2, chapter, *flags_of(LONG), "--precision", "bf16", "--zero-stage", 3)
+    gaps = [abs(ours["loss"] / theirs["loss"] - 1) for ours, theirs in zip(chapter.metrics(), curve(LONG), strict=True)]
     assert 0 < sum(gaps[-20:]) / 20 < 0.01
 
 
@@ -69,30 +58,30 @@ def test_bf16_stays_near(ranks, curve, tmp_path) -> None:
 def test_fp16_skips_overflows_on_all_ranks_alike(ranks, tmp_path, stage) -> None:
     """The first scale is too large on purpose for some models, and 2**40 is for all."""
     chapter = Chapter("06_zero", tmp_path)
-    flags = ("--max-steps", 10, "--precision", "fp16", "--zero-stage", stage, "--lr", 0.003)
-    reports = train(ranks, 2, chapter, *FLAGS, *flags)
+    flags = (*flags_of(10), "--precision", "fp16", "--zero-stage", stage, "--lr", 0.003)
+    reports = train(ranks, 2, chapter, *flags)
     rows = chapter.metrics()
     skipped = rows[-1]["skipped_steps"]
     assert skipped <= 3 and rows[-1]["loss_scale"] == 2.0 ** (16 - skipped)
     assert all(len(report.seen) == 10 - skipped for report in reports) and rows[-1]["loss"] < rows[0]["loss"] - 0.1
     stuck = Chapter("06_zero", tmp_path / "stuck")
     stuck.folder.mkdir()
-    reports = train(ranks, 2, stuck, *FLAGS, *flags, "--loss-scale", 2.0**40)
+    reports = train(ranks, 2, stuck, *flags, "--loss-scale", 2.0**40)
     assert all(len(report.seen) == 0 for report in reports) and stuck.metrics()[-1]["skipped_steps"] == 10
 
 
 # ---- checkpoints
 
 
-SHORT = ("--seq-len", 24, "--batch-size", 24, "--lr", PEAK, "--warmup-steps", 2, "--max-steps", 8, "--save-every", 4,
-         "--eval-every", 4)  # fmt: skip
+EIGHT = ("--seq-len", 24, "--batch-size", 24, "--lr", PEAK, "--warmup-steps", 2, "--max-steps", 8,
+         "--save-every", 4, "--eval-every", 4)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(ranks, tmp_path_factory) -> Chapter:
     """Eight steps at stage 3 on two processes."""
     chapter = Chapter("06_zero", tmp_path_factory.mktemp("finished"))
-    train(ranks, 2, chapter, *SHORT)
+    train(ranks, 2, chapter, *EIGHT)
     return chapter
 
 
@@ -110,7 +99,7 @@ def interrupted(chapter: Chapter, name: str, folder: Path) -> Chapter:
 ])  # fmt: skip
 def test_it_resumes_at_another_stage_and_number_of_processes(ranks, finished, tmp_path, nproc, flags) -> None:
     chapter = interrupted(finished, "06_zero", tmp_path)
-    train(ranks, nproc, chapter, *SHORT, *flags)
+    train(ranks, nproc, chapter, *EIGHT, *flags)
     assert chapter.losses() == pytest.approx(finished.losses(), rel=1e-5 if flags else 0, abs=0)
 
 
@@ -118,15 +107,15 @@ def test_it_resumes_at_another_stage_and_number_of_processes(ranks, finished, tm
                                    ("--zero-stage", 1, "--backend", "torch")])  # fmt: skip
 def test_chapter_00_and_06_resume_each_other(ranks, finished, tmp_path, flags) -> None:
     plain = interrupted(finished, "00_single", tmp_path)
-    train(ranks, 1, plain, *SHORT)
+    train(ranks, 1, plain, *EIGHT)
     assert plain.losses() == pytest.approx(finished.losses(), rel=1e-5)
     (tmp_path / "there").mkdir()
     there = interrupted(plain, "06_zero", tmp_path / "there")
-    train(ranks, 2, there, *SHORT, *flags)
+    train(ranks, 2, there, *EIGHT, *flags)
     assert there.losses() == pytest.approx(finished.losses(), rel=1e-5)
     (tmp_path / "back").mkdir()
     back = Chapter("00_single", tmp_path / "back")
-    train(ranks, 1, back, *SHORT[:-4], "--max-steps", 10, "--resume", there.output / "checkpoints/step_000008")
+    train(ranks, 1, back, *EIGHT[:-4], "--max-steps", 10, "--resume", there.output / "checkpoints/step_000008")
     assert back.losses()[0] < finished.losses()[0]
 
 
@@ -159,18 +148,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     chapter = Chapter("06_zero", tmp_path)
     command = chapter.command("--max-steps", 100_000, "--nproc", 3, "--timeout-s", 4, "--eval-every", 10**6,
                               "--save-every", 10**6, "--seq-len", SMALL["n_positions"] // 2)  # fmt: skip
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics = chapter.output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None
-        time.sleep(0.05)
-    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
-    ranks = sorted(int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid)
-    begin = time.monotonic()
-    os.kill(ranks[-3:][1], signal.SIGKILL)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "rank 1 failed with status -9 (SIGKILL)" in said, said
-    assert "Traceback" not in said and time.monotonic() - begin < 30
+    said, seconds = end_a_rank(command, chapter.output / "metrics.jsonl", 3, 1, signal.SIGKILL)
+    assert "rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said and seconds < 30, said
 
 
 def test_what_it_says(tmp_path: Path) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import ROOT, Chapter, environment, run
+from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, run
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2", "--near-budget", "min")
 
@@ -168,16 +166,8 @@ def test_fp16_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     command = chapter.command("--max-steps", 2000, "--near-budget", "min")
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics = chapter.output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.05)
-    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
-    ranks = [int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid]
-    os.kill(max(ranks), signal.SIGKILL)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "rank 1 failed with status -9" in said, said
+    said, _ = end_a_rank(command, chapter.output / "metrics.jsonl", 2, 1, signal.SIGKILL)
+    assert "rank 1 failed with status -9" in said, said
 
 
 def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:

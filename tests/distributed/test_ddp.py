@@ -16,8 +16,10 @@ from gpt2_chinese.insync import check_in_sync
 from gpt2_chinese.launch import Ranks
 from tests.chapters.technique import (
     STEPS,
+    Odd,
     Small,
     assert_follows,
+    assert_unused,
     build,
     clip_and_step,
     is_red,
@@ -131,19 +133,6 @@ def test_the_ring_is_the_library_s_all_reduce(ranks, num_ranks, size):
 # ---- what is uneven, unused or out of order
 
 
-class Odd(Small):
-    """Has a layer that only some ranks use, and one that nobody does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sometimes, self.never = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-        self.uses = False
-
-    def forward(self, inputs, targets):
-        loss = super().forward(inputs, targets)
-        return loss + self.sometimes(self.embed(inputs)).square().mean() if self.uses else loss
-
-
 def unused(rank, num_ranks, kind):
     torch.manual_seed(0)
     model = Odd()
@@ -163,17 +152,8 @@ def unused(rank, num_ranks, kind):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unused_parameters(ranks, kind, num_ranks):
-    torch.manual_seed(0)
-    model = Odd()
-    for rank in range(num_ranks):
-        model.uses = rank == 0
-        (model(*rows(1, rank, num_ranks)) / num_ranks).backward()
     for grads in ranks(num_ranks).run(unused, kind):
-        for name, parameter in model.named_parameters():
-            if parameter.grad is None:
-                assert grads[name] is None, f"{name}: nobody used it, so the optimizer must leave it alone"
-            else:
-                torch.testing.assert_close(grads[name], parameter.grad)
+        assert_unused(grads, num_ranks, user=0)
 
 
 def uneven(rank, num_ranks, kind, shares):

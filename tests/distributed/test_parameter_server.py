@@ -13,8 +13,10 @@ from gpt2_chinese.insync import check_in_sync
 from gpt2_chinese.launch import Ranks
 from tests.chapters.technique import (
     STEPS,
+    Odd,
     Small,
     assert_follows,
+    assert_unused,
     build,
     clip_and_step,
     is_red,
@@ -137,17 +139,6 @@ def test_asynchronous_a_slow_worker_is_overtaken_within_the_bound(ranks, bound):
             assert torch.equal(weight, result["weights"][name])
 
 
-class Odd(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sometimes, self.never = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-        self.uses = False
-
-    def forward(self, inputs, targets):
-        loss = super().forward(inputs, targets)
-        return loss + self.sometimes(self.embed(inputs)).square().mean() if self.uses else loss
-
-
 def unused(rank, num_ranks):
     torch.manual_seed(0)
     model = Odd()
@@ -162,17 +153,7 @@ def unused(rank, num_ranks):
 
 
 def test_unused_parameters(ranks):
-    torch.manual_seed(0)
-    model = Odd()
-    for rank in range(2):
-        model.uses = rank == 1
-        (model(*rows(1, rank, 2)) / 2).backward()
-    grads = ranks(2).run(unused)[0]
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            assert grads[name] is None
-        else:
-            torch.testing.assert_close(grads[name], parameter.grad)
+    assert_unused(ranks(2).run(unused)[0], num_ranks=2, user=1)
 
 
 def overflow(rank, num_ranks):

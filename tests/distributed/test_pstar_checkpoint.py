@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,7 @@ def test_boxes_are_the_run_in_order(shape, data):
 
 
 def build(config: dict):
-    torch.manual_seed(0)
-    base = {"optimizer": {"type": "AdamW", "params": {"lr": toy.LR, "weight_decay": toy.WEIGHT_DECAY}},
-            "gradient_clipping": toy.CLIP}  # fmt: skip
-    model, optimizer = pstar.initialize_engine(toy.Toy, 0, base | config, device="cpu")
+    model, optimizer = toy.build(**config)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
 
 
@@ -149,8 +147,6 @@ def test_dcp_s_own_tools_read_it(saved):
 @pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"])
 @pytest.mark.parametrize("how", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_refused(saved, tmp_path, name, how):
-    import shutil
-
     path = tmp_path / "checkpoint"
     shutil.copytree(saved[0], path)
     content = bytearray((path / name).read_bytes())
@@ -170,8 +166,6 @@ class Payload:
 
 
 def test_metadata_cannot_run_code(saved, tmp_path, monkeypatch):
-    import shutil
-
     from pstar.sharded import _digest
 
     monkeypatch.chdir(tmp_path)
@@ -302,32 +296,20 @@ class Mixed(toy.Toy):
 
 
 def with_scopes(rank, num_ranks, folder):
-    def build():
-        torch.manual_seed(0)
-        config = {"optimizer": {"type": "AdamW", "params": {"lr": toy.LR}}, "default_chunk_size": 4096}
-        return pstar.initialize_engine(Mixed, 0, config, device="cpu")
+    def fresh():
+        return toy.build(Mixed, default_chunk_size=4096)
 
-    def go_on(model, optimizer, steps):
-        losses = []
-        for step in steps:
-            optimizer.zero_grad()
-            loss = model(*toy.share(step, rank, num_ranks))
-            model.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    model, optimizer = build()
-    go_on(model, optimizer, range(3))
+    model, optimizer = fresh()
+    toy.train(model, optimizer, 3, rank, num_ranks)
     model.save_checkpoint(f"{folder}/checkpoint")
     model.export_weights(f"{folder}/model.safetensors")
-    through = go_on(model, optimizer, range(3, 8))
-    model, optimizer = build()
+    through = toy.train(model, optimizer, 5, rank, num_ranks, first=3)
+    model, optimizer = fresh()
     model.load_checkpoint(f"{folder}/checkpoint")
-    back = go_on(model, optimizer, range(3, 8))
-    model, optimizer = build()
+    back = toy.train(model, optimizer, 5, rank, num_ranks, first=3)
+    model, optimizer = fresh()
     model.import_weights(f"{folder}/model.safetensors")
-    return through, back, go_on(model, optimizer, range(3, 4))
+    return through, back, toy.train(model, optimizer, 1, rank, num_ranks, first=3)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -38,7 +38,17 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 # The server process imports these once; ranks are forked from it and start in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.harness.rank"])
+_preloaded = ["torch", "torch.distributed", "pytest", "tests.harness.rank"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules: str) -> None:
+    """Adds to what the server process imports, for tests whose cases need much; before the first rank starts.
+
+    Only modules that start no thread: a fork would lose it.
+    """
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 class RankFailure(AssertionError):

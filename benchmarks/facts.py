@@ -1,0 +1,55 @@
+"""What every page of numbers says about the machine: its processor, cores, versions, the time; nothing that names it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+from pathlib import Path
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The name of the processor, or its architecture where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def versions(**more: str) -> str:
+    """torch, what else is given (its name and version), Python."""
+    import torch
+
+    found = {"torch": torch.__version__} | more | {"Python": platform.python_version()}
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def when_and_how(script: str, argv: list[str]) -> list[tuple[str, str]]:
+    """(name, fact) of the date and of the command that makes the page again."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return [("date", now), ("command", f"`{shlex.join(['bash', f'benchmarks/{script}', *argv])}`")]
+
+
+def bullets(facts: list[tuple[str, str]]) -> list[str]:
+    """A Markdown list of (name, fact)."""
+    return [f"- {name}: {fact}" for name, fact in facts]
+
+
+def busy_seconds() -> float:
+    """Seconds that all cores together have worked since the start of the machine; time that a host took away included.
+
+    0 where the system does not say.
+    """
+    try:
+        fields = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0.0
+    user, nice, system, _idle, _wait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
