@@ -98,6 +98,8 @@ class Config:
     (40 % of the GPU's memory; without a GPU, all model data)."""
     far_budget: int | str = "auto"
     """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
+    offload_activations: bool = False
+    """Tensors that backward needs wait in host memory, as far as it has room beside the chunks, and are copied back."""
     eviction_policy: str = "next_use"
     """next_use (Belady on the traced step) or lru."""
     release_after_init: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pstar.activations import Offload
 from pstar.budget import model_data_bytes
 from pstar.checkpoint import gather_state, load_state, write
 from pstar.chunks import Chunks
@@ -60,6 +61,9 @@ class Engine(torch.nn.Module):
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
             self._residency.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
+        self._offload = None
+        if plan.config.offload_activations:
+            self._offload = Offload(self.far, self.ledger, self.near.device, plan.activation_room)
         self._optimizer: ChunkedAdam | None = None
         self._micro_step = 0
 
@@ -79,7 +83,7 @@ class Engine(torch.nn.Module):
         self._chunks.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
-        self._hooks = Hooks(self.module, self._chunks)
+        self._hooks = Hooks(self.module, self._chunks, self._offload)
         self.ledger.reset()
         return self._optimizer
 
