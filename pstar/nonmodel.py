@@ -1,0 +1,148 @@
+"""Bytes that are not model data: activations, gradients on their way, temporary tensors. Measured, not estimated.
+
+What is left of near for chunks at a moment of the step is near less the non-model bytes of that moment (PatrickStar, section
+8.1). PatrickStar's monitor sampled them from a thread; here they are counted, in the one step that is traced.
+
+LiveBytes counts where the CPU computes: it sees every operation, and is told when a tensor's memory ends. CudaPeak asks the
+allocator of a GPU, which counts by itself. Both have `take_peak()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all memory that operations inside it make, exactly, until its last tensor is gone.
+
+        with LiveBytes(is_chunk) as live:
+            loss = model(batch)
+            forward_bytes = live.take_peak()
+            loss.backward()
+
+    A storage counts once, whole, whatever views there are of it. Numbers are not changed. What it does not see: memory made
+    before it was entered; tensors made without an operation (from_numpy, frombuffer); scratch memory that a kernel takes and
+    gives back inside itself; memory of other devices, sparse tensors.
+
+    Compiled modules stay compiled: their kernels run as ever, and what happens inside a fused one is not seen.
+
+    Args:
+        is_chunk: whether an address is that of a chunk buffer, which is not counted. It is asked once for each new storage,
+            when the operation after the one that made it begins: a buffer is then in its tier's books.
+
+    Attributes:
+        now, peak: bytes alive, and the most since the last take_peak; up to date when they are read.
+    """
+
+    def __init__(self, is_chunk: Callable[[int], bool] = lambda address: False):
+        super().__init__()
+        self._is_chunk = is_chunk
+        self._now = self._peak = 0
+        # By the address of the storage object, which is another's as soon as the weak reference has told its end.
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._unsure: list[int] = []    # made by the last operation
+        self._peak_before = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Said to torch.compile, which would otherwise give up the functions it meets here, for good."""
+        return True
+
+    @property
+    def now(self) -> int:
+        self._settle()
+        return self._now
+
+    @property
+    def peak(self) -> int:
+        self._settle()
+        return self._peak
+
+    def take_peak(self) -> int:
+        """The peak since the last call, in bytes; from now on it is counted from what is alive now."""
+        peak, self._peak = self.peak, self._now
+        return peak
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._settle()
+        result = func(*args, **(kwargs or {}))
+        inputs = {storage._cdata: storage for storage in map(_storage, tree_leaves((args, kwargs))) if storage is not None}
+        if func is torch.ops.aten.lift_fresh.default:
+            inputs = {}    # torch.tensor(...): the memory is new, nothing made it
+        for key, storage in inputs.items():
+            if key in self._alive and storage.nbytes() != self._alive[key][1]:    # resize_, or an output given as out=
+                self._add(self._alive[key][0], key, storage.nbytes() - self._alive[key][1], storage.nbytes())
+        self._peak_before = self._peak
+        for storage in map(_storage, tree_leaves(result)):
+            if storage is not None and storage._cdata not in inputs and storage._cdata not in self._alive:
+                key = storage._cdata
+                self._add(weakref.ref(storage, lambda _, key=key: self._ended(key)), key, storage.nbytes(), storage.nbytes())
+                self._unsure.append(key)
+        self._peak = max(self._peak, self._now)
+        return result
+
+    def _add(self, ref: weakref.ref[torch.UntypedStorage], key: int, more: int, num_bytes: int) -> None:
+        self._alive[key] = (ref, num_bytes)
+        self._now += more
+
+    def _ended(self, key: int) -> None:
+        self._now -= self._alive.pop(key)[1]
+
+    def _settle(self) -> None:
+        """Chunks among what the last operation made are taken out again, of the peak as well."""
+        unsure, self._unsure = self._unsure, []
+        for key in unsure:
+            ref, num_bytes = self._alive.get(key, (lambda: None, 0))
+            storage = ref()
+            if storage is not None and num_bytes and self._is_chunk(storage.data_ptr()):
+                self._ended(key)
+                self._peak = max(self._peak_before, self._peak - num_bytes)
+
+
+class CudaPeak:
+    """The same of a GPU: what its allocator gave out at most, less the chunks. Also used with `with`.
+
+    Exact where the chunks near were those of now for the whole time since the last take_peak: call it before chunks move.
+    When chunks have gone meanwhile the result is too large by them; when they have come it may be too small by them.
+
+    Args:
+        device: the GPU.
+        chunk_bytes: bytes that near has taken from the device now, idle buffers included (Tier.reserved_bytes).
+    """
+
+    def __init__(self, device: torch.device, chunk_bytes: Callable[[], int]):
+        self.device, self._chunk_bytes = device, chunk_bytes
+
+    def __enter__(self) -> CudaPeak:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+    @property
+    def now(self) -> int:
+        return max(0, torch.cuda.memory_allocated(self.device) - self._chunk_bytes())
+
+    @property
+    def peak(self) -> int:
+        return max(0, torch.cuda.max_memory_allocated(self.device) - self._chunk_bytes())
+
+    def take_peak(self) -> int:
+        """The peak since the last call, in bytes; from now on it is counted from what is allocated now."""
+        peak = self.peak
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+
+def _storage(value: object) -> torch.UntypedStorage | None:
+    """A tensor's memory, where it is ordinary memory of the CPU."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return None
+    return value.untyped_storage()
