@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pstar.activations import Offload
 from pstar.budget import groups_at_home_near, model_data_bytes
 from pstar.checkpoint import gather_state, load_state, write
 from pstar.chunks import Chunks
@@ -76,6 +77,9 @@ class Engine(torch.nn.Module):
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
             self._residency.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
+        self._offload = None
+        if plan.config.offload_activations:
+            self._offload = Offload(self.far, self.ledger, self.near.device, plan.activation_room)
         self._optimizer: ChunkedAdam | None = None
         self._micro_step = 0
 
@@ -97,7 +101,7 @@ class Engine(torch.nn.Module):
         self._chunks.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
-        self._hooks = Hooks(self.module, self._chunks)
+        self._hooks = Hooks(self.module, self._chunks, self._offload)
         self.ledger.reset()
         return self._optimizer
 
@@ -207,7 +211,7 @@ class Engine(torch.nn.Module):
         return self._live.take_peak() if self._live is not None else 0
 
     def _room(self, peak: int | None) -> int | None:
-        """What chunks may take of near beside `peak` bytes of other things; while these are not known, the least that works."""
+        """What chunks may take of near beside `peak` bytes of other things; the least that works while these are unknown."""
         if self._profile is not None and (peak is not None or self._live is not None):
             self._profile.non_model(self._live.now if peak is None else peak)
         if self._near_memory is None:
@@ -228,8 +232,8 @@ class Engine(torch.nn.Module):
         if self._near_memory - most < self._least_near:
             raise BudgetError(
                 f"near_memory {format_bytes(self._near_memory)} is too small: activations take up to {format_bytes(most)} "
-                f"beside chunks, which need {format_bytes(self._least_near)}: give at least {most + self._least_near} bytes, a "
-                "smaller micro-batch, activation checkpointing or offload_activations")
+                f"beside chunks, which need {format_bytes(self._least_near)}: give at least {most + self._least_near} "
+                "bytes, a smaller micro-batch, activation checkpointing or offload_activations")
         if self.config.optimizer.params.use_hybrid_adam:
             room = min(self.near.budget_bytes, self._near_memory - most)
             self._residency.limit(room)
@@ -333,8 +337,8 @@ class Engine(torch.nn.Module):
         return rows
 
     def step_scalars(self) -> dict[str, float]:
-        """Numbers of the last step for a metrics log, of this rank: bytes, and seconds in which it did nothing but wait, for other
-        ranks (wait_s) and for copies between tiers (copy_wait_s).
+        """Numbers of the last step for a metrics log, of this rank: bytes, and seconds in which it did nothing but wait,
+        for other ranks (wait_s) and for copies between tiers (copy_wait_s).
 
         In fp16 the loss scale of the NEXT step as well, and the steps skipped so far.
         """

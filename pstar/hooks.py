@@ -11,7 +11,9 @@ torch.compile stops before these hooks and goes on after them (`torch.compiler.d
 compiled, and sees parameters as inputs, wherever they are at that call. Whole blocks are never one graph.
 
 The pair is set around each module, on top of whatever pair is in force there: activation checkpointing
-(torch.utils.checkpoint) has one of its own, and its recomputation in backward runs these modules again.
+(torch.utils.checkpoint) has one of its own, and its recomputation in backward runs these modules again. What that pair
+keeps itself never comes to us; the inputs of a checkpoint do, in both its variants, through the pair of the module around.
+Tensors that are no views of a chunk stay as they are, or go to far (pstar.activations).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pstar.activations import Away, Offload
 from pstar.chunks import Chunks
 from pstar.errors import StateError
 
@@ -34,15 +37,32 @@ class SavedView:
     stride: tuple[int, ...]
 
 
-def _same(value: object) -> object:
-    return value
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that stays where it is."""
+
+    tensor: torch.Tensor
+    """Detached: an output that knew its own node would be a circle, and a graph that is dropped would stay for ever."""
+    version: int | None
+    """Autograd does not look at it where there are hooks, so we do."""
+
+    def unpack(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise StateError(f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was changed in place after "
+                             f"forward used it: version {self.tensor._version}, not {self.version}; change a clone of it")
+        return self.tensor
 
 
 class Hooks:
-    """Installs itself on a module; `last_micro_step` tells the chunks whether gradients are complete after this backward."""
+    """Installs itself on a module; `last_micro_step` tells the chunks whether gradients are complete after this backward.
 
-    def __init__(self, module: torch.nn.Module, chunks: Chunks):
-        self.chunks = chunks
+    Args:
+        module, chunks: the model and its parameters.
+        offload: where activations wait for backward; None: near.
+    """
+
+    def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None):
+        self.module, self.chunks, self.offload = module, chunks, offload
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
@@ -62,6 +82,8 @@ class Hooks:
         @torch.compiler.disable
         def acquire(module: torch.nn.Module, args: tuple) -> None:
             self.chunks.acquire(names)
+            if self.offload is not None and not self._pairs:
+                self.offload.stay(self._others())
             pair = self._saving() if torch.is_grad_enabled() else nullcontext()
             pair.__enter__()
             self._pairs.append(pair)
@@ -87,7 +109,7 @@ class Hooks:
     def _saving(self) -> AbstractContextManager:
         """A pair of saved-tensor hooks that replaces views of chunks and leaves all else to the pair in force below it."""
         below = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        below = getattr(below[0], "below", below) if below else (_same, _same)    # pairs of our own need no chain
+        below = getattr(below[0], "below", below) if below else (self._keep, _unpack_kept)    # our own need no chain
         pack_below, unpack_below = below
 
         def pack(tensor: torch.Tensor) -> object:
@@ -99,6 +121,16 @@ class Hooks:
 
         pack.below = below
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _others(self) -> list[torch.Tensor]:
+        """What the module has in memory besides chunks."""
+        ours = self.chunks.params
+        return [*self.module.buffers(), *(param for name, param in self.module.named_parameters() if name not in ours)]
+
+    def _keep(self, tensor: torch.Tensor) -> Away | Kept:
+        """Of a tensor that is no view of a chunk, where no other pair of hooks wants it."""
+        away = self.offload.pack(tensor) if self.offload is not None else None
+        return away or Kept(tensor.detach(), None if tensor.is_inference() else tensor._version)
 
     def _pack(self, tensor: torch.Tensor) -> SavedView | None:
         unit = self.chunks.unit_of(tensor)
@@ -128,3 +160,7 @@ class Hooks:
     def end_backward(self) -> None:
         self._leave_node()
         self.chunks.end_backward(self.last_micro_step)
+
+
+def _unpack_kept(saved: Away | Kept) -> torch.Tensor:
+    return saved.unpack()

@@ -19,10 +19,10 @@ from pstar.tiers import FAR, NEAR
 class ChunkedAdam(torch.optim.Optimizer):
     """Adam and AdamW over chunks. Parameter groups and learning-rate schedulers work as on any torch optimizer.
 
-    Each group of chunks is updated in its home tier, where its states are: only gradients and parameters travel. With stream,
-    a group whose home is far is updated near all the same: its states come and go. Updates near are begun first, so that a
-    GPU works on them while the CPU works on those far. The global norm is taken per parameter and then over parameters in the
-    model's order, as clip_grad_norm_ does, its sums in an order that no layout changes (pstar.norms).
+    Each group of chunks is updated in its home tier, where its states are: only gradients and parameters travel. With
+    stream, a group whose home is far is updated near all the same: its states come and go. Updates near are begun first, so
+    that a GPU works on them while the CPU works on those far. The global norm is taken per parameter and then over
+    parameters in the model's order, as clip_grad_norm_ does, its sums in an order that no layout changes (pstar.norms).
 
     A step whose gradients are not all finite is skipped, in every precision and on all ranks alike: parameters, moments
     and counts of updates stay as they are. What tells is the norm, which is taken after the reduction and travels anyway.

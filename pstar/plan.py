@@ -95,6 +95,7 @@ class Plan:
                 f"process(es) need {least_far}: give at least {least_far}, that is {-(-100 * least_far // whole)}% of the "
                 f"model data, or auto{'' if config.disk_path else ', or a disk_path'}"
             )
+        self.activation_room = None if self.far_budget is None else self.far_budget - least_far
 
     def _near_bytes(self, layout: Layout) -> int:
         whole = model_data_bytes(layout, self.costs)

@@ -201,7 +201,8 @@ class Tier:
         bound = max(self.peak_bytes, self.used_bytes + num_bytes)
         if self.bound_bytes is not None:
             bound = min(bound, self.bound_bytes)
-        for size, buffers in self._idle.items():
+        for size in list(self._idle):    # the garbage collector may give an activation's buffer back meanwhile
+            buffers = self._idle[size]
             while buffers and self.reserved_bytes + num_bytes > bound:
                 _wait_for(buffers.pop()[1])
                 self.idle_bytes -= size

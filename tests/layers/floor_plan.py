@@ -40,6 +40,7 @@ PSTAR_ROWS = {
     "disk": 2,
     "movers": 2,
     "timeline": 2,
+    "activations": 2,
     "residency": 3,
     "plan": 3,
     "norms": 3,
