@@ -111,7 +111,7 @@ class Config:
     offload_activations: bool = False
     """Tensors that backward needs wait in host memory, as far as it has room beside the chunks, and are copied back."""
     overlap_update: bool = False
-    """Update groups whose states lie far while the next step's forward runs: in its order, each waited for before its use."""
+    """Update groups whose states lie far while the next forward runs: in its order, each waited for before its use."""
     eviction_policy: str = "next_use"
     """next_use (Belady on the traced step, weighed with the bytes that move), lru or fifo."""
     profile: str | None = None

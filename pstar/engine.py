@@ -31,7 +31,7 @@ from pstar.scaler import LossScaler
 from pstar.schedule import Schedule
 from pstar.scope import mode_of
 from pstar.sharded import load_sharded, save_sharded
-from pstar.tiers import FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
+from pstar.tiers import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
 
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
 """The keys of optimizer.params that every parameter group has."""
@@ -90,7 +90,7 @@ class Engine(torch.nn.Module):
         self._optimizer = ChunkedAdam(
             param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._precision,
             make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping, defaults,
-            self.config.far_states == "stream", self.disk is not None)
+            self.config.far_states == "stream", self.disk is not None, self.config.overlap_update)
         self._optimizer.after_step = self._after_step
         if recipe is None:
             for name, param in self._params.items():
@@ -330,10 +330,11 @@ class Engine(torch.nn.Module):
         """(name, value) rows for people: what the tiers held at most, and what the last step moved, on this rank."""
         near_homes = sum(tier == NEAR for tier in self._chunks.home)
         rows = self.memory_plan()
-        for tier in (self.near, self.far):
+        for tier in filter(None, (self.near, self.far, self.disk)):
             rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
         rows.append(("Adam", f"{near_homes} groups updated near, {len(self.layout.groups) - near_homes} far"))
-        rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES]
+        rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES
+                 if self.disk is not None or DISK not in kind]
         return rows
 
     def step_scalars(self) -> dict[str, float]:

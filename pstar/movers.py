@@ -1,4 +1,4 @@
-"""The links between the tiers, each with a worker of its own: into near, out of near, and the disk."""
+"""Workers in the background: one for each link between the tiers (into near, out of near, the disk), one for updates."""
 
 import time
 from collections.abc import Callable
@@ -25,6 +25,7 @@ class Movers:
         self._in = Mover("far to near", asynchronous, bytes_per_s)
         self._out = Mover("near to far", asynchronous, bytes_per_s)
         self._disk = Mover("disk", asynchronous)
+        self._update = Mover("update")
         self.asynchronous = asynchronous
         self._device = device if device is not None and device.type == "cuda" else None
         self._streams = {mover: torch.cuda.Stream(self._device) for mover in (self._in, self._out)} if self._device else {}
@@ -37,6 +38,10 @@ class Movers:
         if mover in self._streams:
             job = self._on_stream(mover, job)
         return mover.submit(job, num_bytes)
+
+    def update(self, job: Callable[[], object]) -> Handle:
+        """Begins an update on the host, after those before it."""
+        return self._update.submit(job)
 
     def _on_stream(self, mover: Mover, job: Callable[[], object]) -> Callable[[], None]:
         given = torch.cuda.Event()
@@ -53,10 +58,10 @@ class Movers:
 
     def drain(self) -> None:
         """Waits for all copies; raises the first error that nobody was told of."""
-        for mover in (self._in, self._out, self._disk):
+        for mover in (self._in, self._out, self._disk, self._update):
             mover.drain()
 
     def close(self) -> None:
         """Waits for all copies and ends the workers."""
-        for mover in (self._in, self._out, self._disk):
+        for mover in (self._in, self._out, self._disk, self._update):
             mover.close()

@@ -39,11 +39,12 @@ class ChunkedAdam(torch.optim.Optimizer):
         defaults: lr, betas, eps, weight_decay.
         stream: update all groups near.
         movable: states of groups at home far may leave far, for near or for disk.
+        overlap: what is updated far is updated in the background, in forward order; step() returns before it is done.
     """
 
     def __init__(self, param_groups: list[dict], params: dict[str, torch.nn.Parameter], chunks: Chunks,
                  outside: OutsideParams, precision: Precision, scaler: LossScaler, adamw: bool, clip_norm: float,
-                 defaults: dict, stream: bool = False, movable: bool = False):
+                 defaults: dict, stream: bool = False, movable: bool = False, overlap: bool = False):
         super().__init__(param_groups, defaults)
         self.chunks, self.residency = chunks, chunks.residency
         self.outside, self.precision, self.scaler = outside, precision, scaler
@@ -55,6 +56,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.names = {id(param): name for name, param in params.items()}
         self.steps = dict.fromkeys(params, 0)
         self._parameter_norms: ParameterNorms | None = None
+        self._overlap = overlap
         self._far_stays = not (stream or movable)
         self.after_step: Callable[[], None] = lambda: None
         """Called at the end of every step."""
@@ -180,9 +182,10 @@ class ChunkedAdam(torch.optim.Optimizer):
         tier = self.chunks.update_tier(group.index)
         self.chunks.touch_update(group.index)
         self.chunks.drop_gathered(group.index)
-        buffers, kinds = {}, self.precision.kinds
+        buffers, before, kinds = {}, [], self.precision.kinds
         for kind in ("grad", *kinds):
-            buffers[kind] = self.residency.ensure((kind, group.index), tier)
+            buffers[kind], pending = self.residency.begin((kind, group.index), tier)
+            before += pending
             self.residency.pin((kind, group.index))
         updates = []
         for span in self._spans(group):
@@ -191,10 +194,17 @@ class ChunkedAdam(torch.optim.Optimizer):
                 updates.append(self.precision.update(
                     buffers["grad"][part], {kind: buffers[kind][part] for kind in kinds}, step=self.steps[span.name],
                     **options[span.name]))
-        adam_steps(updates)
+        if self._overlap and tier == FAR:
+            going_on = self.residency.update_in_background(f"adam {group.index}", lambda: adam_steps(updates), before)
+        else:
+            going_on = None
+            self.residency.wait(before)
+            adam_steps(updates)
         for kind in buffers:
             self.residency.unpin((kind, group.index))
             self.residency.mark_written((kind, group.index), tier)
+            if going_on is not None:
+                self.residency.goes_on((kind, group.index), going_on)
         self.residency.drop(("grad", group.index))    # its room is for the next group's
 
     def _spans(self, group: Group) -> list[Span]:

@@ -92,7 +92,7 @@ class Residency:
             raise StateError(f"block {key} exists already")
         block, fences = Block(key, numel, dtype, derived), []
         buffer = self._allocate(tier, block, fences)
-        self._wait(fences)
+        self.wait(fences)
         self._add_copy(block, tier, buffer)
         self.blocks[key] = block
         return block.copies[tier]
@@ -107,6 +107,27 @@ class Residency:
             self._begin(block, tier)
         self._settle_block(block)
         return block.copies[tier]
+
+    def begin(self, key: Key, tier: str) -> tuple[torch.Tensor, list[Handle]]:
+        """(the block's buffer in that tier, what must be waited for before it is read or written): ensure, without waiting."""
+        block = self._block(key)
+        if tier not in block.copies:
+            self._begin(block, tier)
+        return block.copies[tier], list(block.pending)
+
+    def update_in_background(self, name: str, job: Callable[[], object], before: Sequence[Handle]) -> Handle:
+        """Begins an update when the copies before it have ended; its blocks are to be told by goes_on."""
+
+        def update() -> None:
+            for handle in before:
+                handle.wait()
+            job()
+
+        return self.movers.update(self._timed("compute", name, 0, update))
+
+    def goes_on(self, key: Key, handle: Handle) -> None:
+        """Something in the background works on the block: whoever uses it waits."""
+        self._block(key).pending.append(handle)
 
     def load_ahead(self, key: Key, tier: str, next_use: float) -> bool:
         """Begins to bring a block to a tier in which it will be needed; whether it is there or under way.
@@ -159,7 +180,7 @@ class Residency:
             return
         self.ledger.add(f"{source_tier} to {target_tier}", source.nbytes)
         job = self._timed(f"{source_tier} to {target_tier}", "piece", source.nbytes, lambda: target.copy_(source))
-        self._wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
+        self.wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
 
     def mark_written(self, key: Key, tier: str) -> None:
         """The copy in that tier was changed: every other copy is out of date and goes."""
@@ -322,9 +343,10 @@ class Residency:
     def _settle_block(self, block: Block) -> None:
         """Waits for what goes on with a block."""
         pending, block.pending = block.pending, []
-        self._wait(pending)
+        self.wait(pending)
 
-    def _wait(self, handles: Sequence[Handle]) -> None:
+    def wait(self, handles: Sequence[Handle]) -> None:
+        """Waits for copies, and writes down how long."""
         begin = self.movers.now()
         for handle in handles:
             handle.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpt2_chinese.errors import UserError
@@ -17,6 +18,13 @@ SAME_AS = {
     "ownership": "ownership",
     "communication": "communication",
     "eviction_policy": "policy",
+    "near_memory": "near_memory",
+    "disk_path": "disk_path",
+    "prefetch": "prefetch",
+    "offload_activations": "offload_activations",
+    "overlap_update": "overlap_update",
+    "far_states": "far_states",
+    "profile": "profile",
     "gradient_clipping": "clip_grad_norm",
     "gradient_accumulation_steps": "grad_accum",
 }
@@ -31,13 +39,24 @@ class Settings(BaseSettings):
     chunk_size: str = flag("auto", "Elements in a chunk, or auto, the size that wastes least within the near budget.")
     ownership: str = flag("whole", "Whole chunks per rank, or every chunk sharded over them.", choices=("whole", "sharded"))
     communication: str = flag("group", "Gather p whole chunks at once, or one at a time.", choices=("group", "chunk"))
-    policy: str = flag("next_use", "Which chunk leaves when room is short.", choices=("next_use", "lru"))
+    policy: str = flag("next_use", "Which chunk leaves when room is short.", choices=("next_use", "lru", "fifo"))
+    near_memory: str = flag("auto", "Device memory for chunks and activations together, 12GiB; chunks get what is left.")
+    disk_path: str | None = flag(None, "A folder on a local disk for what does not fit into --far-budget.", shown="none")
+    prefetch: int = flag(2, "Moments of the traced step to look ahead; 0 copies everything when it is needed.")
+    far_states: str = flag("host", "Where states that lie far are updated: by the host, or streamed through the device.",
+                           choices=("host", "stream"))
+    overlap_update: bool = flag(False, "Update what lies far while the next forward runs.")
+    offload_activations: bool = flag(False, "Keep what backward needs in host memory meanwhile.")
+    activation_checkpointing: bool = flag(False, "Keep one activation a block, recompute the rest in backward.")
+    profile: str | None = flag(None, "A file for a profile of the first steps, which `pstar trace` draws.", shown="none")
     config: str | None = flag(None, "A JSON file with pstar's configuration keys, instead of the flags that say the same.",
                               shown="none")
 
     def engine_config(self) -> dict[str, Any]:
         """These settings as pstar's configuration (DeepSpeed's keys where DeepSpeed has one)."""
         same = {key: getattr(self, name) for key, name in SAME_AS.items()}
+        if self.profile is not None:
+            same["profile"] = str(Path(self.profile).absolute())
         if str(self.chunk_size) != "auto":
             same["default_chunk_size"] = int(self.chunk_size)
         params = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8} | getattr(self, "_optimizer_params", {})
@@ -79,6 +98,10 @@ class Settings(BaseSettings):
         super().validate()
         if self.chunk_size != "auto" and not (self.chunk_size.isdecimal() and int(self.chunk_size) > 0):
             raise UserError(f"--chunk-size {self.chunk_size} is no number of elements: give a whole number, or auto")
+        if self.prefetch < 0:
+            raise UserError(f"--prefetch {self.prefetch}: give 0 (off) or how many moments to look ahead")
+        if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
+            raise UserError(f"--profile {self.profile}: there is no folder {Path(self.profile).parent}; make it first")
 
     def resolve(self) -> None:
         """Adds what only the model's shapes can tell: whether its largest module fits into the near budget."""

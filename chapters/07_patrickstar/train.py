@@ -14,13 +14,13 @@ from engine_settings import Settings
 settings = Settings.from_command_line(__file__, __doc__)
 
 import torch
+from recompute import build_model
 
 import pstar
 from gpt2_chinese.batches import Batches
 from gpt2_chinese.checkpoint import PARTS, load
 from gpt2_chinese.evaluate import evaluate
 from gpt2_chinese.launch import launch
-from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import learning_rate, set_learning_rate, weight_decay_groups
 from gpt2_chinese.runlog import Run
 
@@ -30,7 +30,7 @@ ranks = launch(settings)
 # -- model: the seed decides the weights; the technique: its weights, gradients and moments move into chunks -----------
 torch.manual_seed(settings.seed)
 model, optimizer = pstar.initialize_engine(
-    lambda: GPT2LMHeadModel(settings.model), ranks.local_rank, settings.engine_config(), device=ranks.device,
+    lambda: build_model(settings), ranks.local_rank, settings.engine_config(), device=ranks.device,
     group=ranks.group, param_groups=lambda module: weight_decay_groups(module, settings.weight_decay),
 )  # fmt: skip
 run = Run(settings, ranks, about=model.memory_plan())

@@ -21,11 +21,12 @@ POLICIES = ("next_use", "lru", "fifo")
 PREFETCH = (0, 1, 3)
 STATES = ("host", "stream")
 DISKS = (None, "60%", "30%")    # what far may hold beside a disk
+OVERLAP = (False, True)
 
 
 def combinations(num: int) -> list[tuple]:
     """`num` of all combinations, the same ones at every run."""
-    everything = list(itertools.product(NEAR_BUDGETS, CHUNKS, POLICIES, PREFETCH, STATES, DISKS))
+    everything = list(itertools.product(NEAR_BUDGETS, CHUNKS, POLICIES, PREFETCH, STATES, OVERLAP, DISKS))
     return random.Random(0).sample(everything, num)
 
 
@@ -34,9 +35,9 @@ def plain():
     return toy.oracle(STEPS)
 
 
-def build(folder, near, chunk, policy, prefetch, states, far, **keys):
+def build(folder, near, chunk, policy, prefetch, states, overlap, far, **keys):
     keys |= {"near_budget": near, "default_chunk_size": chunk, "eviction_policy": policy, "prefetch": prefetch,
-             "far_states": states}
+             "far_states": states, "overlap_update": overlap}
     if states == "stream" and near == "30%" and chunk == "auto":
         keys["near_budget"] = "60%"
     if far is not None:
