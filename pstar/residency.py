@@ -109,7 +109,7 @@ class Residency:
         return block.copies[tier]
 
     def begin(self, key: Key, tier: str) -> tuple[torch.Tensor, list[Handle]]:
-        """(the block's buffer in that tier, what must be waited for before it is read or written): ensure, without waiting."""
+        """(the block's buffer in that tier, what to wait for before it is read or written): ensure, without waiting."""
         block = self._block(key)
         if tier not in block.copies:
             self._begin(block, tier)
@@ -284,7 +284,8 @@ class Residency:
 
     @staticmethod
     def _candidate(block: Block, tier: str) -> Candidate:
-        clean = block.derived or len(block.copies) > 1
+        """A gathered block needs no copy out, but to gather it again is as dear: it takes a copy in and a collective."""
+        clean = len(block.copies) > 1
         return Candidate(block.key, block.num_bytes, 0 if clean else block.num_bytes, block.came[tier])
 
     def _drop_duplicate(self) -> bool:
