@@ -23,7 +23,7 @@ OTHER_STAGES = ("#d9c8e6", "#f5c6d6", "#c9d8d0", "#e3d9b0")
 PLACE_COLOURS = {
     ("near",): "#e6550d",
     ("far",): "#3f8fc4",
-    ("disk",): "#8c8c8c",
+    ("disk",): "#8f8a70",
     ("near", "far"): "#7b4fa3",
     ("near", "disk"): "#b0704f",
     ("far", "disk"): "#4d6a80",

@@ -563,12 +563,13 @@ def test_an_out_that_is_a_file_is_one_line(saved, tmp_path, capsys):
 def test_without_matplotlib_the_command_says_what_to_install(saved, tmp_path):
     """In a real process in which matplotlib cannot be found."""
     code = ("import sys; sys.modules['matplotlib'] = None; from pstar.cli import main; "
-            f"sys.exit(main(['trace', {str(saved)!r}, '--out', {str(tmp_path / 'out')!r}, *sys.argv[1:]]))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert 'pip install "matplotlib>=3.9"' in done.stderr and not (tmp_path / "out").exists()
-    done = subprocess.run([sys.executable, "-c", code, "--no-charts"], capture_output=True, text=True)
-    assert done.returncode == 0 and [path.name for path in (tmp_path / "out").iterdir()] == ["trace.json"]
+            "first = main(['trace', sys.argv[1], '--out', sys.argv[2]]); "
+            "sys.exit(10 * first + main(['trace', sys.argv[1], '--out', sys.argv[3], '--no-charts']))")
+    without, alone = tmp_path / "without", tmp_path / "alone"
+    done = subprocess.run([sys.executable, "-c", code, saved, without, alone], capture_output=True, text=True)
+    assert done.returncode == 20 and done.stderr.count("\n") == 1, done.stderr
+    assert 'pip install "matplotlib>=3.9"' in done.stderr and not without.exists()
+    assert [path.name for path in alone.iterdir()] == ["trace.json"]
 
 
 def test_steps_are_a_range_or_one():
