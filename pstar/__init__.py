@@ -14,6 +14,8 @@ from pstar.errors import ArgumentError, BudgetError, CheckpointError, ConfigErro
 from pstar.hybrid_adam import HybridAdam
 from pstar.plan import Plan, plan_engine
 from pstar.scope import exclude, torch_scope
+from pstar.tiled import TiledLinear, join_tiles, tile_linears
 
 __all__ = ["ArgumentError", "BudgetError", "CheckpointError", "Config", "ConfigError", "Engine", "HybridAdam", "Plan",
-           "PstarError", "StateError", "exclude", "initialize_engine", "load_config", "plan_engine", "torch_scope"]
+           "PstarError", "StateError", "TiledLinear", "exclude", "initialize_engine", "join_tiles", "load_config",
+           "plan_engine", "tile_linears", "torch_scope"]

@@ -63,7 +63,8 @@ class Plan:
             raise BudgetError(
                 f"near budget {config.near_budget} ({self._near_bytes(least_layout)} bytes) is too small: module "
                 f"'{module_name}' and its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
-                f"{-(-100 * least // model_data_bytes(least_layout, self.costs))}% of the model data, or min"
+                f"{-(-100 * least // model_data_bytes(least_layout, self.costs))}% of the model data, or min; "
+                "pstar.tile_linears cuts a large nn.Linear into smaller modules"
             )
         self.layout = least_waste(fitting)
         self.near_budget = least if config.near_budget == "min" else self._near_bytes(self.layout)
