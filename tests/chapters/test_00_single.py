@@ -1,4 +1,7 @@
-"""Chapter 00 as a program: what it prints, what it leaves, and that it goes on where it stopped."""
+"""Chapter 00 as a program: what it prints, what it leaves, and that it goes on where it stopped.
+
+Where only the numbers count, it runs in a rank that is alive already: a start takes longer than ten steps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import ROOT, Chapter, environment, run
+from tests.chapters.inside import train
+from tests.chapters.program import ROOT, SMALL, Chapter, environment, run
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2")
 
@@ -103,11 +107,12 @@ def test_a_bar_moves_on_a_terminal(tmp_path: Path) -> None:
     assert said.count(b"\r") > 2 and b"step 40/40" in said and b"loss " in said and b"tokens/s" in said
 
 
-def test_a_checkpoint_of_another_precision_resumes(finished, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_precision_resumes(ranks, finished, tmp_path: Path) -> None:
     chapter = copy_of(finished[0], tmp_path)
     shutil.rmtree(chapter.output / "checkpoints" / "step_000010")
-    chapter.train("--max-steps", 7, "--precision", "fp16")
+    train(ranks, 1, chapter, "--max-steps", 7, "--precision", "fp16")
     assert [row["step"] for row in chapter.metrics()] == list(range(1, 8))
+    assert chapter.metrics()[:5] == finished[0].metrics()[:5], "not begun anew"
 
 
 def test_resuming_continues_the_curve_bit_for_bit(finished, tmp_path: Path) -> None:
@@ -125,7 +130,7 @@ def test_resuming_continues_the_curve_bit_for_bit(finished, tmp_path: Path) -> N
     assert (chapter.output / final).read_bytes() == (finished[0].output / final).read_bytes()
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(ranks, tmp_path: Path) -> None:
     flags = ("--max-steps", 100, "--save-every", 10, "--eval-every", 100)
     straight = Chapter("00_single", tmp_path / "straight")
     killed = Chapter("00_single", tmp_path / "killed")
@@ -138,7 +143,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert "next is step" in killed.train(*flags)
-    straight.train(*flags)
+    train(ranks, 1, straight, *flags)
     assert killed.losses() == straight.losses() and len(straight.losses()) == 100
 
 
@@ -168,35 +173,36 @@ def test_resume_never_starts_anew_and_keeps_the_old_checkpoints_aside(finished, 
     assert chapter.losses() == finished[0].losses()
 
 
-def test_accumulation_gives_the_same_curve(finished, tmp_path: Path) -> None:
+def test_accumulation_gives_the_same_curve(ranks, finished, tmp_path: Path) -> None:
     chapter = Chapter("00_single", tmp_path)
-    chapter.train(*STEPS, "--grad-accum", 3)
+    train(ranks, 1, chapter, *STEPS, "--grad-accum", 3)
     assert chapter.losses() == pytest.approx(finished[0].losses(), rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains_and_resumes(tmp_path: Path, precision: str) -> None:
-    chapter = Chapter("00_single", tmp_path)
-    flags = ("--max-steps", 6, "--save-every", 3, "--lr", "1e-2", "--precision", precision)
-    chapter.train(*flags)
-    straight = chapter.losses()
-    assert straight[-1] < straight[0] - 0.3
+def goes_on_bit_for_bit(ranks, chapter: Chapter, *flags: object) -> list[float]:
+    """Runs six steps, and the last three again from the checkpoint between; the losses."""
+    given = ("--max-steps", 6, "--save-every", 3, "--lr", "1e-2", *flags)
+    train(ranks, 1, chapter, *given)
+    straight = chapter.metrics()
     shutil.rmtree(chapter.output / "checkpoints" / "step_000006")
-    chapter.train(*flags)
-    assert chapter.losses() == straight
+    train(ranks, 1, chapter, *given)
+    assert chapter.metrics()[:3] == straight[:3] and chapter.metrics()[3:] != straight[3:], "times: three steps anew"
+    losses = [row["loss"] for row in straight]
+    assert chapter.losses() == losses
+    return losses
 
 
-def test_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
-    chapter = Chapter("00_single", tmp_path)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_resumes(ranks, tmp_path: Path, precision: str) -> None:
+    losses = goes_on_bit_for_bit(ranks, Chapter("00_single", tmp_path), "--precision", precision)
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_dropout_resumes_bit_for_bit(ranks, tmp_path: Path) -> None:
     config = tmp_path / "dropout.json"
     dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    config.write_text(json.dumps({"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, **dropout}))
-    flags = (*STEPS, "--model-config", config)
-    chapter.train(*flags)
-    straight = chapter.losses()
-    shutil.rmtree(chapter.output / "checkpoints" / "step_000010")
-    chapter.train(*flags)
-    assert chapter.losses() == straight
+    config.write_text(json.dumps(SMALL | dropout))
+    goes_on_bit_for_bit(ranks, Chapter("00_single", tmp_path), "--model-config", config)
 
 
 @pytest.mark.parametrize("where", ["", "final", "checkpoints/step_000005", "final/model.safetensors"])

@@ -1,4 +1,7 @@
-"""Chapter 07 as a program: what it prints and leaves, resuming anywhere, and what it refuses."""
+"""Chapter 07 as a program: what it prints and leaves, resuming anywhere, and what it refuses.
+
+Where only the numbers count, it runs in ranks that are alive already: a start takes longer than ten steps.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, run
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2", "--near-budget", "min")
@@ -57,27 +61,32 @@ def test_a_second_call_says_that_the_run_is_complete(finished) -> None:
     assert finished[0].train(*STEPS).startswith("This run is complete: 10 steps")
 
 
+def test_it_says_where_it_goes_on(finished, tmp_path: Path) -> None:
+    assert "step_000005, next is step 6" in interrupted(finished[0], tmp_path).train(*STEPS)
+
+
 @pytest.mark.parametrize("nproc", [2, 3, 1])
-def test_it_resumes_at_another_number_of_processes(finished, tmp_path: Path, nproc: int) -> None:
+def test_it_resumes_at_another_number_of_processes(ranks, finished, tmp_path: Path, nproc: int) -> None:
     chapter = interrupted(finished[0], tmp_path)
-    assert "step_000005, next is step 6" in chapter.train(*STEPS, "--nproc", nproc)
+    train(ranks, nproc, chapter, *STEPS)
+    assert chapter.metrics()[:5] == finished[0].metrics()[:5], "not begun anew"
     assert chapter.losses() == pytest.approx(finished[0].losses(), rel=0 if nproc == 2 else 1e-5, abs=0)
 
 
-def test_one_process_and_chapter_00_resume_each_other(tmp_path: Path) -> None:
+def test_one_process_and_chapter_00_resume_each_other(ranks, tmp_path: Path) -> None:
     """On the same curve: the two differ in the roundings inside Adam alone."""
     plain = Chapter("00_single", tmp_path / "00")
     plain.folder.mkdir()
-    plain.train(*STEPS[:-2])
-    losses = plain.losses()
+    train(ranks, 1, plain, *STEPS[:-2])
     chunked = interrupted(plain, tmp_path / "to07")
     chunked.name = "07_patrickstar"
-    chunked.train(*STEPS, "--nproc", 1)
-    assert chunked.losses() == pytest.approx(losses, rel=1e-5)
+    train(ranks, 1, chunked, *STEPS)
     back = interrupted(chunked, tmp_path / "to00")
     back.name = "00_single"
-    back.train(*STEPS[:-2])
-    assert back.losses() == pytest.approx(losses, rel=1e-5)
+    train(ranks, 1, back, *STEPS[:-2])
+    for chapter in (chunked, back):
+        assert chapter.metrics()[:5] == plain.metrics()[:5] and chapter.metrics()[5:] != plain.metrics()[5:], "times"
+        assert chapter.losses() == pytest.approx(plain.losses(), rel=1e-5)
 
 
 @pytest.mark.parametrize("flags, line", [
@@ -97,7 +106,7 @@ def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, fla
     assert not (tmp_path / "run").exists()
 
 
-def test_a_configuration_file_says_what_flags_say(tmp_path: Path) -> None:
+def test_a_configuration_file_says_what_flags_say(ranks, tmp_path: Path) -> None:
     values = json.loads((ROOT / "chapters/07_patrickstar/config.json").read_text()) | {"near_budget": "min"}
     values["optimizer"]["params"]["betas"] = [0.8, 0.9]
     curves = []
@@ -108,7 +117,7 @@ def test_a_configuration_file_says_what_flags_say(tmp_path: Path) -> None:
             values["optimizer"]["params"]["betas"] = betas
             (tmp_path / "c.json").write_text(json.dumps(values))
             flags = ("--config", tmp_path / "c.json")
-        chapter.train("--max-steps", 3, "--nproc", 1, *flags)
+        train(ranks, 1, chapter, "--max-steps", 3, *flags)
         curves.append(chapter.losses())
     assert curves[1] == curves[2] != curves[0], "the shipped file says the defaults; other betas make another curve"
 
@@ -125,22 +134,23 @@ def test_a_configuration_file_that_is_refused(tmp_path: Path, text: str, flags, 
     assert len(said.strip().splitlines()) == 1 and line in said, said
 
 
-def test_the_default_budget_is_a_quarter_or_the_least_that_works(tmp_path: Path) -> None:
+def test_the_default_budget_is_a_quarter_or_the_least_that_works(ranks, tmp_path: Path) -> None:
     for flags, budget in ((("--model-config", "tiny"), "25%"), ((), "min")):    # the small test model is mostly embedding
         chapter = Chapter("07_patrickstar", tmp_path / budget)
         chapter.folder.mkdir()
-        chapter.train("--max-steps", 1, "--nproc", 1, "--seq-len", 16, *flags)
+        train(ranks, 1, chapter, "--max-steps", 1, "--seq-len", 16, *flags)
         assert json.loads((chapter.output / "config.json").read_text())["near_budget"] == budget
 
 
-def test_in_16_bit_the_curve_stays_within_one_per_cent(tmp_path: Path) -> None:
+def test_in_16_bit_the_curve_stays_within_one_per_cent(ranks, tmp_path: Path) -> None:
     """The law of the curve for mixed precision: the mean gap over the last 20 of 200 steps."""
     flags = ("--max-steps", 200, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 16)
     curves, rows = {}, []
     for name, precision in (("00_single", "fp32"), ("07_patrickstar", "bf16"), ("07_patrickstar", "fp16")):
         chapter = Chapter(name, tmp_path / precision)
         chapter.folder.mkdir()
-        chapter.train(*flags, *(("--precision", precision, "--near-budget", "min") if precision != "fp32" else ()))
+        chunked = ("--precision", precision, "--near-budget", "min") if precision != "fp32" else ()
+        train(ranks, 2 if chunked else 1, chapter, *flags, *chunked)
         curves[precision], rows = chapter.losses()[-20:], chapter.metrics()
     for precision in ("bf16", "fp16"):
         gaps = [abs(ours - theirs) / theirs for theirs, ours in zip(curves["fp32"], curves[precision], strict=True)]
@@ -148,18 +158,18 @@ def test_in_16_bit_the_curve_stays_within_one_per_cent(tmp_path: Path) -> None:
     assert rows[-1]["loss_scale"] >= 1 and rows[-1]["skipped_steps"] <= 20
 
 
-def test_fp16_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path) -> None:
+def test_fp16_goes_on_with_the_scale_of_its_checkpoint(ranks, tmp_path: Path) -> None:
     """The configuration's first scale is too large on purpose; the run that goes on takes the one that was found."""
     (tmp_path / "c.json").write_text('{"fp16": {"enabled": true, "initial_scale_power": 24, "hysteresis": 1}}')
     flags = (*STEPS, "--seq-len", 16, "--config", tmp_path / "c.json")
     chapter = Chapter("07_patrickstar", tmp_path / "whole")
     chapter.folder.mkdir()
-    chapter.train(*flags)
+    train(ranks, 2, chapter, *flags)
     rows = chapter.metrics()
     assert rows[0]["loss_scale"] == 2**23 and rows[0]["grad_norm"] is None and rows[-1]["skipped_steps"] > 0
     part = interrupted(chapter, tmp_path / "part")
-    part.train(*flags)
-    assert part.losses() == chapter.losses()
+    train(ranks, 2, part, *flags)
+    assert part.metrics()[:5] == rows[:5] and part.losses() == chapter.losses()
     assert [row["loss_scale"] for row in part.metrics()] == [row["loss_scale"] for row in rows]
 
 
