@@ -60,7 +60,7 @@ class Chunks:
         self.units = layout.units(communication)
         self._place = {slot.name: (unit.index, slot.offset) for unit in self.units for slot in unit.slots}
         self.shapes = {name: param.shape for name, param in params.items()}
-        self._placeholder = torch.full((1,), float("nan"), dtype=param_dtype, device=device)
+        self._placeholder = torch.full((), float("nan"), dtype=param_dtype, device=device)
         self._uses: dict[str, int] = dict.fromkeys(params, 0)          # COMPUTE is counted: modules nest
         self._bound: set[int] = set()                                  # units whose parameters are views of near
         self._unit_at: dict[int, int] = {}                             # address of a near buffer -> unit

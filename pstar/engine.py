@@ -252,7 +252,8 @@ class Engine(torch.nn.Module):
         budgets = {NEAR: plan.near_memory or plan.near_budget, FAR: plan.far_budget}
         return Profile(rank, {"budgets": budgets, "device": str(self.device), "num_ranks": collectives.num_ranks,
                               "model_data_bytes": model_data_bytes(plan.layout, plan.costs),
-                              "policy": plan.config.eviction_policy})
+                              "policy": plan.config.eviction_policy,
+                              "budget_includes_non_model": plan.near_memory is not None})
 
     def _stage(self, name: str) -> None:
         if self._profile is not None:

@@ -48,8 +48,8 @@ def backward_case(rank: int, num_ranks: int):
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
     most, tier, original = {}, model.near, model.near.allocate
 
-    def watch(numel, dtype, kind):
-        buffer = original(numel, dtype, kind)
+    def watch(*arguments):
+        buffer = original(*arguments)
         for each, used in tier.used_by_kind.items():
             most[each] = max(most.get(each, 0), used)
         return buffer

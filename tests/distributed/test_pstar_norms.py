@@ -43,7 +43,7 @@ def norms_case(rank: int, num_ranks: int, dtype: torch.dtype, drop_rows: bool = 
         if drop_rows:
             norms._shared.clear()
         # "b" has a gradient on rank 0 only: then the others' share of its mean is 0
-        results.append(norms(pieces, lambda name: name != "unused" and (name != "b" or rank == 0)))
+        results.append(norms(pieces.items(), lambda name: name != "unused" and (name != "b" or rank == 0)))
     return results
 
 
@@ -69,7 +69,7 @@ def test_on_one_rank_it_is_the_oracle():
     for name, grad in grads().items():
         slot = layout.slots[name]
         piece[slot.offset : slot.offset + slot.numel] = grad
-    got, used = norms({0: piece}, lambda name: name in ("a", "e"))
+    got, used = norms([(0, piece)], lambda name: name in ("a", "e"))
     assert torch.equal(got, parameter_norms([grads()["a"], grads()["e"]])) and used == {"a", "e"}
 
 

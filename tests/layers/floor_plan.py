@@ -33,6 +33,7 @@ PSTAR_ROWS = {
     "nonmodel": 1,
     "lazy": 1,
     "scope": 1,
+    "tiled": 1,
     "budget": 2,
     "collectives": 2,
     "precision": 2,
