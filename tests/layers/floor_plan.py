@@ -31,11 +31,16 @@ PSTAR_ROWS = {
     "lazy": 1,
     "scope": 1,
     "budget": 2,
+    "machines": 2,
+    "gpt_shape": 2,
     "collectives": 2,
     "precision": 2,
     "hybrid_adam": 2,
     "residency": 2,
     "plan": 3,
+    "adam_choice": 3,
+    "predict": 4,
+    "paper": 5,
     "chunks": 3,
     "outside": 4,
     "norms": 3,
@@ -45,14 +50,16 @@ PSTAR_ROWS = {
     "sharded": 5,
     "export": 5,
     "engine": 5,
-    "cli": 6,
+    "plan_command": 6,
+    "cli": 7,
     "runtime": 6,
-    "__init__": 7,
-    "__main__": 7,
+    "__init__": 8,
+    "__main__": 8,
 }
 SHARED_ROWS = {5}
 # Pure functions of numbers.
-PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget")
+PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget", "gpt_shape", "adam_choice",
+                       "predict", "paper")
 
 # The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
 # reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
