@@ -101,16 +101,17 @@ class Machine:
 
 YARD = Machine(
     "8xV100-32GB-240GB", num_gpus=8, gpu_bytes=int(31.7 * GIB), host_bytes=240 * 10**9, link_bytes_per_s=6e9,
-    gpu_flops=62e12, gpu_memory_bytes_per_s=0.72e12, host_memory_bytes_per_s=100e9, gpu_link_bytes_per_s=25e9, has_bf16=False,
+    gpu_flops=62e12, gpu_memory_bytes_per_s=0.72e12, host_memory_bytes_per_s=100e9, gpu_link_bytes_per_s=25e9,
+    has_bf16=False,
     source="PatrickStar's 'yard' node (README and doc/yard_network_fabric.md of Tencent/PatrickStar): 240 GB of host "
-           "memory, NVLink rings with one 25.8 GB/s link at the narrowest. Estimates: half of V100's 125 TFLOP/s, 0.8 of its "
-           "900 GB/s, half of PCIe 3 x16's 12 GB/s because two GPUs share a switch, 100 GB/s of host memory")
+           "memory, NVLink rings with one 25.8 GB/s link at the narrowest. Estimates: half of V100's 125 TFLOP/s, "
+           "0.8 of its 900 GB/s, half of PCIe 3 x16's 12 GB/s because two GPUs share a switch, 100 GB/s of host memory")
 SUPERPOD = Machine(
     "8xA100-40GB-1TB", num_gpus=8, gpu_bytes=int(39.4 * GIB), host_bytes=10**12, link_bytes_per_s=12e9, gpu_flops=156e12,
     gpu_memory_bytes_per_s=1.24e12, host_memory_bytes_per_s=200e9, gpu_link_bytes_per_s=230e9,
     source="one node of PatrickStar's A100 SuperPod (README of Tencent/PatrickStar; DGX A100 data sheet). Estimates: half "
-           "of A100's 312 TFLOP/s, 0.8 of its 1555 GB/s, half of PCIe 4 x16's 24 GB/s because two GPUs share a switch, half of "
-           "two Rome sockets' 409 GB/s, 230 of NVSwitch's 300 GB/s")
+           "of A100's 312 TFLOP/s, 0.8 of its 1555 GB/s, half of PCIe 4 x16's 24 GB/s because two GPUs share a switch, "
+           "half of two Rome sockets' 409 GB/s, 230 of NVSwitch's 300 GB/s")
 MACHINES = {
     "yard": YARD,
     "superpod": SUPERPOD,

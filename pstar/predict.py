@@ -201,12 +201,17 @@ def _tiers(mode: str, layout: Layout, margin_homes: list[int], near_budget: int,
     return homes, far + passing - disk, disk
 
 
-def _grads_in_flight(layout: Layout, costs: Costs, job: Job) -> int:
-    """Near bytes of gradients that are being collected or reduced: of the two largest units, and reduced pieces."""
+def _grads_in_flight(layout: Layout, homes: list[int], costs: Costs, job: Job, at_once: int) -> int:
+    """Near bytes of gradients that are being collected or reduced: of the largest units, and of their reduced pieces.
+
+    None on one rank whose groups are all at home near: their gradients are counted there.
+    """
     beside = layout.num_ranks > 1
+    if not beside and len(homes) == len(layout.groups):
+        return 0
     sizes = sorted((costs.grad * (unit.elems + (layout.groups[unit.group].piece_elems if beside else 0))
                     for unit in layout.units(job.communication)), reverse=True)
-    return sum(sizes[:2])
+    return sum(sizes[:at_once])
 
 
 def _resident_bytes(layout: Layout, homes: list[int], costs: Costs) -> int:
@@ -216,9 +221,9 @@ def _resident_bytes(layout: Layout, homes: list[int], costs: Costs) -> int:
 
 
 def _near_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs, job: Job) -> int:
-    wanted = costs.param * layout.total_elems + _resident_bytes(layout, homes, costs)
-    if len(homes) < len(layout.groups) or layout.num_ranks > 1:
-        wanted += _grads_in_flight(layout, costs, job)
+    # A bound: the next unit's gradients may begin before the last one's are all there.
+    wanted = (costs.param * layout.total_elems + _resident_bytes(layout, homes, costs)
+              + _grads_in_flight(layout, homes, costs, job, at_once=2))
     return min(near_budget, wanted)
 
 
@@ -231,7 +236,7 @@ def moved_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs
     """
     ranks, total = layout.num_ranks, layout.total_elems
     near_elems = sum(layout.groups[index].elems for index in homes)
-    resident, in_flight = _resident_bytes(layout, homes, costs), _grads_in_flight(layout, costs, job)
+    resident, in_flight = _resident_bytes(layout, homes, costs), _grads_in_flight(layout, homes, costs, job, at_once=1)
     crowded = resident + in_flight > near_budget    # mode full: states stay near, gradients and parameters come and go
     if crowded:
         resident = costs.states * near_elems // ranks
