@@ -92,15 +92,38 @@ def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
     return costs.total * max(group.piece_elems for group in layout.groups)
 
 
-def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs, accumulates: bool) -> int:
+def homes_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
+    """The groups whose optimizer states may live near when far is too small: all that the working set leaves.
+
+    Unlike in groups_at_home_near no room is kept for parameters that are not in use: they travel more. What one group's
+    update needs beside the states, its gradients and parameters, must fit as well.
+
+    Args:
+        working_bytes: the layout's smallest_near_budget.
+    """
+    largest = max(group.piece_elems for group in layout.groups)
+    margin = near_budget - max(working_bytes, (costs.param + costs.grad) * largest)
+    near = []
+    for group in layout.groups:
+        if costs.states * group.piece_elems <= margin:
+            margin -= costs.states * group.piece_elems
+            near.append(group.index)
+    return near
+
+
+def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs, accumulates: bool,
+                        grads_wait_far: bool = False) -> int:
     """Bytes that far must hold on each rank without a disk, whatever the near budget: what near never has to keep.
 
     These are this rank's pieces of all parameters, and of the gradients and states of groups whose update is computed
     far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated).
+
+    grads_wait_far: near has states but no certain room for their gradients (homes_for_capacity): those count as well.
     """
     near = set(near_homes)
+    at_home = costs.param + (costs.grad if grads_wait_far else 0)
     pieces = sum(
-        group.piece_elems * (costs.param if group.index in near else costs.total) for group in layout.groups
+        group.piece_elems * (at_home if group.index in near else costs.total) for group in layout.groups
     )
     waiting = [costs.grad * group.elems for group in layout.groups] if layout.num_ranks > 1 else [0]
     return pieces + (sum(waiting) if accumulates else max(waiting))

@@ -3,22 +3,26 @@
 import argparse
 import sys
 
-from pstar import trace_command
+from pstar import plan_command, trace_command
 from pstar.config import load_config, reference
 from pstar.errors import PstarError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`pstar config` prints every key with its default; `pstar config FILE` checks a file. Exit status 2 for bad input."""
+    """`pstar config` prints every key with its default; `pstar config FILE` checks a file; `pstar plan` answers whether a
+    model fits on a machine (exit status 1 where not). Exit status 2 for bad input."""
     parser = argparse.ArgumentParser(prog="pstar", description="PatrickStar: chunk-based training of large models")
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="print the configuration keys, or check a configuration file")
     config.add_argument("file", nargs="?", help="a JSON file to check; without it the keys are printed")
     trace_command.add_parser(commands)
+    plan_command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "trace":
             return trace_command.run(arguments)
+        if arguments.command == "plan":
+            return plan_command.run(arguments)
         if arguments.file:
             load_config(arguments.file)
             print(f"{arguments.file}: a valid configuration")

@@ -17,7 +17,7 @@ while they fit into one ("module-atomic next-fit"). A parameter larger than a ch
 equal pieces: there the owner of a piece holds a part of the parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -170,34 +170,51 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
     if chunk_elems < 1:
         raise ConfigError(f"the chunk size is {chunk_elems} elements; give at least 1, or 'auto'")
-    chunk_elems = align(chunk_elems)
-    chunks: list[list[Slot]] = []          # the ordinary chunks, offsets inside the chunk
-    oversized: list[tuple[str, int]] = []  # parameters larger than a chunk
-    fill = chunk_elems                     # "full", so that the first module opens the first chunk
+    return _pack(_measure(modules), align(chunk_elems), num_ranks, ownership)
 
+
+def _measure(modules: Sequence[ModuleSpec]) -> list[tuple[list[tuple[str, int, int]], int, int]]:
+    """For each module with parameters: (name, numel, aligned numel) of them, the sum and the largest of the aligned."""
+    measured = []
     for module in modules:
-        ordinary = [(name, numel) for name, numel in module.parameters if align(numel) <= chunk_elems]
-        oversized += [(name, numel) for name, numel in module.parameters if align(numel) > chunk_elems]
-        whole = sum(align(numel) for _, numel in ordinary)
+        own = [(name, numel, align(numel)) for name, numel in module.parameters]
+        if own:
+            measured.append((own, sum(size for _, _, size in own), max(size for _, _, size in own)))
+    return measured
+
+
+def _pack(measured: list[tuple[list[tuple[str, int, int]], int, int]], chunk_elems: int, num_ranks: int,
+          ownership: str) -> Layout:
+    """make_layout of what _measure found: a search measures once and packs many times."""
+    chunks: list[list[tuple[str, int, int]]] = []    # the ordinary chunks: name, numel, offset inside the chunk
+    oversized: list[tuple[str, int]] = []            # parameters larger than a chunk
+    fill = chunk_elems                               # "full", so that the first module opens the first chunk
+
+    for own, whole, largest in measured:
+        if largest > chunk_elems:
+            oversized += [(name, numel) for name, numel, size in own if size > chunk_elems]
+            own = [item for item in own if item[2] <= chunk_elems]
+            whole = sum(size for _, _, size in own)
         if fill + whole > chunk_elems and whole <= chunk_elems and whole > 0:
             chunks.append([])              # the module fits into one chunk, but not into what is left of this one
             fill = 0
-        for name, numel in ordinary:
-            if fill + align(numel) > chunk_elems:
+        for name, numel, size in own:
+            if fill + size > chunk_elems:
                 chunks.append([])
                 fill = 0
-            chunks[-1].append(Slot(name, numel, -1, fill))
-            fill += align(numel)
+            chunks[-1].append((name, numel, fill))
+            fill += size
 
     groups: list[Group] = []
 
-    def add_group(piece_elems: int, parts: list[tuple[int, list[Slot]]]) -> None:
-        """A group of one or more chunks: (first element in the group's flat space, slots) of each."""
-        slots = [Slot(slot.name, slot.numel, len(groups), start + slot.offset) for start, own in parts for slot in own]
+    def add_group(piece_elems: int, parts: list[tuple[int, list[tuple[str, int, int]]]]) -> None:
+        """A group of one or more chunks: (first element in the group's flat space, content) of each."""
+        index = len(groups)
+        slots = [Slot(name, numel, index, start + offset) for start, own in parts for name, numel, offset in own]
         groups.append(Group(len(groups), piece_elems, num_ranks, tuple(slots)))
 
     for name, numel in oversized:
-        add_group(align(-(-numel // num_ranks)), [(0, [Slot(name, numel, -1, 0)])])
+        add_group(align(-(-numel // num_ranks)), [(0, [(name, numel, 0)])])
     if ownership == "sharded":
         for chunk in chunks:
             add_group(align(-(-chunk_elems // num_ranks)), [(0, chunk)])
@@ -226,15 +243,24 @@ def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_ele
     while middle > ALIGN_ELEMS:
         middle = align(middle * 3 // 4) if middle > 4 * ALIGN_ELEMS else middle - ALIGN_ELEMS
         candidates.add(middle)
-    return [make_layout(modules, size, num_ranks, ownership) for size in sorted(candidates)]
+    if ownership not in OWNERSHIPS:
+        raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
+    measured = _measure(modules)
+    return [_pack(measured, size, num_ranks, ownership) for size in sorted(candidates)]
 
 
-def least_waste(layouts: Sequence[Layout]) -> Layout:
+def least_waste(layouts: Sequence[Layout], fits: Callable[[Layout], bool] = lambda layout: True) -> Layout | None:
     """The layout that costs least: padding is carried along, and each group costs a collective and a copy, which take
-    their time however small they are. Among layouts within half a per cent the one with the largest chunks."""
+    their time however small they are. Among layouts within half a per cent the one with the largest chunks.
+
+    fits: which layouts may be chosen; asked of as few as possible. None where none does.
+    """
     cost = {layout.chunk_elems: layout.total_elems + GROUP_COST_ELEMS * len(layout.groups) for layout in layouts}
-    close = [layout for layout in layouts if cost[layout.chunk_elems] <= 1.005 * min(cost.values())]
-    return max(close, key=lambda layout: layout.chunk_elems)
+    cheapest = next(filter(fits, sorted(layouts, key=lambda layout: cost[layout.chunk_elems])), None)
+    if cheapest is None:
+        return None
+    close = [layout for layout in layouts if cost[layout.chunk_elems] <= 1.005 * cost[cheapest.chunk_elems]]
+    return next(filter(fits, sorted(close, key=lambda layout: -layout.chunk_elems)))
 
 
 def search_chunk_size(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None) -> int:

@@ -8,6 +8,7 @@ import torch
 from pstar.budget import (
     Costs,
     groups_at_home_near,
+    homes_for_capacity,
     largest_chunk_elems,
     model_data_bytes,
     smallest_far_budget,
@@ -90,6 +91,15 @@ class Plan:
             check_disk_path(Path(config.disk_path))
             least_far = streaming
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
+        may_fill = config.optimizer.params.use_hybrid_adam and config.near_memory == "auto"
+        if self.far_budget is not None and self.far_budget < least_far and may_fill:
+            # Far alone is too small: near takes states in place of parameters, which then travel.
+            working = smallest_near_budget(self.layout, uses, self.costs, config.communication)[0]
+            homes = homes_for_capacity(self.layout, self.near_budget, working, self.costs)
+            least_full = smallest_far_budget(self.layout, homes, self.costs,
+                                             self.accumulates or config.find_unused_parameters, grads_wait_far=True)
+            if least_full < least_far:
+                self.near_homes, least_far = homes, least_full
         if self.far_budget is not None and self.far_budget < least_far:
             raise BudgetError(
                 f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of {num_ranks} "

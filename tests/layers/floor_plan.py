@@ -33,7 +33,6 @@ PSTAR_ROWS = {
     "nonmodel": 1,
     "lazy": 1,
     "scope": 1,
-    "tiled": 1,
     "budget": 2,
     "collectives": 2,
     "precision": 2,
@@ -42,15 +41,22 @@ PSTAR_ROWS = {
     "movers": 2,
     "timeline": 2,
     "activations": 2,
+    "tiled": 2,
+    "machines": 2,
+    "gpt_shape": 2,
     "residency": 3,
     "plan": 3,
     "norms": 3,
     "trace_export": 3,
     "charts": 3,
+    "adam_choice": 3,
     "chunks": 4,
     "outside": 4,
     "trace_command": 4,
+    "predict": 4,
     "hooks": 5,
+    "paper": 5,
+    "plan_command": 6,
     "optimizer": 6,
     "checkpoint": 6,
     "sharded": 6,
@@ -64,7 +70,7 @@ PSTAR_ROWS = {
 SHARED_ROWS = {6}
 # Pure functions of numbers.
 PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget", "profile", "timeline", "trace_export",
-                       "charts", "trace_command")
+                       "charts", "trace_command", "gpt_shape", "adam_choice", "predict", "paper")
 
 # The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
 # reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
