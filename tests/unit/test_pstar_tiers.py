@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pstar.disk import DiskTier
 from pstar.errors import BudgetError, ConfigError, StateError
+from pstar.movers import Movers
 from pstar.residency import Residency
 from pstar.schedule import Schedule
 from pstar.tiers import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
@@ -201,3 +203,71 @@ def test_freed_memory_is_kept_for_the_next_step():
     run = subprocess.run([sys.executable, "-c", FAULTS, "keep"], capture_output=True, text=True, check=True,
                          env=env | {"MALLOC_TRIM_THRESHOLD_": "1000000"})
     assert run.stdout.startswith("0 "), "the user's own settings stay"
+
+
+background = st.lists(st.tuples(st.sampled_from(["near", "ahead", "write", "far", "read", "drop", "new", "pin", "unpin",
+                                                 "update"]), st.integers(0, 5)), max_size=40)
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(background, st.integers(100, 300), st.integers(100, 300), st.lists(st.integers(5, 25), min_size=6, max_size=6))
+def test_three_tiers_and_copies_in_the_background(tmp_path_factory, steps, near_bytes, far_bytes, sizes):
+    """Budgets hold after every operation, content is never lost or torn, whatever is copied meanwhile."""
+    disk = DiskTier(tmp_path_factory.getbasetemp())
+    movers = Movers()
+    residency = Residency(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
+                          lambda key: None, disk, movers)
+    expected: dict[int, float] = {}
+    try:
+        for clock, (operation, group) in enumerate(steps, 1):
+            _do(residency, operation, group, clock, sizes, expected)
+            for tier, bound in ((NEAR, near_bytes), (FAR, far_bytes)):
+                used = sum(block.num_bytes for block in residency.blocks.values() if tier in block.copies)
+                assert residency.tiers[tier].used_bytes == used
+                assert residency.tiers[tier].reserved_bytes <= bound
+        for block in residency.blocks.values():
+            block.pins = 0
+        for group, value in expected.items():
+            assert residency.peek(("param", group))[1].eq(value).all()
+    finally:
+        movers.close()
+        disk.close()
+
+
+def _do(residency: Residency, operation: str, group: int, clock: int, sizes: list[int], expected: dict[int, float]) -> None:
+    key = ("param", group)
+    if (operation == "new") != (group not in expected):
+        return
+    try:
+        if operation == "new":
+            residency.create(key, sizes[group], torch.float32, FAR).fill_(clock)
+            expected[group] = clock
+        elif operation == "ahead":
+            residency.load_ahead(key, NEAR, next_use=-1)
+        elif operation in ("near", "write"):
+            residency.schedule.touch(key)
+            data = residency.ensure(key, NEAR)
+            assert data.eq(expected[group]).all() and data.numel() == sizes[group]
+            if operation == "write" and not residency.blocks[key].pins:
+                data.fill_(clock)
+                residency.mark_written(key, NEAR)
+                expected[group] = clock
+        elif operation == "update" and not residency.blocks[key].pins:
+            data, before = residency.begin(key, FAR)
+            residency.mark_written(key, FAR)
+            residency.goes_on(key, residency.update_in_background("update", lambda: data.fill_(clock), before))
+            expected[group] = clock
+        elif operation == "far" and not residency.blocks[key].pins:
+            residency.send_far(key)
+        elif operation == "read":
+            with residency.reading([key]) as places:
+                assert places[key][1].eq(expected[group]).all()
+        elif operation == "drop" and not residency.blocks[key].pins:
+            residency.drop(key)
+            del expected[group]
+        elif operation == "pin" and residency.is_near(key):
+            residency.pin(key)
+        elif operation == "unpin" and residency.blocks[key].pins:
+            residency.unpin(key)
+    except BudgetError:
+        pass                                            # honest when the pinned blocks leave no room
