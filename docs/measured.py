@@ -34,8 +34,8 @@ FLAGS = (f"--max-steps {STEPS} --warmup-steps 10 --lr 0.001 --seq-len 64 --batch
 CHAPTERS = ("00_single", "07_patrickstar")
 PROFILED = "07_patrickstar"
 # Activations as large as half the chunks, and memory that both cannot have at once.
-PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-len 64 --chunk-size 100000 --near-budget 100% "
-                 "--near-memory 24MiB --device cpu").split()  # fmt: skip
+PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-len 64 --chunk-size 100000 "
+                 "--near-budget 100% --near-memory 24MiB --device cpu")  # fmt: skip
 PROFILE_STEPS = "1-2"
 PICTURES = ("near.png", "blocks.png")
 SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "data/**/*.json", "cache/vocab.txt", "docs/measured.py",
@@ -84,7 +84,7 @@ def _run(chapter: str) -> dict[str, Any]:
 
 def profile_commands() -> list[str]:
     """A run with a profile and what draws it, as a reader would type them."""
-    run = f"bash chapters/{PROFILED}/train.sh {' '.join(PROFILE_FLAGS)}"
+    run = f"bash chapters/{PROFILED}/train.sh {PROFILE_FLAGS}"
     return ["mkdir -p runs", f"{run} --profile runs/profile.json --output-dir runs/profiled",
             f"pstar trace runs/profile.json --steps {PROFILE_STEPS} --out runs/trace"]  # fmt: skip
 
@@ -97,7 +97,7 @@ def draw_profile(target: Path) -> None:
     print(f"docs: running {PROFILED} with a profile", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         profile = f"{folder}/profile.json"
-        _call([sys.executable, f"chapters/{PROFILED}/train.py", *PROFILE_FLAGS, "--profile", profile, "--output-dir",
+        _call([sys.executable, f"chapters/{PROFILED}/train.py", *PROFILE_FLAGS.split(), "--profile", profile, "--output-dir",
                f"{folder}/run"], {"GPT2_CHINESE_CACHE": f"{folder}/tokens", "OMP_NUM_THREADS": "1"})  # fmt: skip
         _call([sys.executable, "-m", "pstar.cli", "trace", profile, "--steps", PROFILE_STEPS, "--out", folder], {})
         target.mkdir(parents=True, exist_ok=True)
