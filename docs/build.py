@@ -165,6 +165,7 @@ def main() -> None:
             raise SystemExit(f"{error} (included by {', '.join(pages)})") from error
         write_whole(GENERATED / name, text)
     measured.draw_losses(measured.measure(), GENERATED / "figures" / "loss_00_07.png")
+    measured.draw_profile(GENERATED / "figures")
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
         shutil.copyfile(picture, GENERATED / "figures" / picture.name)
 

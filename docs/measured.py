@@ -1,6 +1,7 @@
 """What the pages say about behaviour comes from here: chapters run for real, once, kept until their sources change.
 
     measure()            short runs of chapters 00 and 07, the same flags: losses, and what was printed
+    draw_profile(folder) a run of chapter 07 with a profile, as `pstar trace` draws it
     help_of(chapter)     what --help prints
     capture(command)     a whole run as a user starts it, for the READMEs
 """
@@ -13,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,12 @@ STEPS = 30
 FLAGS = (f"--max-steps {STEPS} --warmup-steps 10 --lr 0.001 --seq-len 64 --batch-size 12 --eval-every {STEPS} "
          "--valid-data data/valid/webtext.json --device cpu").split()  # fmt: skip
 CHAPTERS = ("00_single", "07_patrickstar")
+PROFILED = "07_patrickstar"
+# Activations as large as half the chunks, and memory that both cannot have at once.
+PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-len 64 --chunk-size 100000 "
+                 "--near-budget 100% --near-memory 24MiB --device cpu")  # fmt: skip
+PROFILE_STEPS = "1-2"
+PICTURES = ("near.png", "blocks.png")
 SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "data/**/*.json", "cache/vocab.txt", "docs/measured.py",
            *(f"chapters/{name}/*.py" for name in CHAPTERS))  # fmt: skip
 
@@ -72,6 +80,30 @@ def _run(chapter: str) -> dict[str, Any]:
         said = _call(command, {"GPT2_CHINESE_CACHE": f"{folder}/tokens", "OMP_NUM_THREADS": "1"})
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {"losses": [row["loss"] for row in rows], "said": said.replace(f"{folder}/", "").replace(folder, "")}
+
+
+def profile_commands() -> list[str]:
+    """A run with a profile and what draws it, as a reader would type them."""
+    run = f"bash chapters/{PROFILED}/train.sh {PROFILE_FLAGS}"
+    return ["mkdir -p runs", f"{run} --profile runs/profile.json --output-dir runs/profiled",
+            f"pstar trace runs/profile.json --steps {PROFILE_STEPS} --out runs/trace"]  # fmt: skip
+
+
+def draw_profile(target: Path) -> None:
+    """Runs profile_commands and puts the two pictures into the folder; again only when a source has changed."""
+    key, key_file = _hash_of_sources(), GENERATED / "profile.key"
+    if key_file.exists() and key_file.read_text() == key and all((target / name).exists() for name in PICTURES):
+        return
+    print(f"docs: running {PROFILED} with a profile", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        profile = f"{folder}/profile.json"
+        _call([sys.executable, f"chapters/{PROFILED}/train.py", *PROFILE_FLAGS.split(), "--profile", profile, "--output-dir",
+               f"{folder}/run"], {"GPT2_CHINESE_CACHE": f"{folder}/tokens", "OMP_NUM_THREADS": "1"})  # fmt: skip
+        _call([sys.executable, "-m", "pstar.cli", "trace", profile, "--steps", PROFILE_STEPS, "--out", folder], {})
+        target.mkdir(parents=True, exist_ok=True)
+        for name in PICTURES:
+            shutil.copyfile(f"{folder}/{name}", target / name)
+    write_whole(key_file, key)
 
 
 def help_of(chapter: str) -> str:

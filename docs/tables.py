@@ -182,15 +182,32 @@ def arithmetic(words: Words) -> str:
 
 
 def loads(words: Words) -> str:
-    """Loads per step of a forward and a backward pass over n equal chunks, by running pstar's own schedule on numbers."""
-    from pstar.schedule import count_loads
+    """Loads per step of a forward and a backward pass over n equal chunks, by running pstar's own schedule on numbers.
+
+    In the last row the room shrinks in forward, as activations fill it, and grows back in backward; then the optimizer
+    wants three blocks for each of a few groups.
+    """
+    from pstar.schedule import POLICIES, count_loads
 
     num_chunks = 8
-    accesses = [*range(num_chunks), *reversed(range(num_chunks))]
-    rows = [(room, 2 * (num_chunks - room), count_loads(accesses, room, "next_use"), count_loads(accesses, room, "lru"))
+    accesses: list[object] = [*range(num_chunks), *reversed(range(num_chunks))]
+    rows = [(room, 2 * (num_chunks - room), *(count_loads(accesses, room, policy) for policy in POLICIES))
             for room in range(2, num_chunks + 1, 2)]  # fmt: skip
-    head = [words("room C, of n = 8 chunks"), "2·(n − C)", "`next_use`", "`lru`"]
-    return table(head, rows, right=3)
+    num_chunks, most, least = 40, 45, 25
+    shrinking = [most - round((most - least) * chunk / (num_chunks - 1)) for chunk in range(num_chunks)]
+    states = [(kind, group) for group in range(5) for kind in ("master", "exp_avg", "exp_avg_sq")]
+    accesses = [*range(num_chunks), *reversed(range(num_chunks)), *states]
+    rooms = [*shrinking, *reversed(shrinking), *(most for _ in states)]
+    what = words("{n} chunks, room {most} to {least} and back, then {states} blocks of states")
+    rows.append((what.format(n=num_chunks, most=most, least=least, states=len(states)), "",
+                 *(count_loads(accesses, rooms, policy) for policy in POLICIES)))  # fmt: skip
+    head = [words("room C, of n = 8 chunks"), "2·(n − C)", *(f"`{policy}`" for policy in POLICIES)]
+    return table(head, rows, right=4)
+
+
+def profiled(words: Words) -> str:
+    """The commands of the run whose profile is drawn, as a reader would type them."""
+    return "```bash\n" + "".join(f"{line}\n" for line in measured.profile_commands()) + "```\n"
 
 
 def loop(words: Words) -> str:
@@ -210,5 +227,5 @@ def schedules(words: Words) -> str:
 TABLES: dict[str, Callable[[Words], str]] = {
     "chapters": chapters, "tree": tree, "configuration": configuration, "circumstances": circumstances, "losses": losses,
     "commands": commands, "memory": memory, "arithmetic": arithmetic, "loads": loads, "loop": loop,
-    "schedules": schedules,
+    "schedules": schedules, "profiled": profiled,
 }  # fmt: skip

@@ -83,6 +83,8 @@ class Chunks:
         """The tier in which a group's update is computed."""
         self.room: Callable[[int | None], int | None] = lambda peak: None
         """From the bytes of other things near (None: not known) to what chunks may take of near; None: the budget."""
+        self.at_moment: Callable[[int | None], None] = lambda peak: None
+        """Told the same at each moment, when the chunks that had to leave for it have left."""
         residency.schedule.uses = self._uses_of
         self._ahead: dict[int, Handle] = {}     # units that are being gathered before they are needed
         self._reducing: dict[int, Handle] = {}  # units whose gradients are being reduced
@@ -135,14 +137,14 @@ class Chunks:
         schedule, limit = self.residency.schedule, self.residency.tiers[NEAR].limit_bytes
         schedule.touch(key)
         room = self.room(schedule.peak)
-        if room is None or room == limit:
-            return
-        held = self.residency.is_near(key)
-        if held:
-            self.residency.pin(key)    # not the one that is about to be used
-        self.residency.limit(room)
-        if held:
-            self.residency.unpin(key)
+        if room is not None and room != limit:
+            held = self.residency.is_near(key)
+            if held:
+                self.residency.pin(key)    # not the one that is about to be used
+            self.residency.limit(room)
+            if held:
+                self.residency.unpin(key)
+        self.at_moment(schedule.peak)
 
     def _uses_of(self, key: Key) -> list[Key]:
         """Under which keys of the trace a block is used."""

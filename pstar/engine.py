@@ -70,7 +70,7 @@ class Engine(torch.nn.Module):
         self._chunks.reduce_late = plan.config.find_unused_parameters
         self._collectives, self._live = collectives, None
         if self._near_memory is not None or self._profile is not None:
-            self._chunks.room = self._room
+            self._chunks.room, self._chunks.at_moment = self._room, self._report_non_model
             self.schedule.take_peak = self._take_peak
             self.schedule.agree = self._most_of_all_ranks
         for group in plan.near_homes:
@@ -212,13 +212,15 @@ class Engine(torch.nn.Module):
 
     def _room(self, peak: int | None) -> int | None:
         """What chunks may take of near beside `peak` bytes of other things; the least that works while these are unknown."""
-        if self._profile is not None and (peak is not None or self._live is not None):
-            self._profile.non_model(self._live.now if peak is None else peak)
         if self._near_memory is None:
             return None
         at_home = sum(group.piece_elems for group in self.layout.groups if self._chunks.home[group.index] == NEAR)
         least = self._least_near + self.costs.states * at_home
         return least if peak is None else max(self._near_memory - peak, least)
+
+    def _report_non_model(self, peak: int | None) -> None:
+        if self._profile is not None and (peak is not None or self._live is not None):
+            self._profile.non_model(self._live.now if peak is None else peak)
 
     def _most_of_all_ranks(self, peaks: list[int]) -> list[int]:
         every = self._collectives.from_all(peaks)

@@ -54,7 +54,9 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
     if program == "tensorboard":
         return [] if rest[:1] == ["--logdir"] else [f"{command}: --logdir is missing"]
     if program == "pstar":
-        return [] if rest[:1] in ([], ["config"]) else [f"{command}: pstar has no command {rest[0]}"]
+        if rest[:1] not in ([], ["config"], ["trace"]):
+            return [f"{command}: pstar has no command {rest[0]}"]
+        return _unknown_flags(command, rest, known_flags(f"-m pstar.cli {' '.join(rest[:1])}"))
     return [f"{command}: {program} is no program that the pages know; teach tests/docs/pages.py about it"]
 
 

@@ -76,6 +76,7 @@ def test_both_languages_are_written_from_the_same_fragments() -> None:
     ("conda env create -f environments.yml", "there is no environments.yml"),
     ("tensorboard runs", "--logdir is missing"),
     ("pstar configure", "no command configure"),
+    ("pstar trace profile.json --output x", "--output is in no --help"),
     ("make all", "make is no program that the pages know"),
 ])  # fmt: skip
 def test_a_wrong_command_is_found(command: str, complaint: str) -> None:

@@ -222,3 +222,20 @@ def test_a_profile_is_written_and_drawn(tmp_path):
     moved = sum(span.args["bytes"] for span in recording.spans
                 if span.lane == "disk to far" and span.begin >= recording.steps[0].at)
     assert moved == model.ledger.moved_bytes["disk to far"]
+
+
+def test_a_profile_shows_chunks_and_the_rest_below_near_memory_at_all_times(tmp_path):
+    """From the first step on that knows the peaks: chunks have left when activations are reported."""
+    path, most = tmp_path / "profile.json", 1100 * 1024
+    model, optimizer = toy.build(near_budget="100%", near_memory=most, default_chunk_size=5_000, profile=str(path))
+    toy.train(model, optimizer, STEPS)
+    recording = pstar.profile.load_profile(path)
+    assert recording.about["budget_includes_non_model"] and recording.budget("near") == most
+    known = recording.steps[1].at
+    levels = [(used.at, 0, used.num_bytes) for used in recording.used if used.tier == NEAR]
+    levels += [(level.at, 1, level.num_bytes) for level in recording.non_model]
+    now, sums = [0, 0], []
+    for at, which, num_bytes in sorted(levels):
+        now[which] = num_bytes
+        sums += [sum(now)] if at >= known else []
+    assert 0.9 * most < max(sums) <= most
