@@ -37,6 +37,16 @@ def technique(chapter: str, module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+def settings_error(chapter: str, module: str, capsys: Any, *flags: object) -> str:
+    """What a chapter's program says to these flags before it does anything; asserts that it is one line, and status 2."""
+    program = str(ROOT / "chapters" / chapter / "train.py")
+    with pytest.raises(SystemExit) as end:
+        technique(chapter, module).Settings.from_command_line(program, "", [str(flag) for flag in flags])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+    return said
+
+
 class Small(nn.Module):
     """Embedding, two residual layers, tied head, a buffer; returns the loss."""
 

@@ -12,7 +12,7 @@ import pytest
 from tests.chapters.inside import train
 from tests.chapters.law import CLIP, LONG, PEAK, SHORT, assert_same_curve, flags_of
 from tests.chapters.program import SMALL, Chapter, end_a_rank
-from tests.chapters.test_data_parallel import settings_error
+from tests.chapters.technique import settings_error
 
 CASES = [
     (2, 1, SHORT, ("--zero-stage", 0, "--check-sync", 1)),

@@ -16,6 +16,7 @@ import pytest
 
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, run
+from tests.chapters.technique import settings_error
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2", "--near-budget", "min")
 
@@ -89,8 +90,14 @@ def test_one_process_and_chapter_00_resume_each_other(ranks, tmp_path: Path) -> 
         assert chapter.losses() == pytest.approx(plain.losses(), rel=1e-5)
 
 
+def test_what_it_refuses_is_one_line_before_a_process_starts(tmp_path: Path) -> None:
+    said = Chapter("07_patrickstar", tmp_path).train("--near-budget", "100KiB", status=2)
+    assert len(said.strip().splitlines()) == 1 and said.startswith("error: "), said
+    assert "near budget 100KiB (102400 bytes) is too small: module 'transformer.wte' and its " in said
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("flags, line", [
-    (("--near-budget", "100KiB"), "near budget 100KiB (102400 bytes) is too small: module 'transformer.wte' and its "),
     (("--near-budget", "25 parsecs"), "'25 parsecs' is no amount of memory; write for example 25%, 64MiB or 2GiB"),
     (("--far-budget", "-1"), "--far-budget"),
     (("--far-budget", "100KiB", "--near-budget", "min"), "far budget 100KiB (102400 bytes) is too small: the chunks of one"),
@@ -100,9 +107,9 @@ def test_one_process_and_chapter_00_resume_each_other(ranks, tmp_path: Path) -> 
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
     (("--train-data", "nowhere.json"), "nowhere.json"),
 ])
-def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
-    said = Chapter("07_patrickstar", tmp_path).train(*flags, status=2)
-    assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
+def test_what_else_it_refuses(capsys, tmp_path: Path, flags, line: str) -> None:
+    given = Chapter("07_patrickstar", tmp_path).command(*flags)[2:]
+    assert line in settings_error("07_patrickstar", "engine_settings", capsys, *given)
     assert not (tmp_path / "run").exists()
 
 
@@ -128,10 +135,10 @@ def test_a_configuration_file_says_what_flags_say(ranks, tmp_path: Path) -> None
     ('{"near_budget": "min"}', ("--near-budget", "25%"), "--near-budget and 'near_budget' in --config"),
     ('{"optimizer": {"params": {"lr": 1}}}', ("--lr=1",), "--lr and 'optimizer.params.lr' in --config"),
 ])
-def test_a_configuration_file_that_is_refused(tmp_path: Path, text: str, flags, line: str) -> None:
+def test_a_configuration_file_that_is_refused(capsys, tmp_path: Path, text: str, flags, line: str) -> None:
     (tmp_path / "c.json").write_text(text)
-    said = Chapter("07_patrickstar", tmp_path).train("--config", tmp_path / "c.json", *flags, status=2)
-    assert len(said.strip().splitlines()) == 1 and line in said, said
+    given = Chapter("07_patrickstar", tmp_path).command("--config", tmp_path / "c.json", *flags)[2:]
+    assert line in settings_error("07_patrickstar", "engine_settings", capsys, *given)
 
 
 def test_the_default_budget_is_a_quarter_or_the_least_that_works(ranks, tmp_path: Path) -> None:

@@ -7,55 +7,56 @@ from pathlib import Path
 
 import pytest
 
+from tests.chapters.inside import train
 from tests.chapters.program import SMALL, Chapter, end_a_rank
-from tests.chapters.technique import technique
+from tests.chapters.technique import settings_error
 
 FLAGS = ("--max-steps", 20, "--save-every", 10, "--eval-every", 20, "--seq-len", 24, "--lr", "0.003", "--warmup-steps", 3,
          "--clip-grad-norm", 0.3, "--batch-size", 24)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def curve(tmp_path_factory) -> list[dict]:
+def curve(ranks, tmp_path_factory) -> list[dict]:
     chapter = Chapter("00_single", tmp_path_factory.mktemp("curve"))
-    chapter.train(*FLAGS)
+    train(ranks, 1, chapter, *FLAGS)
     return chapter.metrics()
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("01_parameter_server", ("--nproc", 3)),
-    ("01_parameter_server", ("--nproc", 2, "--mode", "async", "--staleness", 0, "--grad-accum", 4)),
-    ("02_ddp", ("--nproc", 4, "--variant", "bucket", "--bucket-mb", 0.1, "--check-sync", 1)),
-    ("02_ddp", ("--nproc", 2, "--backend", "torch", "--grad-accum", 4)),
-    ("02_ddp", ("--nproc", 1)),
-])  # fmt: skip
-def test_the_program_follows_the_curve(tmp_path: Path, curve, name, flags) -> None:
-    chapter = Chapter(name, tmp_path)
-    timeline = ("--timeline", tmp_path / "trace.json") if "bucket" in flags else ()
-    said = chapter.train(*FLAGS, *flags, *timeline)
-    rows = chapter.metrics()
+def assert_follows(rows: list[dict], curve: list[dict], name: str, nproc: int) -> None:
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in curve], rel=1e-4)
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in curve], rel=1e-3)
     assert [row["lr"] for row in rows] == [row["lr"] for row in curve] and rows[-1]["lr"] <= 0.01 * 0.003 * (1 + 1e-9)
     assert sum(row["grad_norm"] > 0.3 for row in rows) > len(rows) / 2, "clipping is not at work"
     assert rows[-1]["valid_loss"] == pytest.approx(curve[-1]["valid_loss"], rel=1e-4)
-    assert "Warning" not in said and "Traceback" not in said and "communication" in said or "through rank 0" in said
-    if flags[1] > 1:
+    if nproc > 1:
         keys = ("sent_bytes", "received_bytes") if name.startswith("01") else ("sent_bytes",)
         counted = sum(row[key] for row in rows for key in keys) / len(rows)
         assert counted == pytest.approx(rows[-1]["formula_bytes"], rel=0.05), "what the kernel counted is the formula"
-        assert "peak memory" in said and "rank 1" in said
+
+
+@pytest.mark.parametrize("name, nproc, flags", [
+    ("01_parameter_server", 3, ()),
+    ("02_ddp", 4, ("--variant", "bucket", "--bucket-mb", 0.1, "--check-sync", 1)),
+])  # fmt: skip
+def test_the_program_follows_the_curve(tmp_path: Path, curve, name, nproc, flags) -> None:
+    chapter = Chapter(name, tmp_path)
+    timeline = ("--timeline", tmp_path / "trace.json") if "bucket" in flags else ()
+    said = chapter.train(*FLAGS, "--nproc", nproc, *flags, *timeline)
+    assert_follows(chapter.metrics(), curve, name, nproc)
+    assert "Warning" not in said and "Traceback" not in said and "communication" in said or "through rank 0" in said
+    assert "peak memory" in said and "rank 1" in said
     assert not timeline or (tmp_path / "trace.png").exists()
 
 
-def settings_error(chapter: str, module: str, capsys, *flags: object) -> str:
-    settings = technique(chapter, module).Settings
-    program = str(Path(__file__).parents[2] / "chapters" / chapter / "train.py")
-    with pytest.raises(SystemExit) as end:
-        settings.from_command_line(program, "", [str(flag) for flag in flags])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said
+@pytest.mark.parametrize("name, nproc, flags", [
+    ("01_parameter_server", 2, ("--mode", "async", "--staleness", 0, "--grad-accum", 4)),
+    ("02_ddp", 2, ("--backend", "torch", "--grad-accum", 4)),
+    ("02_ddp", 1, ()),
+])  # fmt: skip
+def test_in_living_ranks_it_does_too(ranks, tmp_path: Path, curve, name, nproc, flags) -> None:
+    chapter = Chapter(name, tmp_path)
+    train(ranks, nproc, chapter, *FLAGS, *flags)
+    assert_follows(chapter.metrics(), curve, name, nproc)
 
 
 @pytest.mark.parametrize("flags, line", [
