@@ -18,7 +18,7 @@ from pstar.charts import near_chart, places_chart
 from pstar.cli import main
 from pstar.errors import ArgumentError, ProfileError, PstarError
 from pstar.profile import FORMAT, VERSION, Profile, Recording, load_profile
-from pstar.residency import Block, Residency
+from pstar.residency import Residency
 from pstar.schedule import Schedule
 from pstar.tiers import FAR, NEAR, Ledger, Tier
 from pstar.timeline import Interval, Life, cut, lives, non_model_levels, stages, used_levels
@@ -30,38 +30,19 @@ CHUNK_BYTES = 4 * NUMEL
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
-class Watched(Residency):
+def watched(profile: Profile, near_budget: int) -> Residency:
     """A residency that tells a profile what it does."""
-
-    def __init__(self, profile: Profile, near_budget: int):
-        near, far = Tier(NEAR, CPU, near_budget), Tier(FAR, CPU)
-        super().__init__(near, far, Ledger(), Schedule(), on_leave=lambda key: None)
-        self.profile = profile
-
-    def _allocate(self, tier: str, block: Block) -> torch.Tensor:
-        buffer = super()._allocate(tier, block)
-        self.profile.enter(block.key, tier, block.num_bytes)
-        self.profile.used(tier, self.tiers[tier].used_bytes)
-        return buffer
-
-    def _drop_copy(self, block: Block, tier: str) -> None:
-        super()._drop_copy(block, tier)
-        self.profile.leave(block.key, tier)
-        self.profile.used(tier, self.tiers[tier].used_bytes)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, source_tier: str, target_tier: str) -> None:
-        begin = self.profile.now()
-        super().copy(target, source, source_tier, target_tier)
-        if source_tier != target_tier:
-            self.profile.span(f"{source_tier} to {target_tier}", "chunk", begin, self.profile.now(), bytes=source.nbytes)
+    near, far = Tier(NEAR, CPU, near_budget), Tier(FAR, CPU)
+    return Residency(near, far, Ledger(), Schedule(), lambda key: None, profile=profile)
 
 
-def train(num_groups: int = 4, room: int = 7, num_steps: int = 3, rank: int = 0, first: int = 0) -> tuple[Profile, Watched]:
+def train(num_groups: int = 4, room: int = 7, num_steps: int = 3, rank: int = 0,
+          first: int = 0) -> tuple[Profile, Residency]:
     """Steps of forward, backward and Adam over the groups, with room for `room` chunks near; activations grow and shrink."""
     about = {"budgets": {"near": room * CHUNK_BYTES, "far": None}, "device": "cpu", "num_ranks": 2, "policy": "next_use",
              "model_data_bytes": 4 * num_groups * CHUNK_BYTES}
     profile = Profile(rank, about)
-    residency = Watched(profile, room * CHUNK_BYTES)
+    residency = watched(profile, room * CHUNK_BYTES)
     for group in range(num_groups):
         for kind in KINDS:
             residency.create((kind, group), NUMEL, torch.float32, FAR)
