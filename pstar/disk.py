@@ -276,7 +276,7 @@ class DiskTier:
     def _open(self, rank: int, try_direct: bool) -> tuple[int, int | None]:
         """Descriptors of one new file without a name, the second for direct I/O or None."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(self.folder)
             buffered, path = tempfile.mkstemp(prefix=f"pstar_rank{rank}_", dir=self.folder)
         except OSError as error:
             raise self._error("making a file", error) from error
@@ -311,12 +311,19 @@ def check_disk_path(folder: Path | str) -> None:
     For the start of a program, before there are processes that would all fail alike.
     """
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        _make_folder(Path(folder))
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(ALIGN))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--disk-path {folder}: {reason}; give a folder that this user may write to") from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
 
 
 def _padded(num_bytes: int) -> int:

@@ -231,6 +231,19 @@ def test_threads_read_and_write_at_the_same_time(tier):
     assert not failures and tier.used_bytes > 0
 
 
+def test_nothing_goes_away_while_it_is_read_or_written(tmp_path):
+    tier = DiskTier(tmp_path)
+    extent, closer = tier.allocate(10, torch.float32, "param"), threading.Thread(target=tier.close)
+    with tier._using(extent):
+        with pytest.raises(StateError, match="while it is read or written"):
+            tier.release(extent)
+        closer.start()
+        closer.join(0.2)
+        assert closer.is_alive() and os.fstat(tier._buffered).st_size == ALIGN
+    closer.join(60)
+    assert not closer.is_alive() and tier.file_bytes == 0
+
+
 # ---- disks that fail
 
 
@@ -300,7 +313,7 @@ def test_a_file_that_somebody_has_cut(tier):
 def test_paths_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=f"^--disk-path {folder}: .*; give a folder that this user may write to$"):
+        with pytest.raises(ConfigError, match=f"^--disk-path {folder}: Not a directory; give a folder that this user may"):
             check_disk_path(folder)
         with pytest.raises(DiskError, match=f"^disk: making a file in {folder} failed: .*; give another --disk-path$"):
             DiskTier(folder)
