@@ -193,11 +193,11 @@ def _tiers(mode: str, layout: Layout, margin_homes: list[int], near_budget: int,
     far = smallest_far_budget(layout, homes, costs, accumulates, grads_wait_far=True)
     if mode == "full" or far <= far_room:
         return homes, far, 0
-    # Disk: states of as many groups as must, then parameters; two groups' worth of them pass through far.
+    # Disk: states of as many groups as must, then gradients and parameters; two groups' worth of them pass through far.
     elsewhere = [group.piece_elems for group in layout.groups if group.index not in set(homes)]
     states = sum(elsewhere) * costs.states
-    passing = 2 * max(elsewhere, default=0) * (costs.states + costs.param)
-    disk = min(far + passing - far_room, states + layout.elems_per_rank * costs.param)
+    passing = 2 * max(elsewhere, default=0) * costs.total
+    disk = min(far + passing - far_room, states + layout.elems_per_rank * (costs.param + costs.grad))
     return homes, far + passing - disk, disk
 
 
