@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -205,6 +207,25 @@ def loads(words: Words) -> str:
     return table(head, rows, right=4)
 
 
+def planned(words: Words) -> str:
+    """What `pstar plan` says of a model that is too large for the memory of a laptop."""
+    return _asked("plan", "--model", "xl", "--machine", "cpu2")
+
+
+def paper(words: Words) -> str:
+    """What it says of the machines of the paper."""
+    return _asked("plan", "--paper")
+
+
+def _asked(*arguments: str) -> str:
+    """A command of pstar, and what it printed."""
+    from pstar.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main(list(arguments))
+    return f"```text\n$ pstar {' '.join(arguments)}\n{said.getvalue().rstrip()}\n```\n"
+
+
 def profiled(words: Words) -> str:
     """The commands of the run whose profile is drawn, as a reader would type them."""
     return "```bash\n" + "".join(f"{line}\n" for line in measured.profile_commands()) + "```\n"
@@ -227,5 +248,5 @@ def schedules(words: Words) -> str:
 TABLES: dict[str, Callable[[Words], str]] = {
     "chapters": chapters, "tree": tree, "configuration": configuration, "circumstances": circumstances, "losses": losses,
     "commands": commands, "memory": memory, "arithmetic": arithmetic, "loads": loads, "loop": loop,
-    "schedules": schedules, "profiled": profiled,
+    "schedules": schedules, "profiled": profiled, "planned": planned, "paper": paper,
 }  # fmt: skip

@@ -35,7 +35,8 @@ class Handle:
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Returns when the copy is done; raises what it raised, every time. Not to be called inside a copy.
+        """Returns when the copy is done; raises what it raised, every time. Inside a copy
+        only for one that was submitted before it: else the two may wait for each other.
 
         Raises StateError for a copy that will not be done: it was dropped at the exit of the process, or this process is a
         fork of the one in which it is under way.

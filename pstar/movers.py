@@ -26,7 +26,7 @@ class Movers:
         self._out = Mover("near to far", asynchronous, bytes_per_s)
         self._disk = Mover("disk", asynchronous)
         self._update = Mover("update")
-        self.asynchronous = asynchronous
+        self.asynchronous, self.simulated = asynchronous, bytes_per_s is not None
         self._device = device if device is not None and device.type == "cuda" else None
         self._streams = {mover: torch.cuda.Stream(self._device) for mover in (self._in, self._out)} if self._device else {}
 

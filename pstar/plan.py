@@ -17,7 +17,7 @@ from pstar.budget import (
 )
 from pstar.config import Config, load_config
 from pstar.disk import check_disk_path
-from pstar.errors import BudgetError
+from pstar.errors import BudgetError, ConfigError
 from pstar.layout import Layout, ModuleSpec, align, candidate_layouts, least_waste, make_layout
 from pstar.lazy import build
 from pstar.precision import Precision
@@ -79,7 +79,12 @@ class Plan:
                 raise BudgetError(f"near budget {config.near_budget} ({self.near_budget} bytes) is too small for far_states "
                                   f"stream: the update of one group needs {streaming}; give that, or a smaller chunk size")
             self.least_near = max(self.least_near, streaming)
-        self.near_memory = None if config.near_memory == "auto" else parse_bytes(config.near_memory, 0)
+        self.near_memory = None
+        if config.near_memory != "auto":
+            try:
+                self.near_memory = parse_bytes(config.near_memory, 0)
+            except ConfigError as error:
+                raise ConfigError(f"near_memory is {config.near_memory!r}; give bytes, as 12GiB, or auto") from error
         whole = model_data_bytes(self.layout, self.costs)
         self.near_homes = []
         if config.optimizer.params.use_hybrid_adam and config.near_memory == "auto":    # else the margin is measured first

@@ -123,4 +123,5 @@ class Settings(BaseSettings):
                     self.near_budget = "min"
             plan()
         except pstar.PstarError as error:
-            raise UserError(f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: {error}") from error
+            budgets = f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: "
+            raise UserError(f"{'' if str(error).startswith(('--', 'near_memory')) else budgets}{error}") from error

@@ -54,7 +54,7 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
     if program == "tensorboard":
         return [] if rest[:1] == ["--logdir"] else [f"{command}: --logdir is missing"]
     if program == "pstar":
-        if rest[:1] not in ([], ["config"], ["trace"]):
+        if rest[:1] not in ([], ["config"], ["trace"], ["plan"]):
             return [f"{command}: pstar has no command {rest[0]}"]
         return _unknown_flags(command, rest, known_flags(f"-m pstar.cli {' '.join(rest[:1])}"))
     return [f"{command}: {program} is no program that the pages know; teach tests/docs/pages.py about it"]
