@@ -43,11 +43,14 @@ def modes(quick: bool, folder: str) -> dict[str, dict]:
     share = num_params(size) / FULL_PARAMS if quick else 1.0
     budgets = {key: int(share * num_bytes) for key, num_bytes in BUDGETS.items()}
     chunk = {"default_chunk_size": 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]}    # a layer
-    return {
+    found = {
         "everything in host memory": chunk | {"profile": str(Path(folder, "profile.json"))},
         "near and far": chunk | {"near_budget": budgets["near_budget"]},
         "near, far and disk": chunk | budgets | {"disk_path": folder},
     }
+    if quick:
+        del found["near and far"]
+    return found
 
 
 def num_params(size: dict[str, int]) -> int:
@@ -98,7 +101,8 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
     found |= {
         "peak": status("VmHWM"), "params": model.layout.num_params, "moved": dict(model.ledger.step_bytes),
         "model_data": model_data_bytes(model.layout, model.costs), "groups": len(model.layout.groups),
-        "tiers": {tier.name: tier.peak_bytes for tier in tiers}, "budgets": (model.near.budget_bytes, model.far.budget_bytes),
+        "tiers": {tier.name: tier.peak_bytes for tier in tiers},
+        "budgets": (model.near.budget_bytes, model.far.budget_bytes),
         "non_model": max(model.schedule.known_peaks(), default=0), "direct": model.disk.direct if model.disk else None,
     }  # fmt: skip
     pipe.send(found)
@@ -114,8 +118,9 @@ def report(size: dict[str, int], results: dict[str, dict], others: float, argv: 
     lines = [
         "# A model larger than memory", "",
         f"- work: GPT-2 of {size['n_layer']} layers, {size['n_embd']} wide, vocabulary {size['vocab_size']}, "
-        f"{first['params'] / 1e6:.1f} million parameters in {first['groups']} chunks, {BATCH} x {size['n_positions']} random "
-        f"tokens a step, fp32, AdamW, blocks recomputed; {STEPS} steps, one process on {num_cores()} cores ({processor()})",
+        f"{first['params'] / 1e6:.1f} million parameters in {first['groups']} chunks, {BATCH} x {size['n_positions']} "
+        f"random tokens a step, fp32, AdamW, blocks recomputed; {STEPS} steps, "
+        f"one process on {num_cores()} cores ({processor()})",
         f"- budgets: near {near / MIB:,.0f} MiB, far {far / MIB:,.0f} MiB, of {first['model_data'] / MIB:,.0f} MiB of model "
         f"data; the rest on disk, {'with' if last['direct'] else 'without'} direct I/O",
         f"- versions: {versions()}",
@@ -123,8 +128,9 @@ def report(size: dict[str, int], results: dict[str, dict], others: float, argv: 
     ]  # fmt: skip
     if others > 0.1:
         lines += [f"**Others used {others:.1f} of {num_cores()} cores meanwhile**: the seconds mean little.", ""]
-    lines += [f"Losses of the {STEPS} steps, bitwise the same in all: {', '.join(f'{loss:.6f}' for loss in last['losses'])}.",
-              "", "Seconds of a step until all its copies have ended; the first is traced. MiB.", "",
+    losses = ", ".join(f"{loss:.6f}" for loss in last["losses"])
+    lines += [f"Losses of the {STEPS} steps, bitwise the same in all: {losses}.", "",
+              "Seconds of a step until all its copies have ended; the first is traced. MiB.", "",
               "| | start, s | steps, s | near at most | far at most | disk at most | near in | near out | disk read | "
               "disk written |", "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for name, each in results.items():
@@ -149,7 +155,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="disk_model.sh", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
-    parser.add_argument("--quick", action="store_true", help="a small model with budgets in proportion")
+    parser.add_argument("--quick", action="store_true", help="a small model, not with near and far alone")
     parser.add_argument("--disk-path", type=Path, help="a folder on a local disk (default: where temporary files go)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)

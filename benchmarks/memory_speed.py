@@ -33,8 +33,9 @@ import ranks
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
-FULL = ranks.MODEL | {"batch": ranks.BATCH}
-SMALL = {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 300, "batch": 2}
+FULL = ranks.MODEL | {"batch": ranks.BATCH, "threads": num_cores()}
+SMALL = {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 300, "batch": 2,
+         "threads": 1}    # so small a model gains nothing from more
 LINKS = (0.5, 1.0, 2.0)
 """Transfer time of a step in compute times."""
 LOOKAHEADS = {"0": {"prefetch": 0}, "2": {"prefetch": 2}, "4": {"prefetch": 4},
@@ -54,7 +55,7 @@ def make_model(size: dict[str, int]) -> Any:
     from gpt2_chinese.model import GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(ModelConfig(**{key: value for key, value in size.items() if key != "batch"}))
+    return GPT2LMHeadModel(ModelConfig(**{key: value for key, value in size.items() if key not in ("batch", "threads")}))
 
 
 def plain_steps(size: dict[str, int], keep: bool) -> Callable[..., dict]:
@@ -103,7 +104,7 @@ def work(size: dict[str, int], kind: str, config: dict, pipe: Connection) -> Non
     sys.path.insert(0, str(HERE.parent))
     import torch
 
-    torch.set_num_threads(num_cores())
+    torch.set_num_threads(size["threads"])
     step = pstar_steps(size, config) if kind == "pstar" else plain_steps(size, kind == "plain-kept")
     tokens = torch.randint(0, size["vocab_size"], (size["batch"], size["n_positions"] + 1),
                            generator=torch.Generator().manual_seed(1))  # fmt: skip
@@ -181,14 +182,15 @@ def bounds(base: dict, told: dict, bytes_per_s: float) -> tuple[float, float]:
 
 
 def spread(ratios: list[float]) -> str:
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return f"{low:.2f} to {high:.2f}"
 
 
 def busy_line(others: float) -> list[str]:
     if others <= 0.1:
         return []
-    return [f"**Others used {others:.1f} of {num_cores()} cores meanwhile**: differences of a few per cent mean nothing.", ""]
+    return [f"**Others used {others:.1f} of {num_cores()} cores meanwhile**: differences of a few per cent mean nothing.",
+            ""]
 
 
 def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
@@ -227,7 +229,8 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     lines = ["## A slow link", "",
              f"Near {options.near} of the model data, chunks of a layer ({layer:,} elements). Step: share of the longer of "
              f"compute and transfer, goal at most {LINK_GOAL:.2f} with prefetch. By pass: share of that bound taken for "
-             "forward, backward and update each. All losses are bitwise those of everything near.", "",
+             "forward, backward and update each. Waiting: for copies in the background; without prefetch "
+             "they are made at once instead. All losses are bitwise those of everything near.", "",
              "| transfer / compute | link, MB/s | prefetch | MB a step | step, s | waiting, s | step | middle half | "
              "by pass | middle half |", "|---:|---:|---|---:|---:|---:|---:|---|---:|---|"]
     busiest = 0.0
@@ -244,10 +247,11 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
                       for near, told in pairs for whole, by_pass in [bounds(near, told, speed)]]
             was = [told["bytes"] / speed / near["seconds"] for near, told in pairs]
             median = {key: statistics.median(each[key] for each in runner.rounds) for key in ("bytes", "seconds", "waited")}
+            waited = f"{median['waited']:.3f}" if LOOKAHEADS[name]["prefetch"] else ""
             cells = [cell for ratios in zip(*shares, strict=True)
                      for cell in (f"{statistics.median(ratios):.2f}", spread(list(ratios)))]
             lines.append(f"| {statistics.median(was):.2f} | {speed / 1e6:,.0f} | {name} | {median['bytes'] / 1e6:,.1f} | "
-                         f"{median['seconds']:.3f} | {median['waited']:.3f} | {' | '.join(cells)} |")
+                         f"{median['seconds']:.3f} | {waited} | {' | '.join(cells)} |")
     return [*lines[:4], *busy_line(busiest), *lines[4:], ""]
 
 
@@ -283,8 +287,8 @@ def main(argv: list[str]) -> int:
     page = "\n".join([
         "# Speed in little memory", "",
         f"- work: GPT-2 of {size['n_layer']} layers, {size['n_embd']} wide, vocabulary {size['vocab_size']}, length "
-        f"{size['n_positions']}, batch {size['batch']}, fp32, AdamW, no clipping; one process on {num_cores()} cores "
-        f"({processor()})",
+        f"{size['n_positions']}, batch {size['batch']}, fp32, AdamW, no clipping; one process of {size['threads']} "
+        f"thread(s) on {num_cores()} cores ({processor()})",
         f"- versions: {versions()}",
         f"- rounds: {options.rounds} of {options.steps} steps each, interleaved",
         *bullets(when_and_how("memory_speed.sh", argv)), "", *tables,

@@ -8,8 +8,8 @@ bash benchmarks/plan_memory.sh --quick                # a small model, to see th
 Interpreter: resident memory of the same process before the model is made, after a toy model was trained so that all code is
 loaded. Near and far: the most model data that pstar.predict expects in each tier (without a GPU both lie in host memory).
 Activations, twice: as planned by GptShape.activation_bytes, which counts what a GPU keeps, dropout masks and library
-workspaces included; and as counted by the engine in a process of its own (Schedule.known_peaks, and what offloading keeps far
-beside the chunks). The first is a plan, made from numbers alone; the second is not, it shows whether the rest of the sum
+workspaces included; and as counted by the engine in a process of its own (Schedule.known_peaks, and what offloading keeps
+far beside the chunks). The first is a plan, made from numbers alone; the second is not, it shows whether the rest of the sum
 is right. The peak is the kernel's count for the whole process (VmHWM).
 """
 
@@ -90,8 +90,7 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
 
 
 def measure(size: dict[str, int], config: dict) -> dict[str, dict]:
-    """{"plan": ..., "run": ..., "counted": ...}, the last two each from a process of its own. A profile makes the engine count.
-    """
+    """{"plan": ..., "run": ..., "counted": ...}, the last two each of a process. A profile makes the engine count."""
     with tempfile.TemporaryDirectory(prefix="plan_memory_") as folder:
         counting = config | {"profile": str(Path(folder, "profile.json"))}
         ran, counted = (run(train, [(size, keys)])[0] for keys in (config, counting))
