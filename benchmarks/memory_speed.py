@@ -124,7 +124,7 @@ class Runner:
     def __init__(self, name: str, size: dict[str, int], kind: str, config: dict | None = None):
         self.name, self.losses, self.rounds = name, [], []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])    # imported once for all of them
+        context.set_forkserver_preload(["torch._dynamo", "pstar", "gpt2_chinese.model"])    # imported once for all
         self._pipe, there = context.Pipe()
         self.processes = [context.Process(target=work, args=(size, kind, config or {}, there), daemon=True)]
         self.processes[0].start()
