@@ -1,0 +1,303 @@
+"""The price of chunks where everything fits, and what prefetching hides of a slow link where it does not. One process.
+
+bash benchmarks/memory_speed.sh                       # about ten minutes
+bash benchmarks/memory_speed.sh --quick               # a small model, to see that it runs
+bash benchmarks/memory_speed.sh --only link --near 20%
+
+Everything fits: pstar with all model data near against the loop that everybody writes, with torch's fused AdamW.
+
+A slow link: near holds a part, copies take as long as over a link of a given speed (simulated_link), which is chosen so that
+the transfers of a step take a given multiple of its compute time. Compute is the step with everything near, transfer the
+bytes of the busier direction divided by the speed, and a step is reported as a share of the longer of the two. That bound
+lets loads run at any time of a step. But parameters that were updated far are needed in forward and gradients leave in
+backward, so a second bound is given: the same, taken for forward, backward and update each, and added up. What waits inside
+a pass is the engine's to hide; what lies between the two bounds is the work's own.
+
+All processes of a table stay alive and work in turns, in an order that rotates; a number is the median over the rounds of
+the ratio to another process in the SAME round. All variants of pstar must compute the same losses, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ranks
+from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+
+HERE = Path(__file__).resolve().parent
+FULL = ranks.MODEL | {"batch": ranks.BATCH, "threads": num_cores()}
+SMALL = {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 300, "batch": 2,
+         "threads": 1}    # so small a model gains nothing from more
+LINKS = (0.5, 1.0, 2.0)
+"""Transfer time of a step in compute times."""
+LOOKAHEADS = {"0": {"prefetch": 0}, "2": {"prefetch": 2}, "4": {"prefetch": 4},
+              "4, and overlap_update": {"prefetch": 4, "overlap_update": True}}
+WARM_UP_STEPS = 3    # the first is traced, the second follows the trace
+FITS_GOAL, LINK_GOAL = 0.95, 1.10
+PASSES = ("forward", "backward", "update")
+
+
+# ---- one process ---------------------------------------------------------------------------------------------------------
+
+
+def make_model(size: dict[str, int]) -> Any:
+    import torch
+
+    from gpt2_chinese.config import ModelConfig
+    from gpt2_chinese.model import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(ModelConfig(**{key: value for key, value in size.items() if key not in ("batch", "threads")}))
+
+
+def plain_steps(size: dict[str, int], keep: bool) -> Callable[..., dict]:
+    """A training step of torch alone. keep: freed memory is kept for the next step, as pstar does."""
+    from pstar.tiers import keep_freed_memory
+
+    if keep:
+        keep_freed_memory()
+    step = ranks.plain_loop(make_model(size))
+    return lambda inputs, targets: {"loss": float(step(inputs, targets))}
+
+
+def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
+    """A training step of the engine; tells also the seconds and bytes of each of its passes."""
+    import pstar
+
+    keys = {"optimizer": {"type": "AdamW", "params": ranks.ADAM}}
+    model, optimizer = pstar.initialize_engine(lambda: make_model(size), 0, keys | config)
+
+    def step(inputs: Any, targets: Any) -> dict:
+        moments = [(time.perf_counter(), model.ledger.moved_bytes.copy())]
+
+        def passed() -> None:
+            moments.append((time.perf_counter(), model.ledger.moved_bytes.copy()))
+
+        optimizer.zero_grad()
+        loss = model(inputs, targets)
+        passed()
+        model.backward(loss)
+        passed()
+        optimizer.step()
+        passed()
+        told: dict[str, Any] = {"loss": float(loss.detach()), "waited": model.ledger.step_copy_waited_s}
+        for name, (begin, before), (end, after) in zip(PASSES, moments, moments[1:], strict=False):
+            told[name] = end - begin
+            told[f"{name} bytes"] = max(after[way] - before[way] for way in ("far to near", "near to far"))
+        told["bytes"] = max(model.ledger.step_bytes[way] for way in ("far to near", "near to far"))
+        return told
+
+    step.finish = model._residency.movers.drain    # an update may go on: it belongs to these steps, not to the next process
+    return step
+
+
+def work(size: dict[str, int], kind: str, config: dict, pipe: Connection) -> None:
+    """Answers every number of steps with what a step took, means over them, and with all losses."""
+    sys.path.insert(0, str(HERE.parent))
+    import torch
+
+    torch.set_num_threads(size["threads"])
+    step = pstar_steps(size, config) if kind == "pstar" else plain_steps(size, kind == "plain-kept")
+    tokens = torch.randint(0, size["vocab_size"], (size["batch"], size["n_positions"] + 1),
+                           generator=torch.Generator().manual_seed(1))  # fmt: skip
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    while (steps := pipe.recv()) is not None:
+        begin = time.perf_counter()
+        told = [step(inputs, targets) for _ in range(steps)]
+        getattr(step, "finish", lambda: None)()
+        seconds = (time.perf_counter() - begin) / steps
+        means = {key: statistics.fmean(each[key] for each in told) for key in told[0]}
+        pipe.send(means | {"seconds": seconds, "losses": [each["loss"] for each in told]})
+
+
+class Runner:
+    """A process that trains when it is told to."""
+
+    def __init__(self, name: str, size: dict[str, int], kind: str, config: dict | None = None):
+        self.name, self.losses, self.rounds = name, [], []
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "pstar", "gpt2_chinese.model"])    # imported once for all
+        self._pipe, there = context.Pipe()
+        self.processes = [context.Process(target=work, args=(size, kind, config or {}, there), daemon=True)]
+        self.processes[0].start()
+        there.close()
+
+    def run(self, steps: int) -> dict:
+        self._pipe.send(steps)
+        try:
+            told = self._pipe.recv()
+        except EOFError:
+            raise SystemExit(f"error: the process of {self.name} ended; see above for the reason") from None
+        self.losses += told["losses"]
+        return told
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self.processes[0].join(20)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------------
+
+
+def measure(runners: list[Runner], rounds: int, steps: int) -> float:
+    """Fills the rounds of all runners, and ends them. Returns the number of cores that others used meanwhile."""
+    for runner in runners:
+        runner.run(WARM_UP_STEPS)
+    busy, own, begin = busy_seconds(), ranks.own_seconds(runners), time.perf_counter()
+    for number in range(rounds):
+        start = number % len(runners)
+        for runner in runners[start:] + runners[:start]:
+            runner.rounds.append(runner.run(steps))
+    elapsed = time.perf_counter() - begin
+    others = max(0.0, (busy_seconds() - busy) - (ranks.own_seconds(runners) - own)) / elapsed
+    for runner in runners:
+        runner.close()
+    return others
+
+
+def same_losses(runners: list[Runner]) -> None:
+    """Ends the program where two of them differ in a bit."""
+    for runner in runners[1:]:
+        if runner.losses != runners[0].losses:
+            step = next(i for i, (a, b) in enumerate(zip(runner.losses, runners[0].losses, strict=True)) if a != b)
+            raise SystemExit(f"error: step {step}: {runner.name} computes the loss {runner.losses[step]!r}, "
+                             f"{runners[0].name} {runners[0].losses[step]!r}")
+
+
+def bounds(base: dict, told: dict, bytes_per_s: float) -> tuple[float, float]:
+    """(the longer of compute and transfer, the same by pass and added up): seconds that a step takes at least.
+
+    base: the step with everything near in the same round.
+    """
+    by_pass = sum(max(base[name], told[f"{name} bytes"] / bytes_per_s) for name in PASSES)
+    return max(base["seconds"], told["bytes"] / bytes_per_s), by_pass
+
+
+def spread(ratios: list[float]) -> str:
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return f"{low:.2f} to {high:.2f}"
+
+
+def busy_line(others: float) -> list[str]:
+    if others <= 0.1:
+        return []
+    return [f"**Others used {others:.1f} of {num_cores()} cores meanwhile**: differences of a few per cent mean nothing.",
+            ""]
+
+
+def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
+    """Everything near, against a plain loop."""
+    about = {"plain": "one PyTorch process", "plain-kept": "the same, keeping the memory it frees, as pstar does",
+             "pstar": "pstar, everything near"}
+    runners = [Runner(name, size, name) for name in about]
+    others = measure(runners, options.rounds, options.steps)
+    firsts = [runner.losses[WARM_UP_STEPS] for runner in runners]
+    if max(firsts) - min(firsts) > 1e-4 * max(firsts):
+        raise SystemExit(f"error: not all do the same work; their losses are {', '.join(f'{loss:.5f}' for loss in firsts)}")
+    lines = ["## Everything fits", "", "Against the plain process of the same round: median over the rounds, and the middle "
+             f"half. Goal of pstar: at least {FITS_GOAL} of both.", "", *busy_line(others),
+             "| | | tokens/s | against plain | middle half | against plain-kept | middle half | "
+             f"loss after {WARM_UP_STEPS} steps |", "|---|---|---:|---:|---|---:|---|---:|"]  # fmt: skip
+    for runner, loss in zip(runners, firsts, strict=True):
+        cells = []
+        for base in runners[:2]:
+            ratios = [b["seconds"] / a["seconds"] for a, b in zip(runner.rounds, base.rounds, strict=True)]
+            cells += [f"{statistics.median(ratios):.2f}", spread(ratios)]
+        tokens = size["batch"] * size["n_positions"] / statistics.median(each["seconds"] for each in runner.rounds)
+        lines.append(f"| {runner.name} | {about[runner.name]} | {tokens:,.0f} | {' | '.join(cells)} | {loss:.5f} |")
+    return [*lines, ""]
+
+
+def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
+    """Near holds a part; links of several speeds; how far ahead is looked."""
+    layer = 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]
+    small = {"near_budget": options.near, "default_chunk_size": layer}
+    probes = [Runner("near", size, "pstar", {"default_chunk_size": layer}), Runner("no link", size, "pstar", small)]
+    measure(probes, 2, options.steps)
+    same_losses(probes)
+    compute, moved = probes[0].rounds[-1]["seconds"], probes[1].rounds[-1]["bytes"]
+    if not moved:
+        raise SystemExit(f"error: --near {options.near}: nothing travels; give less")
+    lines = ["## A slow link", "",
+             f"Near {options.near} of the model data, chunks of a layer ({layer:,} elements). Step: share of the longer of "
+             f"compute and transfer, goal at most {LINK_GOAL:.2f} with prefetch. By pass: share of that bound taken for "
+             "forward, backward and update each. Waiting: for copies in the background; without prefetch "
+             "they are made at once instead. All losses are bitwise those of everything near.", "",
+             "| transfer / compute | link, MB/s | prefetch | MB a step | step, s | waiting, s | step | middle half | "
+             "by pass | middle half |", "|---:|---:|---|---:|---:|---:|---:|---|---:|---|"]
+    busiest = 0.0
+    for multiple in LINKS[:1] if options.quick else LINKS:
+        speed = moved / (multiple * compute)
+        keys = {name: small | {"simulated_link": speed} | more for name, more in LOOKAHEADS.items()}
+        base = Runner("everything near", size, "pstar", {"default_chunk_size": layer})
+        runners = [Runner(f"prefetch {name}", size, "pstar", config) for name, config in keys.items()]
+        busiest = max(busiest, measure([base, *runners], options.rounds, options.steps))
+        same_losses([base, *runners])
+        for name, runner in zip(LOOKAHEADS, runners, strict=True):
+            pairs = list(zip(base.rounds, runner.rounds, strict=True))
+            shares = [(told["seconds"] / whole, told["seconds"] / by_pass)
+                      for near, told in pairs for whole, by_pass in [bounds(near, told, speed)]]
+            was = [told["bytes"] / speed / near["seconds"] for near, told in pairs]
+            median = {key: statistics.median(each[key] for each in runner.rounds) for key in ("bytes", "seconds", "waited")}
+            waited = f"{median['waited']:.3f}" if LOOKAHEADS[name]["prefetch"] else ""
+            cells = [cell for ratios in zip(*shares, strict=True)
+                     for cell in (f"{statistics.median(ratios):.2f}", spread(list(ratios)))]
+            lines.append(f"| {statistics.median(was):.2f} | {speed / 1e6:,.0f} | {name} | {median['bytes'] / 1e6:,.1f} | "
+                         f"{median['seconds']:.3f} | {waited} | {' | '.join(cells)} |")
+    return [*lines[:4], *busy_line(busiest), *lines[4:], ""]
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; a wrong one is one line and status 2."""
+    parser = argparse.ArgumentParser(prog="memory_speed.sh", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser.add_argument("--quick", action="store_true", help="a small model, one link, 2 rounds of 2 steps")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 10; with --quick 2)")
+    parser.add_argument("--steps", type=int, help="steps of a process in a round (default: 4; with --quick 2)")
+    parser.add_argument("--only", choices=("fits", "link"), help="one of the two tables")
+    parser.add_argument("--near", default="25%", help="near budget behind the slow link (default: 25%% of all model data)")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
+    options = parser.parse_args(argv)
+    options.rounds = (2 if options.quick else 10) if options.rounds is None else options.rounds
+    options.steps = (2 if options.quick else 4) if options.steps is None else options.steps
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures and writes. Ends with status 1 where the losses differ."""
+    options = parse(argv)
+    sys.path.insert(0, str(HERE.parent))
+    size = SMALL if options.quick else FULL
+    tables = [*(fits_table(size, options) if options.only != "link" else []),
+              *(link_table(size, options) if options.only != "fits" else [])]
+    page = "\n".join([
+        "# Speed in little memory", "",
+        f"- work: GPT-2 of {size['n_layer']} layers, {size['n_embd']} wide, vocabulary {size['vocab_size']}, length "
+        f"{size['n_positions']}, batch {size['batch']}, fp32, AdamW, no clipping; one process of {size['threads']} "
+        f"thread(s) on {num_cores()} cores ({processor()})",
+        f"- versions: {versions()}",
+        f"- rounds: {options.rounds} of {options.steps} steps each, interleaved",
+        *bullets(when_and_how("memory_speed.sh", argv)), "", *tables,
+    ])  # fmt: skip
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "memory_speed.md").write_text(page, encoding="utf-8")
+    print(page, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""What one training process's memory really is at its peak, against what pstar plans before the model is made.
+
+bash benchmarks/plan_memory.sh                        # 53 million parameters: about two minutes
+bash benchmarks/plan_memory.sh --quick                # a small model, to see that it runs
+
+    peak  =  interpreter + near + far + activations
+
+Interpreter: resident memory of the same process before the model is made, after a toy model was trained so that all code is
+loaded. Near and far: the most model data that pstar.predict expects in each tier (without a GPU both lie in host memory).
+Activations, twice: as planned by GptShape.activation_bytes, which counts what a GPU keeps, dropout masks and library
+workspaces included; and as counted by the engine in a process of its own (Schedule.known_peaks, and what offloading keeps
+far beside the chunks). The first is a plan, made from numbers alone; the second is not, it shows whether the rest of the sum
+is right. The peak is the kernel's count for the whole process (VmHWM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from facts import bullets, num_cores, processor, versions, when_and_how
+from rank_memory import reset_peak, run, status, warm_up
+
+HERE = Path(__file__).resolve().parent
+MIB, STEPS, TOLERANCE = 2**20, 5, 0.05
+FULL = {"n_layer": 8, "n_embd": 640, "n_head": 10, "n_positions": 128, "vocab_size": 21128, "batch": 4}
+SMALL = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 64, "vocab_size": 1000, "batch": 2}
+MODES = {
+    "everything near": {},
+    "near 25 %": {"near_budget": "25%"},
+    "everything near, activations offloaded": {"offload_activations": True},
+    "near 25 %, activations offloaded": {"near_budget": "25%", "offload_activations": True},
+}
+
+
+def make_model(size: dict[str, int]) -> Any:
+    import torch
+
+    from gpt2_chinese.config import ModelConfig
+    from gpt2_chinese.model import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(ModelConfig(**{key: value for key, value in size.items() if key != "batch"}))
+
+
+def planned(size: dict[str, int], config: dict) -> dict[str, int]:
+    """Bytes of near, far and activations at their peaks, from numbers alone."""
+    from pstar.gpt_shape import GptShape
+    from pstar.machines import Machine
+    from pstar.plan import plan_engine
+    from pstar.predict import Job, predict
+
+    plan = plan_engine(lambda: make_model(size), config)
+    shape = GptShape(size["n_layer"], size["n_embd"], size["n_head"], size["vocab_size"], size["n_positions"])
+    job = Job(size["batch"], size["n_positions"], "fp32", recompute=False, chunk_elems=plan.layout.chunk_elems)
+    activations = shape.activation_bytes(job.batch, job.seq_len, 4)
+    machine = Machine("this one", 1, plan.near_budget + activations, 2**50, 1e9, 1e9, 1e9, 1e9, gpu_reserve_bytes=0,
+                      gpu_fragmentation=0.0, host_reserve_bytes=0, process_reserve_bytes=0)
+    answer = predict(shape, machine, job)
+    if answer.layout != plan.layout or answer.near_groups != len(plan.near_homes):
+        raise SystemExit("error: pstar.predict expects other chunks than the engine makes")
+    return {"near": answer.near_bytes, "far": answer.far_bytes, "activations": activations, "params": answer.num_params}
+
+
+def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
+    """Sends the peak of a process of its own, and what its tiers held at most; bytes."""
+    import torch
+
+    import pstar
+
+    torch.set_num_threads(num_cores())
+    warm_up()
+    gc.collect()
+    found = {"interpreter": reset_peak()}
+    model, optimizer = pstar.initialize_engine(lambda: make_model(size), 0, config)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(0, size["vocab_size"], (size["batch"], size["n_positions"] + 1), generator=generator)
+        optimizer.zero_grad()
+        model.backward(model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        optimizer.step()
+    found |= {"peak": status("VmHWM"), "near": model.near.peak_bytes, "far": model.far.peak_bytes,
+              "non_model": max(model.schedule.known_peaks(), default=0)}
+    pipe.send(found | {"plan": planned(size, config)})    # last, so that planning is no part of the peak
+
+
+def measure(size: dict[str, int], config: dict) -> dict[str, dict]:
+    """{"plan": ..., "run": ..., "counted": ...}, the last two each of a process. A profile makes the engine count."""
+    with tempfile.TemporaryDirectory(prefix="plan_memory_") as folder:
+        counting = config | {"profile": str(Path(folder, "profile.json"))}
+        ran, counted = (run(train, [(size, keys)])[0] for keys in (config, counting))
+        return {"plan": ran["plan"], "run": ran, "counted": counted}
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------
+
+
+def share(peak: int, formula: int) -> str:
+    """Peak of the formula, marked where it misses the goal."""
+    return f"{peak / formula:.1%}" + ("" if abs(peak / formula - 1) <= TOLERANCE else ", **off**")
+
+
+def report(size: dict[str, int], results: dict[str, dict], argv: list[str]) -> str:
+    """The page, in Markdown."""
+    params = next(iter(results.values()))["plan"]["params"]
+    lines = [
+        "# Memory as planned", "",
+        f"- work: GPT-2 of {size['n_layer']} layers, {size['n_embd']} wide, vocabulary {size['vocab_size']}, "
+        f"{params / 1e6:.1f} million parameters, {size['batch']} x {size['n_positions']} tokens, fp32, AdamW, no "
+        f"recomputation; {STEPS} steps, one process on {num_cores()} cores ({processor()})",
+        f"- versions: {versions()}",
+        *bullets(when_and_how("plan_memory.sh", argv)), "",
+        "MiB. Planned: interpreter (measured before the model) + near + far + activations, all three as planned. Goal: the "
+        f"peak within {TOLERANCE:.0%}.", "",
+        "| | interpreter | near | far | activations | planned | peak | of planned |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+
+    def cells(numbers: list[int]) -> str:
+        return " | ".join(f"{number / MIB:,.1f}" for number in numbers)
+
+    for name, each in results.items():
+        plan, ran = each["plan"], each["run"]
+        parts = [ran["interpreter"], plan["near"], plan["far"], plan["activations"]]
+        lines.append(f"| {name} | {cells([*parts, sum(parts), ran['peak']])} | {share(ran['peak'], sum(parts))} |")
+    lines += ["", "The same with activations as the engine counted them in another process: what is no chunk near, and what "
+              "offloading kept far. This is no plan: it tells the plan of the activations from the rest of the sum.", "",
+              "| | activations planned | counted near | counted far | near, peak of the tier | far, peak of the tier | "
+              "planned, with those counted | peak | of that |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for name, each in results.items():
+        plan, ran, counted = each["plan"], each["run"], each["counted"]
+        away = max(0, counted["far"] - plan["far"]) if "offloaded" in name else 0
+        formula = ran["interpreter"] + plan["near"] + plan["far"] + counted["non_model"] + away
+        numbers = [plan["activations"], counted["non_model"], away, ran["near"], ran["far"], formula, ran["peak"]]
+        lines.append(f"| {name} | {cells(numbers)} | {share(ran['peak'], formula)} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; a wrong one is one line and status 2."""
+    parser = argparse.ArgumentParser(prog="plan_memory.sh", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser.add_argument("--quick", action="store_true", help="a small model, one of the modes")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
+    options = parser.parse_args(argv)
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("this benchmark reads the kernel's counts in /proc, which are not here")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures and writes."""
+    options = parse(argv)
+    size = SMALL if options.quick else FULL
+    names = ["near 25 %, activations offloaded"] if options.quick else list(MODES)
+    results = {name: measure(size, MODES[name]) for name in names}
+    page = report(size, results, argv)
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "plan_memory.md").write_text(page, encoding="utf-8")
+    print(page, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""The benchmarks of memory run, and write pages whose tables are whole; their numbers are taken as they are said to be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import disk_model  # noqa: E402
+import memory_speed  # noqa: E402
+import plan_memory  # noqa: E402
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """The cells of each table of a page, its heading first, the line of dashes left out."""
+    found: list[list[list[str]]] = [[]]
+    for line in page.splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif found[-1]:
+            found.append([])
+    found = [table for table in found if table]
+    for table in found:
+        assert {len(row) for row in table} == {len(table[0])}, table
+        assert all(set(cell) <= set("-:") for cell in table.pop(1))
+    return found
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
+def run_quick(name: str, folder: Path) -> list[list[list[str]]]:
+    done = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--results", str(folder)],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    page = (folder / f"{name}.md").read_text(encoding="utf-8")
+    assert done.stdout == page and f"bash benchmarks/{name}.sh --quick" in page and "- versions: torch" in page
+    return tables(page)
+
+
+def test_memory_speed(tmp_path) -> None:
+    fits, link = run_quick("memory_speed", tmp_path)
+    assert [row[0] for row in fits[1:]] == ["plain", "plain-kept", "pstar"]
+    assert all(number(row[column]) > 0 for row in fits[1:] for column in (2, 3, 5, 7))
+    assert [row[2] for row in link[1:]] == list(memory_speed.LOOKAHEADS)
+    assert all(number(row[column]) > 0 for row in link[1:] for column in (0, 3, 4, 6, 8))
+
+
+def test_disk_model(tmp_path) -> None:
+    modes, memory = run_quick("disk_model", tmp_path)
+    near, disk = modes[1:]
+    assert near[5:] == ["0"] * 5, "with everything near nothing moves"
+    assert all(number(cell) > 0 for cell in disk[3:])
+    interpreter, near_budget, far_budget, activations, total = map(number, memory[1][:5])
+    assert abs(interpreter + near_budget + far_budget + activations - total) <= 2
+    assert number(disk[3]) <= near_budget + 1 and number(disk[4]) <= far_budget + 1
+
+
+def test_plan_memory(tmp_path) -> None:
+    planned, counted = run_quick("plan_memory", tmp_path)
+    assert len(planned) == len(counted) == 2
+    assert sum(map(number, planned[1][1:5])) == pytest.approx(number(planned[1][5]), abs=0.3)
+    assert number(counted[1][3]) > 0, "activations were offloaded"
+    assert planned[1][6] == counted[1][7]
+
+
+def test_a_bound_is_the_longer_of_compute_and_transfer_in_all_and_by_pass() -> None:
+    base = {"seconds": 10.0, "forward": 3.0, "backward": 6.0, "update": 1.0}
+    told = {"bytes": 80, "forward bytes": 40, "backward bytes": 40, "update bytes": 0}
+    assert memory_speed.bounds(base, told, 10.0) == (10.0, 4.0 + 6.0 + 1.0)
+    assert memory_speed.bounds(base, told, 4.0) == (20.0, 10.0 + 10.0 + 1.0)
+
+
+def test_losses_that_differ_end_the_program() -> None:
+    class Ran:
+        def __init__(self, name: str, *losses: float):
+            self.name, self.losses = name, list(losses)
+
+    memory_speed.same_losses([Ran("a", 2.0, 1.0), Ran("b", 2.0, 1.0)])
+    with pytest.raises(SystemExit, match="error: step 1: b computes the loss 1.5, a 1.0"):
+        memory_speed.same_losses([Ran("a", 2.0, 1.0), Ran("b", 2.0, 1.5)])
+
+
+def test_a_plan_that_is_off_is_marked() -> None:
+    assert plan_memory.share(104, 100) == "104.0%" and plan_memory.share(94, 100) == "94.0%, **off**"
+
+
+def test_the_parameters_of_the_large_model_are_those_of_its_budgets() -> None:
+    assert disk_model.num_params(disk_model.FULL) == pytest.approx(disk_model.FULL_PARAMS, rel=0.01)
+
+
+@pytest.mark.parametrize("program, flags, message", [
+    (memory_speed, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
+    (memory_speed, ["--only", "disk"], "argument --only: invalid choice"),
+    (disk_model, ["--disk-path", "no/such/folder"], "--disk-path no/such/folder: there is no such folder"),
+    (plan_memory, ["--quik"], "unrecognized arguments: --quik"),
+])
+def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.parse(flags)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
