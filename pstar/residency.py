@@ -182,8 +182,10 @@ class Residency:
         job = self._timed(f"{source_tier} to {target_tier}", "piece", source.nbytes, lambda: target.copy_(source))
         if self.movers.simulated:
             self.wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
-        else:
-            job()    # nobody gains from a worker that is waited for
+        else:    # nobody gains from a worker that is waited for
+            begin = self.movers.now()
+            job()
+            self.ledger.copy_waited_s += self.movers.now() - begin
 
     def mark_written(self, key: Key, tier: str) -> None:
         """The copy in that tier was changed: every other copy is out of date and goes."""
@@ -328,7 +330,10 @@ class Residency:
 
         self.ledger.add(way, block.num_bytes)
         job = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
+        begin = self.movers.now()
         block.pending.append(self.movers.submit(source, tier, job, block.num_bytes))
+        if not self.movers.asynchronous:
+            self.ledger.copy_waited_s += self.movers.now() - begin
         self._add_copy(block, tier, buffer)
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
