@@ -53,7 +53,7 @@ class Engine(torch.nn.Module):
         self.ledger = collectives.ledger
         self.near = Tier(NEAR, device, plan.near_budget)
         self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=on_gpu)
-        self._least_near, self._near_memory = plan.least_near, plan.near_memory
+        self._least_near, self._near_memory, self._most = plan.least_near, plan.near_memory, 0
         self._profile = self._start_profile(plan, collectives)
         self.disk = None
         if plan.config.disk_path is not None:
@@ -140,7 +140,7 @@ class Engine(torch.nn.Module):
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """A micro-step begins, and with the first of them a step."""
-        shapes = tuple(_shape(value) for value in (*args, *kwargs.items()))
+        shapes = self._signature(args, kwargs)
         if not self.schedule.in_step:
             self.schedule.begin_step(shapes)
             self.ledger.begin_step()
@@ -155,6 +155,17 @@ class Engine(torch.nn.Module):
             else:
                 self._live = LiveBytes(lambda address: self.near.holds(address) or self.far.holds(address))
             self._live.__enter__()
+
+    def _signature(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What makes a step another one: the shapes of its inputs, on several ranks those of all of them.
+
+        Ranks whose batches have other lengths must not record, or evict, each for itself: they would gather other chunks. So
+        they tell each other, or, where room does not depend on lengths, shapes are left out.
+        """
+        if self._collectives.num_ranks > 1 and self._near_memory is None:
+            return None
+        shapes = tuple(_shape(value) for value in (*args, *kwargs.items()))
+        return tuple(self._collectives.from_all(shapes)) if self._collectives.num_ranks > 1 else shapes
 
     def _end_watching(self) -> None:
         if self._live is not None:
@@ -230,7 +241,8 @@ class Engine(torch.nn.Module):
 
     def _use_what_is_left(self) -> None:
         """Holds the measured peaks against near_memory, and gives the margin that remains at all moments to states."""
-        most = max(self.schedule.known_peaks(), default=0)
+        # The largest of the whole run: homes that followed each length would move with each.
+        self._most = most = max([self._most, *self.schedule.known_peaks()])
         if self._near_memory - most < self._least_near:
             raise BudgetError(
                 f"near_memory {format_bytes(self._near_memory)} is too small: activations take up to {format_bytes(most)} "
