@@ -170,6 +170,10 @@ class Engine(torch.nn.Module):
     def _end_watching(self) -> None:
         if self._live is not None:
             self.schedule.end_moment()
+            self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._live is not None:
             self._live.__exit__(None, None, None)
             self._live = None
 
@@ -179,13 +183,12 @@ class Engine(torch.nn.Module):
         try:
             yield
         except torch.OutOfMemoryError as error:
+            self._stop_watching()
             raise BudgetError(f"{self.device}: out of memory beside {format_bytes(self.near.used_bytes)} of chunks: give a "
                               "smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing or "
                               f"offload_activations ({str(error).splitlines()[0]})") from error
         except BaseException:
-            if self._live is not None:
-                self._live.__exit__(None, None, None)
-                self._live = None
+            self._stop_watching()
             raise
 
     def backward(self, loss: torch.Tensor) -> None:

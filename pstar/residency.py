@@ -11,7 +11,7 @@ lies where follows from the program alone, not from the speed of a link, and all
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,11 +102,9 @@ class Residency:
 
         Nothing goes on in the background with this block when it returns: the caller may write into the buffer.
         """
-        block = self._block(key)
-        if tier not in block.copies:
-            self._begin(block, tier)
-        self._settle_block(block)
-        return block.copies[tier]
+        buffer, _ = self.begin(key, tier)
+        self._settle_block(self._block(key))
+        return buffer
 
     def begin(self, key: Key, tier: str) -> tuple[torch.Tensor, list[Handle]]:
         """(the block's buffer in that tier, what to wait for before it is read or written): ensure, without waiting."""
@@ -183,9 +181,8 @@ class Residency:
         if self.movers.simulated:
             self.wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
         else:    # nobody gains from a worker that is waited for
-            begin = self.movers.now()
-            job()
-            self.ledger.copy_waited_s += self.movers.now() - begin
+            with self._waiting():
+                job()
 
     def mark_written(self, key: Key, tier: str) -> None:
         """The copy in that tier was changed: every other copy is out of date and goes."""
@@ -330,10 +327,8 @@ class Residency:
 
         self.ledger.add(way, block.num_bytes)
         job = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
-        begin = self.movers.now()
-        block.pending.append(self.movers.submit(source, tier, job, block.num_bytes))
-        if not self.movers.asynchronous:
-            self.ledger.copy_waited_s += self.movers.now() - begin
+        with nullcontext() if self.movers.asynchronous else self._waiting():
+            block.pending.append(self.movers.submit(source, tier, job, block.num_bytes))
         self._add_copy(block, tier, buffer)
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
@@ -356,11 +351,17 @@ class Residency:
 
     def wait(self, handles: Sequence[Handle]) -> None:
         """Waits for copies, and writes down how long."""
-        begin = self.movers.now()
-        for handle in handles:
-            handle.wait()
         if handles:
-            self.ledger.copy_waited_s += self.movers.now() - begin
+            with self._waiting():
+                for handle in handles:
+                    handle.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What is done inside, nothing else is done meanwhile: its seconds are written down."""
+        begin = self.movers.now()
+        yield
+        self.ledger.copy_waited_s += self.movers.now() - begin
 
     def _add_copy(self, block: Block, tier: str, buffer: Any) -> None:
         self._clock += 1
