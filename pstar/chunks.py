@@ -59,6 +59,9 @@ class Chunks:
         self.slots = layout.slots
         self.units = layout.units(communication)
         self._place = {slot.name: (unit.index, slot.offset) for unit in self.units for slot in unit.slots}
+        one = collectives.num_ranks == 1
+        self._keys = [("param" if one else "gathered", unit.index) for unit in self.units]
+        self._grad_keys = [("grad" if one else "grad_full", unit.index) for unit in self.units]
         self.shapes = {name: param.shape for name, param in params.items()}
         self._placeholder = torch.full((), float("nan"), dtype=param_dtype, device=device)
         self._uses: dict[str, int] = dict.fromkeys(params, 0)          # COMPUTE is counted: modules nest
@@ -67,6 +70,7 @@ class Chunks:
         self._address: dict[int, int] = {}                             # and the other way round
         self._arrived: list[set[str]] = [set() for _ in self.units]    # gradients in this step
         self._summed: list[set[str]] = [set() for _ in self.units]     # gradients in this micro-step
+        self._trainable: dict[int, int] = {}                           # number of parameters that will get one
         self._reduced: set[int] = set()                                # units whose gradients are, or are being, reduced
         self.home = [FAR] * len(layout.groups)
         """The tier in which each group's optimizer states lie and its update is computed."""
@@ -81,10 +85,12 @@ class Chunks:
             self._units_of.setdefault(unit.group, []).append(unit.index)
         self.update_tier = lambda group: self.home[group]
         """The tier in which a group's update is computed."""
-        self.room: Callable[[int | None], int | None] = lambda peak: None
+        self.room: Callable[[int | None], int | None] | None = None
         """From the bytes of other things near (None: not known) to what chunks may take of near; None: the budget."""
         self.at_moment: Callable[[int | None], None] = lambda peak: None
         """Told the same at each moment, when the chunks that had to leave for it have left."""
+        self.on_grads: Callable[[int, torch.Tensor], None] = lambda group, piece: None
+        """Told a group, and this rank's piece of its reduced gradients, when they are complete."""
         residency.schedule.uses = self._uses_of
         self._ahead: dict[int, Handle] = {}     # units that are being gathered before they are needed
         self._reducing: dict[int, Handle] = {}  # units whose gradients are being reduced
@@ -94,7 +100,7 @@ class Chunks:
 
     def key(self, unit: int) -> Key:
         """The block that parameters are views of."""
-        return ("param" if self.collectives.num_ranks == 1 else "gathered", unit)
+        return self._keys[unit]
 
     def state(self, name: str) -> TensorState:
         if self._uses[name]:
@@ -134,10 +140,12 @@ class Chunks:
 
     def _touch(self, key: Key) -> None:
         """The next moment: near gives room to what else will be there until the one after it."""
-        schedule, limit = self.residency.schedule, self.residency.tiers[NEAR].limit_bytes
+        schedule = self.residency.schedule
         schedule.touch(key)
+        if self.room is None:
+            return
         room = self.room(schedule.peak)
-        if room is not None and room != limit:
+        if room is not None and room != self.residency.tiers[NEAR].limit_bytes:
             held = self.residency.is_near(key)
             if held:
                 self.residency.pin(key)    # not the one that is about to be used
@@ -247,10 +255,13 @@ class Chunks:
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """HOLD or RELEASED -> COMPUTE: the parameters' bytes come near and stay."""
+        there = None
         for name in names:
             unit = self._place[name][0]
-            self.fetch(unit)
-            self.residency.pin(self.key(unit))
+            if unit != there:    # which is pinned, and stays
+                self.fetch(unit)
+                there = unit
+            self.residency.pin(self._keys[unit])
             self._uses[name] += 1
         if names:
             self._look_ahead()
@@ -262,7 +273,7 @@ class Chunks:
             if not self._uses[name]:
                 raise StateError(f"{name} is released but not in use: it is {self.state(name).name}")
             self._uses[name] -= 1
-            self.residency.unpin(self.key(self._place[name][0]))
+            self.residency.unpin(self._keys[self._place[name][0]])
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit into whose near buffer a tensor points; None for a tensor of other memory."""
@@ -282,7 +293,7 @@ class Chunks:
     def add_grad(self, name: str, grad: torch.Tensor, last_micro_step: bool) -> None:
         """A parameter's gradient is there: it goes into its slot, and a group that is complete is reduced."""
         unit, offset = self._place[name]
-        key = self._grad_key(unit)
+        key = self._grad_keys[unit]
         self._touch(key)
         self.collectives.progress()
         if unit in self._reduced:
@@ -312,7 +323,7 @@ class Chunks:
             self.settle()
             return
         for unit, summed in enumerate(self._summed):
-            if last_micro_step and self._arrived[unit] and self._grad_key(unit) in self.residency and (
+            if last_micro_step and self._arrived[unit] and self._grad_keys[unit] in self.residency and (
                     len(summed) < self._num_trainable(unit)):
                 self._complete(unit)
             summed.clear()
@@ -325,8 +336,8 @@ class Chunks:
             self._summed[unit].clear()
             if not num_ranks:
                 continue
-            if self._grad_key(unit) not in self.residency:    # with one rank this does not happen
-                self.residency.create(self._grad_key(unit), self.units[unit].elems, self.grad_dtype, NEAR)
+            if self._grad_keys[unit] not in self.residency:    # with one rank this does not happen
+                self.residency.create(self._grad_keys[unit], self.units[unit].elems, self.grad_dtype, NEAR)
             self._complete(unit)
 
     def _say(self, call: int) -> None:
@@ -359,16 +370,17 @@ class Chunks:
         rows[self.collectives.rank] = torch.tensor(values, dtype=torch.float64)
         return [tuple(map(int, row)) for row in self.collectives.sum(rows).tolist()]
 
-    def _grad_key(self, unit: int) -> Key:
-        return ("grad" if self.collectives.num_ranks == 1 else "grad_full", unit)
-
     def _num_trainable(self, unit: int) -> int:
-        return sum(self.params[slot.name].requires_grad for slot in self.units[unit].slots)
+        """Counted once a step: what is frozen between two steps is frozen for the whole one."""
+        if unit not in self._trainable:
+            self._trainable[unit] = sum(self.params[slot.name].requires_grad for slot in self.units[unit].slots)
+        return self._trainable[unit]
 
     def _complete(self, unit: int) -> None:
         """All gradients of a unit are there: they begin to be reduced, and the piece goes to where the update will be."""
         spec = self.units[unit]
         if self.collectives.num_ranks == 1:
+            self.tell_grads(spec.group)
             if self.home[spec.group] == FAR:
                 self.residency.send_far(("grad", spec.group))
             return
@@ -402,12 +414,19 @@ class Chunks:
             if spec.owner == self.collectives.rank:
                 tier, piece = self.residency.peek(key)
                 self.residency.copy(piece, self.residency.peek(("grad_full", unit))[1], NEAR, tier)
+                self.tell_grads(spec.group)
         else:
+            self.tell_grads(spec.group)
             self.residency.unpin(key)
         self.residency.unpin(("grad_full", unit))
         self.residency.drop(("grad_full", unit))
         if spec.owner is None and home == FAR:
             self.residency.send_far(key)
+
+    def tell_grads(self, group: int) -> None:
+        """Tells on_grads of a group, wherever its gradients are."""
+        with self.residency.reading([("grad", group)]) as places:
+            self.on_grads(group, places["grad", group][1])
 
     def arrived(self, name: str) -> bool:
         """Whether the parameter got a gradient in this step, on this rank."""
@@ -418,6 +437,7 @@ class Chunks:
         self.settle()
         self._looked_at = -1
         self._reduced.clear()
+        self._trainable.clear()
         for kind, number in (("grad", len(self.layout.groups)), ("grad_full", len(self.units))):
             for index in range(number):
                 if (kind, index) in self.residency:

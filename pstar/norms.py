@@ -13,6 +13,7 @@ Block sums and those elements travel in sums over the ranks in which all terms b
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -46,8 +47,25 @@ def _root(squares: torch.Tensor) -> torch.Tensor:
     return squares.sqrt().to(torch.float32)
 
 
+@dataclass
+class _Found:
+    """What this rank contributes of one group."""
+
+    numbers: list[int] = field(default_factory=list)
+    """Of the parameters that lie here as a whole."""
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """Their sums of squares, (len(numbers),), float64."""
+    blocks: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """(number of the first block, sums of squares, float64) of the blocks that lie here as a whole."""
+    rows: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
+    """(row, first element in it, elements, fp32) of blocks that lie on several ranks."""
+
+
 class ParameterNorms:
     """The norm of every parameter's gradient, from the pieces that the ranks hold.
+
+    A group is taken as soon as its gradients are complete, while they are near, and warm in a cache: at the step nothing is
+    read again, wherever the gradients have gone since.
 
     Args:
         layout: which part lies on which rank.
@@ -64,6 +82,7 @@ class ParameterNorms:
         self._first_block: dict[str, int] = {}               # of each parameter that lies on several ranks
         self._shared: dict[tuple[str, int], int] = {}        # (name, block) on several ranks -> row of what travels
         self._num_blocks = 0
+        self._found: dict[int, _Found] = {}
         for group in layout.groups:
             for rank in range(group.num_ranks):
                 for span in group.spans(rank):
@@ -73,30 +92,50 @@ class ParameterNorms:
                     if span.param_offset % NORM_BLOCK:       # a boundary inside a block
                         self._shared.setdefault((span.name, span.param_offset // NORM_BLOCK), len(self._shared))
 
-    def __call__(self, pieces: Iterable[tuple[int, torch.Tensor]],
-                 arrived: Callable[[str], bool]) -> tuple[torch.Tensor, set[str]]:
+    def take(self, group: int, piece: torch.Tensor, arrived: Callable[[str], bool]) -> None:
+        """Sums what this rank has of a group's gradients; nothing of the piece is kept. Called again, it forgets the first.
+
+        piece: this rank's piece of the reduced gradients, (S,), fp32, bf16 or fp16, on any device, which is not waited for.
+        arrived: whether a parameter got a gradient on this rank.
+        """
+        found = self._found[group] = _Found()
+        parts = []
+        for span in self._spans[group]:
+            if self._collectives.num_ranks == 1 and not arrived(span.name):
+                continue                                     # its place was never written; on several ranks it is 0
+            part = piece[span.piece_offset : span.piece_offset + span.numel]
+            if span.name in self._first_block:
+                self._take_part(span, part, found)
+            else:
+                found.numbers.append(self._number[span.name])
+                parts.append(part)
+        found.squares = squared_norms(parts)
+
+    def forget(self) -> None:
+        """Forgets what was taken."""
+        self._found.clear()
+
+    def taken(self, group: int) -> bool:
+        return group in self._found
+
+    def __call__(self, arrived: Callable[[str], bool]) -> tuple[torch.Tensor, set[str]]:
         """(fp32 norms, (N,), on the CPU, of the parameters that have a gradient on some rank, in order; their names).
 
-        pieces: (group, this rank's piece of its reduced gradients, (S,), fp32, bf16 or fp16), where there are any; each is
-            read before the next one is asked for.
+        Every group that has a gradient on some rank must have been taken on all ranks; it is forgotten.
         arrived: whether a parameter got a gradient on this rank.
         """
         num = len(self._names)
         values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64)
         squares, present, blocks = values[:num], values[num : 2 * num], values[2 * num :]
         rows = torch.zeros(len(self._shared), NORM_BLOCK)
-        for group, piece in pieces:
-            whole: list[tuple[int, torch.Tensor]] = []
-            for span in self._spans[group]:
-                if self._collectives.num_ranks == 1 and not arrived(span.name):
-                    continue                                 # its place was never written; on several ranks it is 0
-                part = piece[span.piece_offset : span.piece_offset + span.numel]
-                if span.name in self._first_block:
-                    self._take_part(span, part, blocks, rows)
-                else:
-                    whole.append((self._number[span.name], part))
-            if whole:
-                squares[[number for number, _ in whole]] = squared_norms([part for _, part in whole]).cpu()
+        for found in self._found.values():
+            if found.numbers:
+                squares[found.numbers] = found.squares.cpu()
+            for first, sums in found.blocks:
+                blocks[first : first + len(sums)] = sums.cpu()
+            for row, low, elements in found.rows:
+                rows[row, low : low + len(elements)] = elements
+        self.forget()
         present[[self._number[name] for name in self._names if arrived(name)]] = 1.0
         values = self._collectives.sum(values.to(self._device)).cpu()
         squares, present, blocks = values[:num], values[num : 2 * num] > 0, values[2 * num :]
@@ -109,17 +148,17 @@ class ParameterNorms:
         used = {name for name, has_one in zip(self._names, present.tolist(), strict=True) if has_one}
         return _root(squares[present]), used
 
-    def _take_part(self, span: Span, part: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
-        """A part of a parameter: its whole blocks are summed, elements of the others are laid into their rows."""
+    def _take_part(self, span: Span, part: torch.Tensor, found: _Found) -> None:
+        """A part of a parameter: its whole blocks are summed, elements of the others are kept for their rows."""
         start, stop, end = span.param_offset, span.param_offset + span.numel, self._numel[span.name]
         first = -(-start // NORM_BLOCK)
         last = -(-stop // NORM_BLOCK) if stop == end else stop // NORM_BLOCK
         if first < last:
-            at = self._first_block[span.name]
             inside = part[first * NORM_BLOCK - start : min(last * NORM_BLOCK, end) - start]
-            blocks[at + first : at + last] = norm_blocks(inside).cpu()
+            found.blocks.append((self._first_block[span.name] + first, norm_blocks(inside)))
         for block in {start // NORM_BLOCK, (stop - 1) // NORM_BLOCK}:
             row = self._shared.get((span.name, block))
             if row is not None:
                 low, high = max(start, block * NORM_BLOCK), min(stop, (block + 1) * NORM_BLOCK)
-                rows[row, low - block * NORM_BLOCK : high - block * NORM_BLOCK] = part[low - start : high - start].cpu()
+                elements = part[low - start : high - start].to("cpu", torch.float32, copy=True)
+                found.rows.append((row, low - block * NORM_BLOCK, elements))

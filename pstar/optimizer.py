@@ -8,7 +8,7 @@ import torch
 from pstar.chunks import Chunks
 from pstar.errors import StateError
 from pstar.kernels import adam_steps
-from pstar.layout import Group, Span
+from pstar.layout import Group
 from pstar.norms import ParameterNorms
 from pstar.outside import OutsideParams
 from pstar.precision import Precision
@@ -55,7 +55,9 @@ class ChunkedAdam(torch.optim.Optimizer):
         """Whether the last step was skipped."""
         self.names = {id(param): name for name, param in params.items()}
         self.steps = dict.fromkeys(params, 0)
-        self._parameter_norms: ParameterNorms | None = None
+        self._parameter_norms = ParameterNorms(chunks.layout, list(chunks.params), chunks.collectives, chunks.device)
+        chunks.on_grads = lambda group, piece: self._parameter_norms.take(group, piece, chunks.arrived)
+        self._spans = {group.index: group.spans(chunks.collectives.rank) for group in chunks.layout.groups}
         self._overlap = overlap
         self._far_stays = not (stream or movable)
         self.after_step: Callable[[], None] = lambda: None
@@ -105,6 +107,7 @@ class ChunkedAdam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
         self.chunks.drop_grads()
+        self._parameter_norms.forget()
         self.outside.drop_grads()
 
     @torch.no_grad()
@@ -165,17 +168,10 @@ class ChunkedAdam(torch.optim.Optimizer):
     def _norms(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 norm of each parameter's gradient in the model's order, names of those that have one)."""
         chunks = self.chunks
-        if self._parameter_norms is None:
-            self._parameter_norms = ParameterNorms(chunks.layout, list(chunks.params), chunks.collectives, chunks.device)
-        return self._parameter_norms(self._grad_pieces(), chunks.arrived)
-
-    def _grad_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(group, this rank's piece of its reduced gradients), one after the other, wherever they are."""
-        for group in self.chunks.layout.groups:
-            key = ("grad", group.index)
-            if key in self.residency:
-                with self.residency.reading([key]) as places:
-                    yield group.index, places[key][1]
+        for group in chunks.layout.groups:
+            if ("grad", group.index) in self.residency and not self._parameter_norms.taken(group.index):
+                chunks.tell_grads(group.index)
+        return self._parameter_norms(chunks.arrived)
 
     def _update(self, group: Group, used: set[str], options: dict[str, dict]) -> None:
         """Adam on this rank's piece of one group, in the tier where it is to be updated."""
@@ -188,12 +184,9 @@ class ChunkedAdam(torch.optim.Optimizer):
             before += pending
             self.residency.pin((kind, group.index))
         updates = []
-        for span in self._spans(group):
-            if span.name in used:
-                part = slice(span.piece_offset, span.piece_offset + span.numel)
-                updates.append(self.precision.update(
-                    buffers["grad"][part], {kind: buffers[kind][part] for kind in kinds}, step=self.steps[span.name],
-                    **options[span.name]))
+        for part, step, option in self._runs(group, used, options):
+            updates.append(self.precision.update(buffers["grad"][part], {kind: buffers[kind][part] for kind in kinds},
+                                                 step=step, **option))
         if self._overlap and tier == FAR:
             going_on = self.residency.update_in_background(f"adam {group.index}", lambda: adam_steps(updates), before)
         else:
@@ -207,8 +200,20 @@ class ChunkedAdam(torch.optim.Optimizer):
                 self.residency.goes_on((kind, group.index), going_on)
         self.residency.drop(("grad", group.index))    # its room is for the next group's
 
-    def _spans(self, group: Group) -> list[Span]:
-        return group.spans(self.chunks.collectives.rank)
+    def _runs(self, group: Group, used: set[str], options: dict[str, dict]) -> Iterator[tuple[slice, int, dict]]:
+        """(place in this rank's piece, number of the update, options) of what is updated: neighbours alike are one run."""
+        begin = end = step = 0
+        option: dict = {}
+        for span in self._spans[group.index]:
+            if span.name not in used:
+                continue
+            if span.piece_offset != end or self.steps[span.name] != step or options[span.name] != option:
+                if begin < end:
+                    yield slice(begin, end), step, option
+                begin, step, option = span.piece_offset, self.steps[span.name], options[span.name]
+            end = span.piece_offset + span.numel
+        if begin < end:
+            yield slice(begin, end), step, option
 
     def _options(self) -> dict[str, dict]:
         """Each parameter's hyper-parameters as AdamUpdate takes them, as they are now in param_groups."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -90,33 +91,47 @@ class AdamUpdate:
         wanted = {"param": (torch.float32, torch.bfloat16), "grad": tuple(GRAD_KINDS), "exp_avg": (moment,),
                   "exp_avg_sq": (moment,), "low": (torch.int16,), "copy16": (torch.bfloat16, torch.float16)}
         tensors = {name: getattr(self, name) for name in wanted if getattr(self, name) is not None}
-        for name, tensor in tensors.items():
+        for name, tensor in tensors.items():    # words are made where they are told: this runs at each step
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(f"{name}: a tensor is wanted, found {type(tensor).__name__}")
-            _require(tensor.dtype in wanted[name], name, f"dtype {_names(wanted[name])}", tensor.dtype)
-            _require(tensor.shape == self.param.shape, name, f"param's shape {tuple(self.param.shape)}", tuple(tensor.shape))
-            _require(tensor.is_contiguous(), name, "a contiguous tensor", f"strides {tensor.stride()}")
+            if tensor.dtype not in wanted[name]:
+                _refuse(name, f"dtype {_names(wanted[name])}", tensor.dtype)
+            if tensor.shape != self.param.shape:
+                _refuse(name, f"param's shape {tuple(self.param.shape)}", tuple(tensor.shape))
+            if not tensor.is_contiguous():
+                _refuse(name, "a contiguous tensor", f"strides {tensor.stride()}")
         if self.scales is not None:
             blocks = -(-self.param.numel() // QUANT_BLOCK)
             for name, tensor in zip(("scales[0]", "scales[1]"), self.scales, strict=True):
-                _require(tensor.dtype == torch.float32, name, "dtype float32", tensor.dtype)
-                _require(tensor.shape == (blocks,) and tensor.is_contiguous(), name, f"contiguous, shape ({blocks},)",
-                         tuple(tensor.shape))
+                if tensor.dtype != torch.float32:
+                    _refuse(name, "dtype float32", tensor.dtype)
+                if tensor.shape != (blocks,) or not tensor.is_contiguous():
+                    _refuse(name, f"contiguous, shape ({blocks},)", tuple(tensor.shape))
                 tensors[name] = tensor
+        device = self.param.device
         for name, tensor in tensors.items():
-            _require(tensor.device == self.param.device, name, f"param's device {self.param.device}", tensor.device)
+            if tensor.device != device:
+                _refuse(name, f"param's device {device}", tensor.device)
         full = self.param.dtype == torch.float32
-        _require(self.low is None or not full, "low", "a bf16 param with it", "an fp32 param")
-        _require(self.copy16 is None or full, "copy16", "an fp32 param with it", f"a {self.param.dtype} param")
-        _require(self.seed is None or (not full and self.low is None), "seed", "a bf16 param without low with it", "another")
+        if self.low is not None and full:
+            _refuse("low", "a bf16 param with it", "an fp32 param")
+        if self.copy16 is not None and not full:
+            _refuse("copy16", "an fp32 param with it", f"a {self.param.dtype} param")
+        if self.seed is not None and (full or self.low is not None):
+            _refuse("seed", "a bf16 param without low with it", "another")
         for name in ("grad_scale", "skip"):
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
-                _require(value.dtype == torch.float32 and value.numel() == 1, name, "one fp32 element", value.dtype)
-                _require(value.device == self.param.device, name, f"param's device {self.param.device}", value.device)
-        _require(isinstance(self.step, int) and self.step >= 1, "step", "an integer from 1 on", self.step)
-        _require(all(0 <= beta < 1 for beta in self.betas), "betas", "two numbers in [0, 1)", self.betas)
-        _require(self.eps >= 0, "eps", "a number from 0 on", self.eps)
+                if value.dtype != torch.float32 or value.numel() != 1:
+                    _refuse(name, "one fp32 element", value.dtype)
+                if value.device != device:
+                    _refuse(name, f"param's device {device}", value.device)
+        if not isinstance(self.step, int) or self.step < 1:
+            _refuse("step", "an integer from 1 on", self.step)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            _refuse("betas", "two numbers in [0, 1)", self.betas)
+        if not self.eps >= 0:
+            _refuse("eps", "a number from 0 on", self.eps)
         self._check_overlap(tensors)
 
     def _check_overlap(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -129,9 +144,8 @@ class AdamUpdate:
                     raise ArgumentError(f"{second}: its memory overlaps that of {first}")
 
 
-def _require(held: bool, name: str, wanted: str, found: object) -> None:
-    if not held:
-        raise ArgumentError(f"{name}: {wanted} is wanted, found {found}")
+def _refuse(name: str, wanted: str, found: object) -> NoReturn:
+    raise ArgumentError(f"{name}: {wanted} is wanted, found {found}")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

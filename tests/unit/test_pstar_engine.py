@@ -251,6 +251,39 @@ def test_parameter_groups_and_adam_with_l2():
         assert loss.item() == expected.item()
 
 
+def test_neighbours_with_the_same_options_are_updated_in_one_run(monkeypatch):
+    """As many runs as there are neighbours that differ, and the bits of a run for each parameter."""
+    def train(options):
+        runs = []
+        with monkeypatch.context() as patch:
+            plain = pstar.optimizer.adam_steps
+            patch.setattr(pstar.optimizer, "adam_steps", lambda updates: (runs.append(len(updates)), plain(updates)))
+            torch.manual_seed(0)
+            model, optimizer = pstar.initialize_engine(
+                toy.Toy, 0, {"optimizer": {"type": "AdamW", "params": {"lr": toy.LR}}, "default_chunk_size": 2**15},
+                param_groups=lambda module: [{"params": [param], **options(number)}
+                                             for number, param in enumerate(module.parameters())])
+            losses = toy.train(model, optimizer, 3)
+        return sum(runs), losses
+
+    one_each, losses = train(lambda number: {"eps": 1e-8 * (1 + number % 2 * 1e-9)})    # too little to change a bit
+    fewer, same = train(lambda number: {"eps": 1e-8})
+    num_params = len(list(toy.Toy().parameters()))
+    assert one_each == 3 * num_params and fewer < one_each    # not half: vectors of 48 leave gaps
+    assert losses == same
+
+
+def test_the_norm_reads_no_gradient_a_second_time(monkeypatch):
+    """A group's norms are taken when its gradients are complete, so that those that went far, or to disk, stay there."""
+    model, optimizer = toy.build(near_budget="min", gradient_clipping=toy.CLIP)
+    for number in range(2):
+        loss = model(*toy.batch(number))
+        model.backward(loss)
+        monkeypatch.setattr(optimizer.chunks, "tell_grads", lambda group: pytest.fail(f"group {group} is read again"))
+        optimizer.step()
+        monkeypatch.undo()
+
+
 def test_fault_the_default_configuration_works():
     torch.manual_seed(0)
     model, optimizer = pstar.initialize_engine(toy.Toy)
