@@ -75,13 +75,13 @@ class Seen:
     """The texts seen so far, each as 8 bytes of its hash, in a table on disk.
 
     A set in memory would grow with the corpus (50 to 100 bytes a text in Python); the table's share of memory is its cache,
-    8 MB. It lies beside the output and goes with the conversion, so it is neither journalled nor synced. With n texts the
+    2 MB. It lies beside the output and goes with the conversion, so it is neither journalled nor synced. With n texts the
     chance that any is taken for another is n^2 / 2^65: 1 in 370,000 for 10 million texts.
     """
 
     def __init__(self, path: Path) -> None:
         self._table = sqlite3.connect(path, isolation_level=None)
-        for line in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -8192"):
+        for line in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -2048"):
             self._table.execute(f"PRAGMA {line}")
         self._table.execute("CREATE TABLE seen (digest INTEGER PRIMARY KEY)")
         self._table.execute("BEGIN")

@@ -76,7 +76,7 @@ def detect(head: Head, alone: bool, name: str) -> Decision | None:
     lies = layout(head)
     if lies:
         return _detect_records(head, lies, name)
-    text_lines = head.text.strip().split("\n")
+    text_lines = head.text.strip("\r\n ").split("\n")  # not what indents a line
     blank = sum(1 for line in text_lines if not line.strip())
     indented = sum(1 for line in text_lines if line.strip() and INDENTED.match(line))
     few = head.whole and len(lines) <= HEAD_LINES

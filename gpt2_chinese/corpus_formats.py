@@ -49,9 +49,10 @@ def decoded(read: Callable[[int], bytes], encoding: str) -> Iterator[str]:
     while True:
         raw = read(PIECE_BYTES)
         piece = decoder.decode(raw, final=not raw)
+        if piece and not begun:
+            piece, begun = piece.removeprefix("\ufeff"), True
         if piece:
-            yield piece if begun else piece.removeprefix("\ufeff")
-            begun = True
+            yield piece
         if not raw:
             return
 
@@ -213,16 +214,18 @@ class _Window:
 
     def __init__(self, pieces: Iterator[str]) -> None:
         self.text, self.position, self._pieces = "", 0, pieces
-        self._lines = 1  # of what was forgotten
+        self._line, self._counted = 1, 0  # the line of the place up to which lines are counted
 
     @property
     def line(self) -> int:
         """The line of the position, counted from 1."""
-        return self._lines + self.text.count("\n", 0, self.position)
+        self._line += self.text.count("\n", self._counted, self.position)
+        self._counted = self.position
+        return self._line
 
     def more(self) -> bool:
         """Reads on, as much as it holds already, and forgets what lies behind the position. False at the end."""
-        self._lines = self.line
+        self._line, self._counted = self.line, 0
         kept = self.text[self.position :]
         added: list[str] = []
         size = 0

@@ -196,9 +196,9 @@ def _limited(name: str, read: Callable[[int], bytes], packed: Callable[[], int],
         piece = read(size)
         given += len(piece)
         if given > BOMB_FLOOR_BYTES + BOMB_RATIO * packed():
-            raise UserError(f"{name} is refused: it unpacks to more than {BOMB_RATIO} times its size (a decompression bomb)")
+            raise UserError(f"{name} is refused: it unpacks to over {BOMB_RATIO} times its size (a decompression bomb)")
         if given > max_bytes:
-            raise UserError(f"{name} unpacks to more than --max-unpacked-gb {max_bytes / 2**30:g}: raise it if that is meant")
+            raise UserError(f"{name} unpacks to more than --max-unpacked-gb {max_bytes / 2**30:g}: is that meant?")
         return piece
 
     return limited
