@@ -131,9 +131,9 @@ def _stacked(*parts: str) -> str:
 
 
 _LINE_TAG = re.compile(r"(?i)<\s*(?:br|/p|/div|/li)\s*/?\s*>")
-# known names only: "a<b and c>d" is no tag
+# known names, and attributes if anything: "a<b and c>d" is no tag
 _NAMES = "a|b|i|u|p|br|hr|em|ul|ol|li|td|tr|th|h[1-6]|div|img|pre|sub|sup|span|code|font|table|tbody|figure|strong|noscript"
-_TAG = re.compile(rf"(?i)</?(?:{_NAMES}|video|blockquote|figcaption)(?=[\s/>])[^<>]{{0,500}}>")
+_TAG = re.compile(rf"(?i)</?(?:{_NAMES}|video|blockquote|figcaption)(?:\s*/?>|\s+[a-z-]+\s*=[^<>]{{0,500}}>)")
 
 
 def _without_html(text: str) -> str:
