@@ -1,4 +1,4 @@
-"""Formats of corpora: each as a golden case, from the examples of the corpora's own pages in invented words; and cleaning."""
+"""Formats of corpora: each as a golden case, from the examples of the corpora's own pages invented; and cleaning."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gpt2_chinese.corpus_formats import Item, block_items, decoded, json_lines, 
 from gpt2_chinese.corpus_records import BadRecord, Choices, LeftOut, record_texts
 from gpt2_chinese.errors import UserError
 
-WIKI = {"id": "7", "url": "https://example.invalid/7", "title": "纸船", "text": "纸船\n\n纸船是纸折的小船。\n\n孩子们常放纸船。"}
+WIKI = {"id": "7", "url": "https://example.invalid/7", "title": "纸船", "text": "纸船\n\n纸船用纸折成。\n\n孩子们常放。"}
 NEWS = {"news_id": "1001", "keywords": "灯会", "title": "灯会开幕", "desc": "灯会周五开幕。", "source": "示例报",
         "time": "05-01 09:00", "content": "灯会周五晚开幕，展出三百盏灯。"}  # fmt: skip
-BAIKE = {"qid": "q1", "category": "生活", "title": "怎样晾干雨伞？ ", "desc": "", "answer": "先甩去水珠。\r\r再撑开放在通风处。"}
+BAIKE = {"qid": "q1", "category": "家", "title": "怎样晾干雨伞？ ", "desc": "", "answer": "先甩去水珠。\r\r再撑开晾着。"}
 WEBTEXT = {"qid": 9, "title": "为什么猫喜欢纸箱？", "desc": "家里的猫<br>总钻纸箱。", "topic": "宠物", "star": 12,
            "content": "<p>纸箱让猫觉得安全 &amp; 暖。</p>", "answer_id": 77, "answerer_tags": "养猫@生活"}  # fmt: skip
 PAIR = {"english": "The lamp is on.", "chinese": "灯亮着。"}
@@ -26,9 +26,9 @@ TASK = {"label": "108", "sentence": "河岸灯会周五开幕", "keywords": ""}
 TASK_PAIR = {"sentence1": "灯亮着", "sentence2": "灯没有灭", "label": "1"}
 
 RECORDS = {
-    "wiki2019zh": (WIKI, ["纸船\n纸船是纸折的小船。\n孩子们常放纸船。"]),
+    "wiki2019zh": (WIKI, ["纸船\n纸船用纸折成。\n孩子们常放。"]),
     "news2016zh": (NEWS, ["灯会开幕\n灯会周五晚开幕，展出三百盏灯。"]),
-    "baike2018qa": (BAIKE, ["怎样晾干雨伞？\n先甩去水珠。\n再撑开放在通风处。"]),
+    "baike2018qa": (BAIKE, ["怎样晾干雨伞？\n先甩去水珠。\n再撑开晾着。"]),
     "webtext2019zh": (WEBTEXT, ["为什么猫喜欢纸箱？\n家里的猫\n总钻纸箱。\n纸箱让猫觉得安全 & 暖。"]),
     "translation2019zh": (PAIR, ["灯亮着。"]),
     "clue-task": (TASK, ["河岸灯会周五开幕"]),
@@ -205,7 +205,8 @@ def test_items_of_any_length_are_passed_over_not_held(monkeypatch: pytest.Monkey
     monkeypatch.setattr(corpus_formats, "ITEM_CHARS", 1000)
     long = ["长" * 400] * 5
     assert [bool(i.problem) for i in line_items(["一\n", *long, "\n二\n", *long])] == [False, True, False, True]
-    assert [bool(i.problem) for i in block_items(["一\n\n", *[part + "\n" for part in long], "\n二\n"])] == [False, True, False]
+    blocks = ["一\n\n", *[part + "\n" for part in long], "\n二\n"]
+    assert [bool(i.problem) for i in block_items(blocks)] == [False, True, False]
     assert [bool(i.problem) for i in corpus_formats.whole_item(long)] == [True]
     pieces = ['[\n"一",\n"', *long, '",\n"二"\n]']
     assert [bool(i.problem) for i in json_values(pieces, "x")] == [False, True, False]

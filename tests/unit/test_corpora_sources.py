@@ -74,7 +74,8 @@ def test_all_kinds_give_the_same_texts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../out.txt", "wiki/../../out.txt", "/etc/out.txt", "..\\out.txt", "C:\\out.txt", ".."])
 def test_paths_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
-    for archive in (make_zip(tmp_path / "a.zip", {"a.txt": TEXT, name: TEXT}), make_tar(tmp_path / "a.tar.gz", {name: TEXT})):
+    archives = [make_zip(tmp_path / "a.zip", {"a.txt": TEXT, name: TEXT}), make_tar(tmp_path / "a.tar.gz", {name: TEXT})]
+    for archive in archives:
         with pytest.raises(UserError, match="is refused: its member .* leads out of the archive"):
             read(archive)
 
@@ -135,13 +136,14 @@ def test_a_limit_of_the_whole_names_its_flag(tmp_path: Path) -> None:
 def test_archives_inside_archives_are_refused(tmp_path: Path) -> None:
     inner = gzip.compress(bytes(1 << 20))
     (tmp_path / "a.gz").write_bytes(gzip.compress(inner))
-    outer = [tmp_path / "a.gz", make_zip(tmp_path / "a.zip", {"a.gz": inner}), make_tar(tmp_path / "a.tar", {"a.txt": inner})]
-    for archive in outer:
+    make_zip(tmp_path / "a.zip", {"a.gz": inner})
+    make_tar(tmp_path / "a.tar", {"a.txt": inner})
+    for archive in (tmp_path / "a.gz", tmp_path / "a.zip", tmp_path / "a.tar"):
         with pytest.raises(UserError, match="an archive inside an archive .gzip."):
             read(archive)
 
 
-@pytest.mark.parametrize("magic, name", [(b"BZh9", "bzip2"), (b"\xfd7zXZ\0", "xz"), (b"Rar!\x1a", "rar"), (b"7z\xbc\xaf'\x1c", "7z")])
+@pytest.mark.parametrize("magic, name", [(b"BZh9", "bzip2"), (b"\xfd7zXZ\0", "xz"), (b"Rar!\x1a", "rar")])
 def test_other_packers_are_named(tmp_path: Path, magic: bytes, name: str) -> None:
     (tmp_path / "a.txt").write_bytes(magic + bytes(600))
     with pytest.raises(UserError, match=f"is packed with {name}"):
