@@ -1,4 +1,4 @@
-"""From a JSON record to the texts in it, by the fields of each corpus. Pure functions; the page docs/*/start.md names them.
+"""From a JSON record to the texts in it, by the fields of each corpus. Pure functions.
 
     wiki2019zh          text, with its title in front when it does not begin with it; runs of line breaks become one
     news2016zh          title, content

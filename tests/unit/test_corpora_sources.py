@@ -188,6 +188,18 @@ def test_a_flipped_header_of_a_tar_does_not_end_it(tmp_path: Path) -> None:
         read(path)
 
 
+def test_the_checksum_at_the_end_of_a_tar_gz_is_looked_at(tmp_path: Path) -> None:
+    raw = make_tar(tmp_path / "a.tar", {"1.txt": TEXT}).read_bytes() + os.urandom(1 << 20)  # tarfile stops before the padding
+    packed = bytearray(gzip.compress(raw))
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(packed)
+    assert read(path) == {"1.txt": TEXT}
+    packed[-8] ^= 1
+    path.write_bytes(packed)
+    with pytest.raises(UserError, match="damaged or cut short"):
+        read(path)
+
+
 def test_the_headers_of_a_tar_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     header = tarfile.TarInfo("././@LongLink")
