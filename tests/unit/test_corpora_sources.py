@@ -189,7 +189,7 @@ def test_a_flipped_header_of_a_tar_does_not_end_it(tmp_path: Path) -> None:
 
 
 def test_the_checksum_at_the_end_of_a_tar_gz_is_looked_at(tmp_path: Path) -> None:
-    raw = make_tar(tmp_path / "a.tar", {"1.txt": TEXT}).read_bytes() + os.urandom(1 << 20)  # tarfile stops before the padding
+    raw = make_tar(tmp_path / "a.tar", {"1.txt": TEXT}).read_bytes() + os.urandom(1 << 20)  # tarfile stops before it
     packed = bytearray(gzip.compress(raw))
     path = tmp_path / "a.tar.gz"
     path.write_bytes(packed)
