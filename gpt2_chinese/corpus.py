@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from gpt2_chinese.errors import UserError
 
 _PIECE_BYTES = 1 << 20
 _BLANK = " \t\r\n"
+_CONVERTIBLE = {".jsonl", ".ndjson", ".txt", ".text", ".gz", ".tgz", ".tar", ".zip"}
+
+
+def _how_to_convert(path: Path) -> str:
+    return f"convert it first with `python -m gpt2_chinese.corpora convert {shlex.quote(str(path))} --output FOLDER`"
 
 
 def corpus_files(path: Path | str) -> list[Path]:
@@ -21,10 +27,14 @@ def corpus_files(path: Path | str) -> list[Path]:
     """
     path = Path(path)
     if path.is_file():
+        if path.suffix.lower() in _CONVERTIBLE:
+            raise UserError(f"corpus {path} is no array-JSON file: {_how_to_convert(path)}")
         return [path]
     if not path.is_dir():
         raise UserError(f"corpus {path} does not exist: give an array-JSON file or a folder of them")
     files = sorted(file for file in path.glob("*.json") if file.is_file())
+    if not files and any(file.suffix.lower() in _CONVERTIBLE for file in path.rglob("*")):
+        raise UserError(f"corpus folder {path} holds no .json file: {_how_to_convert(path)}")
     if not files:
         raise UserError(f"corpus folder {path} holds no .json file: put array-JSON files there, one paragraph an item")
     return files
@@ -51,7 +61,9 @@ def _read_file(file: Path) -> Iterator[str]:
     reader = _Window(file)
     reader.skip_blank()
     if reader.take() != "[":
-        raise UserError(f"{file} is not a JSON array of strings: it begins with {reader.excerpt(back=1)!r}")
+        begin = reader.excerpt(back=1)
+        hint = f"; {_how_to_convert(file)}" if begin.startswith("{") else ""
+        raise UserError(f"{file} is not a JSON array of strings: it begins with {begin!r}{hint}")
     item = 0
     while True:
         item += 1
@@ -63,7 +75,8 @@ def _read_file(file: Path) -> Iterator[str]:
             what = (
                 "is missing (a comma too many, or a file cut short)" if reader.peek() in ("]", "") else "is no string"
             )
-            raise UserError(f"{file}: item {item} {what}: {reader.excerpt()!r}")
+            hint = f"; {_how_to_convert(file)}" if reader.peek() == "{" else ""
+            raise UserError(f"{file}: item {item} {what}: {reader.excerpt()!r}{hint}")
         while True:
             try:
                 text, end = decode(reader.text, reader.position)

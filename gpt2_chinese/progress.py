@@ -63,3 +63,39 @@ class Progress:
         if not self.steps:
             return "no step"
         return f"{self.seconds:.0f} s in {self.steps} steps at {self.tokens / self.seconds:,.0f} tokens/s"
+
+
+class ByteProgress:
+    """How many bytes of a known total are done: a bar on a terminal, else a line every SECONDS_AT_LEAST seconds.
+
+    Both go to stderr, so that what a command prints can be piped on.
+    """
+
+    def __init__(self, total: int, what: str) -> None:
+        self.total, self.done, self.what = total, 0, what
+        self._begin = self._shown = time.perf_counter()
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, mininterval=0.2)
+
+    def add(self, count: int) -> None:
+        """Notes that `count` bytes more are done; what goes beyond the total is not shown."""
+        count = min(count, self.total - self.done)
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(count)
+            return
+        now = time.perf_counter()
+        if now - self._shown >= max(SECONDS_AT_LEAST, SHARE_OF_STEPS * (now - self._begin)):
+            rate = self.done / (now - self._begin)
+            left = (self.total - self.done) / max(rate, 1.0)
+            done = f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+            print(f"{self.what}: {done}, {rate / 1e6:.1f} MB/s, {left:.0f} s left", file=sys.stderr, flush=True)
+            self._shown = now
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()

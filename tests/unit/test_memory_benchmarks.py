@@ -10,6 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
+import convert_memory  # noqa: E402
 import disk_model  # noqa: E402
 import memory_speed  # noqa: E402
 import plan_memory  # noqa: E402
@@ -69,6 +70,15 @@ def test_plan_memory(tmp_path) -> None:
     assert planned[1][6] == counted[1][7]
 
 
+def test_convert_memory(tmp_path) -> None:
+    (conversions,) = run_quick("convert_memory", tmp_path)
+    small, large = conversions[1:]
+    assert 1.9 < number(small[1]) < 2.5 and 7.9 < number(large[1]) < 9
+    assert number(large[2]) > 3 * number(small[2]) > 0, "nearly no item is a copy of another"
+    assert number(large[4]) == pytest.approx(number(large[3]) - number(small[3]), abs=0.11)
+    assert number(large[4]) < 4, "6 MB more of input"
+
+
 def test_a_bound_is_the_longer_of_compute_and_transfer_in_all_and_by_pass() -> None:
     base = {"seconds": 10.0, "forward": 3.0, "backward": 6.0, "update": 1.0}
     told = {"bytes": 80, "forward bytes": 40, "backward bytes": 40, "update bytes": 0}
@@ -98,6 +108,7 @@ def test_the_parameters_of_the_large_model_are_those_of_its_budgets() -> None:
     (memory_speed, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
     (memory_speed, ["--only", "disk"], "argument --only: invalid choice"),
     (disk_model, ["--disk-path", "no/such/folder"], "--disk-path no/such/folder: there is no such folder"),
+    (convert_memory, ["--quik"], "unrecognized arguments: --quik"),
     (plan_memory, ["--quik"], "unrecognized arguments: --quik"),
 ])
 def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:

@@ -1,0 +1,143 @@
+"""Peak memory of a conversion (python -m gpt2_chinese.corpora convert) does not depend on the size of its input.
+
+bash benchmarks/convert_memory.sh                     # 10 MB and 500 MB of each format: about four minutes, 1.5 GB of disk
+bash benchmarks/convert_memory.sh --quick             # 2 MB and 8 MB of one format, to see that it runs
+
+The inputs are made from the shipped corpus: its sentences, permuted anew for each item, so that nearly every item is new to
+the search for duplicates. Each conversion is a process of its own; its peak is the kernel's count for it (ru_maxrss).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from facts import bullets, num_cores, processor, versions, when_and_how
+
+HERE = Path(__file__).resolve().parent
+MB = 10**6
+FORMATS = ("json-lines", "array-json", "clue-text", "lines.gz")
+SIZES = {"full": (10, 500), "quick": (2, 8)}
+
+
+class Run(NamedTuple):
+    """One conversion: bytes of text read, peak bytes of memory, seconds, items kept."""
+
+    text_bytes: int
+    peak_bytes: int
+    seconds: float
+    kept: int
+
+
+def sentences() -> list[str]:
+    """The sentences of the shipped training corpus."""
+    files = sorted((HERE.parent / "data/train").glob("*.json"))
+    items = [item for file in files for item in json.loads(file.read_text(encoding="utf-8"))]
+    return [part for item in items for part in re.findall("[^。！？\n]+[。！？]*", item)]
+
+
+def items(size: int) -> Iterator[list[str]]:
+    """Items, each a list of sentences, until they have `size` bytes in all."""
+    known, chance, made = sentences(), random.Random(0), 0
+    while made < size:
+        item = chance.sample(known, chance.randint(2, 12))
+        made += sum(len(sentence.encode()) for sentence in item)
+        yield item
+
+
+def write_input(path: Path, form: str, size: int) -> int:
+    """Writes `size` bytes of text in a format; returns the bytes of the whole, unpacked."""
+    opened = gzip.open(path, "wb", compresslevel=1) if form.endswith(".gz") else path.open("wb")  # noqa: SIM115
+    written = 0
+    with opened as stream:
+        for number, item in enumerate(items(size)):
+            if form == "clue-text":
+                line = "\n".join(item) + "\n\n"
+            elif form == "array-json":
+                line = ("[" if number == 0 else ", ") + json.dumps("".join(item), ensure_ascii=False)
+            elif form == "json-lines":
+                line = json.dumps({"text": "".join(item)}, ensure_ascii=False) + "\n"
+            else:
+                line = "".join(item) + "\n"
+            written += stream.write(line.encode())
+        if form == "array-json":
+            written += stream.write(b"]")
+    return written
+
+
+def measure(form: str, size: int) -> Run:
+    """Converts an input of `size` bytes in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="convert_memory_") as folder:
+        given, output = Path(folder, f"input.{form}"), Path(folder, "output")
+        text_bytes = write_input(given, form, size)
+        command = [sys.executable, "-m", "gpt2_chinese.corpora", "convert", str(given), "--output", str(output),
+                   "--max-length", "1000", "--format", form.removesuffix(".gz")]  # fmt: skip
+        begin = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(HERE.parent)})
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begin
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"error: the conversion of {size} bytes of {form} ended with status {process.returncode}")
+        kept = json.loads((output / "report.json").read_text(encoding="utf-8"))["kept"]
+        return Run(text_bytes, usage.ru_maxrss * 1024, seconds, kept)
+
+
+def report(results: dict[str, list[Run]], argv: list[str]) -> str:
+    """The page, in Markdown."""
+    lines = [
+        "# Memory of a conversion", "",
+        "- work: `python -m gpt2_chinese.corpora convert`, duplicates searched for, items above 1000 characters split; "
+        "inputs of permuted sentences of the shipped corpus",
+        f"- machine: {num_cores()} cores ({processor()}); one is used",
+        f"- versions: {versions()}",
+        *bullets(when_and_how("convert_memory.sh", argv)), "",
+        "Peak: resident memory of the whole process (ru_maxrss). Growth: the peak against that of the smallest input.", "",
+        "| format | input MB | items kept | peak MiB | growth MiB | seconds | MB a minute |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for form, runs in results.items():
+        for run in runs:
+            growth = (run.peak_bytes - runs[0].peak_bytes) / 2**20
+            size = run.text_bytes / MB
+            lines.append(f"| {form} | {size:,.1f} | {run.kept:,} | {run.peak_bytes / 2**20:,.1f} | {growth:+,.1f} | "
+                         f"{run.seconds:,.1f} | {size / run.seconds * 60:,.0f} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; a wrong one is one line and status 2."""
+    parser = argparse.ArgumentParser(prog="convert_memory.sh", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser.add_argument("--quick", action="store_true", help="small inputs of one format")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write (default: results/)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Measures and writes."""
+    options = parse(argv)
+    sizes = SIZES["quick" if options.quick else "full"]
+    forms = FORMATS[:1] if options.quick else FORMATS
+    results = {form: [measure(form, size * MB) for size in sizes] for form in forms}
+    page = report(results, argv)
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "convert_memory.md").write_text(page, encoding="utf-8")
+    print(page, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,336 @@
+"""Opens what a corpus comes in, files, folders, .zip, .gz and .tar.gz, as streams of bytes in constant memory.
+
+Nothing is ever unpacked to disk. What an archive is, its first bytes say, not its name. Refused, each with one line: members
+with absolute or `../` paths, links and devices, archives inside archives, encrypted or damaged ones, decompression bombs.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import stat
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
+
+from gpt2_chinese.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".text", ".json", ".jsonl", ".ndjson")
+ARCHIVE_SUFFIXES = (".gz", ".tgz", ".tar", ".zip")
+
+# Text shrinks 3 to 10 times, deflate at most 1032 times. What grows more than this is no text.
+BOMB_RATIO = 100
+BOMB_FLOOR_BYTES = 16 << 20  # below this nothing is a bomb: a short file of one repeated line is harmless
+HEADER_BYTES = 1 << 20  # the longest name or extended header of a tar member that is read into memory
+
+_FOREIGN = {
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!": "rar",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+_READ_WHOLE = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+_DAMAGE = (
+    OSError,
+    EOFError,
+    zlib.error,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    struct.error,
+    ValueError,  # UnicodeError of a member's name included
+    LookupError,
+    OverflowError,
+    RuntimeError,  # an encrypted member
+    NotImplementedError,
+)
+
+
+class Source(NamedTuple):
+    """One text to read: a file, or a member of an archive.
+
+    Attributes:
+        name: how messages call it, `corpus.zip:news/1.txt`.
+        group: the texts of one input with one suffix; one decision about the format holds for all of them.
+        alone: False where the input may hold more than one text.
+        read: gives at most n bytes, b"" at the end; raises UserError where the text cannot be read on.
+    """
+
+    name: str
+    group: tuple[str, str]
+    alone: bool
+    read: Callable[[int], bytes]
+
+
+def shown(name: object) -> str:
+    """A name of a file or member as it can be printed on one line."""
+    text = str(name).encode("utf-8", "replace").decode()
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]:
+    """(input, file) for all files of the inputs, folders by name; and the names of the files in them that are no text.
+
+    Raises:
+        UserError: an input that does not exist, a folder without a text or an archive.
+    """
+    files: list[tuple[Path, Path]] = []
+    left_out: list[str] = []
+    for given in inputs:
+        if not given.exists():
+            raise UserError(f"{shown(given)} does not exist: give files, folders or archives to convert")
+        if not given.is_dir():
+            files.append((given, given))
+            continue
+        before = len(files)
+        for folder, folders, names in os.walk(given):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for file in (Path(folder, name) for name in sorted(names)):
+                if file.name.startswith(".") or not file.is_file():
+                    continue
+                if file.suffix.lower() in TEXT_SUFFIXES + ARCHIVE_SUFFIXES:
+                    files.append((given, file))
+                else:
+                    left_out.append(shown(file))
+        if len(files) == before:
+            expected = " ".join(TEXT_SUFFIXES + ARCHIVE_SUFFIXES)
+            raise UserError(f"folder {shown(given)} holds no file to convert: their names must end in {expected}")
+    return files, left_out
+
+
+def open_sources(
+    files: list[tuple[Path, Path]], progress: Callable[[int], None], leave_out: Callable[[str], None], max_bytes: int
+) -> Iterator[Source]:
+    """Yields the texts of `files` one after the other; each must be read before the next is asked for.
+
+    Args:
+        files: what input_files gives.
+        progress: is told how many bytes were read from disk.
+        leave_out: is told the names of members that are no text.
+        max_bytes: what one archive may unpack to at most.
+
+    Raises:
+        UserError: a file that cannot be read, an archive that is refused.
+    """
+    for given, file in files:
+        alone = given == file
+        name = shown(file)
+        try:
+            stream = io.BufferedReader(_Counted(file, progress), 1 << 18)
+        except OSError as error:
+            raise UserError(f"cannot read {name}: {error.strerror}") from None
+        with stream:
+            first = _guarded(name, stream.peek)(512)
+            kind = _kind(first)
+            if kind == "zip":
+                yield from _zip_members(stream, given, name, leave_out, max_bytes)
+            elif kind == "gzip":
+                yield from _gzip_members(stream, given, name, alone, leave_out, max_bytes)
+            elif kind == "tar":
+                yield from _tar_members(stream, given, name, leave_out)
+            elif kind:
+                raise UserError(f"{name} is packed with {kind}, which is not read: unpack it, or pack it as .gz or .zip")
+            else:
+                yield Source(name, (str(given), file.suffix.lower()), alone, _guarded(name, stream.read))
+
+
+class _Counted(io.FileIO):
+    """A file that tells how much was read from it."""
+
+    def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
+        super().__init__(path)
+        self.count, self._progress = 0, progress
+
+    def readinto(self, buffer) -> int:
+        count = super().readinto(buffer) or 0
+        self.count += count
+        self._progress(count)
+        return count
+
+
+def _kind(first: bytes) -> str:
+    """What the first bytes of a file say it is: gzip, zip, tar, the name of a foreign packer, or "" for text."""
+    if first.startswith(b"\x1f\x8b"):
+        return "gzip"
+    if first.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return "zip"
+    if first[257:262] == b"ustar":
+        return "tar"
+    return next((kind for magic, kind in _FOREIGN.items() if first.startswith(magic)), "")
+
+
+def _guarded(name: str, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    """`read`, whose failures of any library become one UserError that names the text."""
+
+    def guarded(size: int) -> bytes:
+        try:
+            return read(size)
+        except _DAMAGE as error:
+            raise UserError(_damaged(name, error)) from None
+
+    return guarded
+
+
+def _damaged(name: str, error: BaseException) -> str:
+    return f"{name} is damaged or cut short ({shown(error) or type(error).__name__}): get or pack it again"
+
+
+def _limited(name: str, read: Callable[[int], bytes], packed: Callable[[], int], max_bytes: int) -> Callable[[int], bytes]:
+    """`read`, which stops with a UserError when it gave far more bytes than were packed."""
+    given = 0
+
+    def limited(size: int) -> bytes:
+        nonlocal given
+        piece = read(size)
+        given += len(piece)
+        if given > BOMB_FLOOR_BYTES + BOMB_RATIO * packed():
+            raise UserError(f"{name} is refused: it unpacks to over {BOMB_RATIO} times its size (a decompression bomb)")
+        if given > max_bytes:
+            raise UserError(f"{name} unpacks to more than --max-unpacked-gb {max_bytes / 2**30:g}: is that meant?")
+        return piece
+
+    return limited
+
+
+class _Joined:
+    """Bytes that were read already, then the rest."""
+
+    def __init__(self, first: bytes, read: Callable[[int], bytes]) -> None:
+        self._first, self._read = first, read
+
+    def read(self, size: int) -> bytes:
+        if self._first:
+            piece, self._first = self._first[:size], self._first[size:]
+            return piece
+        return self._read(size)
+
+
+def _no_nesting(name: str, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    """`read`; a UserError when the text turns out to be an archive itself."""
+    first = read(512)
+    if kind := _kind(first):
+        raise UserError(f"{name} is an archive inside an archive ({kind}): unpack the outer one first")
+    return _Joined(first, read).read
+
+
+def _check_member(archive: str, member: str) -> None:
+    """Refuses names that lead out of a folder; none is ever written, but who packs such an archive means harm."""
+    parts = re.split(r"[/\\]", member)
+    if member.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", member) or ".." in parts or "\0" in member:
+        raise UserError(f"{archive} is refused: its member {shown(member)!r} has a path that leads out of the archive")
+
+
+def _wanted(archive: str, member: str, leave_out: Callable[[str], None]) -> bool:
+    """True for a text; what systems add by themselves is passed over in silence."""
+    path = PurePosixPath(member)
+    if any(part.startswith(".") or part == "__MACOSX" for part in path.parts):
+        return False
+    if path.suffix.lower() in TEXT_SUFFIXES + ARCHIVE_SUFFIXES:  # an archive is refused by name when it is opened
+        return True
+    leave_out(f"{archive}:{shown(member)}")
+    return False
+
+
+def _zip_members(stream: BinaryIO, given: Path, name: str, leave_out, max_bytes: int) -> Iterator[Source]:
+    if not stream.seekable():
+        raise UserError(f"{name} is a zip archive in a pipe: give the file itself")
+    try:
+        archive = zipfile.ZipFile(stream)
+        members = archive.infolist()
+    except _DAMAGE as error:
+        raise UserError(_damaged(name, error)) from None
+    for member in members:
+        _check_member(name, member.filename)
+        if stat.S_ISLNK(member.external_attr >> 16):
+            raise UserError(f"{name} is refused: its member {shown(member.filename)!r} is a link")
+        if member.flag_bits & 1:
+            raise UserError(f"{name} is encrypted: unpack it with its password first")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise UserError(f"{name} is packed by a method other than deflate: pack it again")
+    size = os.fstat(stream.fileno()).st_size
+    current: BinaryIO | None = None
+    # one count for all members: they may share the same packed bytes, and all but one of them look harmless alone
+    limited = _limited(name, lambda count: current.read(count), lambda: size, max_bytes)
+    for member in members:
+        if member.is_dir() or not _wanted(name, member.filename, leave_out):
+            continue
+        inside = f"{name}:{shown(member.filename)}"
+        try:
+            current = archive.open(member)
+        except _DAMAGE as error:
+            raise UserError(_damaged(inside, error)) from None
+        with current:
+            group = (str(given), PurePosixPath(member.filename).suffix.lower())
+            yield Source(inside, group, len(members) == 1, _no_nesting(inside, _guarded(inside, limited)))
+
+
+def _gzip_members(
+    stream: io.BufferedReader, given: Path, name: str, alone: bool, leave_out, max_bytes: int
+) -> Iterator[Source]:
+    """One text, or the members of a .tar.gz."""
+    unpacked = gzip.GzipFile(fileobj=stream)
+    read = _limited(name, _guarded(name, unpacked.read), lambda: stream.raw.count, max_bytes)
+    first = read(512)
+    if _kind(first) == "tar":
+        yield from _tar_members(_Joined(first, read), given, name, leave_out)
+        while read(1 << 16):  # to the end, so that the checksum of the whole is checked
+            pass
+        return
+    suffix = PurePosixPath(PurePosixPath(name).stem).suffix.lower()
+    yield Source(name, (str(given), suffix), alone, _no_nesting(name, _Joined(first, read).read))
+
+
+class _Header(tarfile.TarInfo):
+    """A header that raises where tarfile would quietly take a damaged or missing one for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+    def _proc_member(self, archive):
+        # extended headers are read whole, whatever size they claim
+        if self.type in _READ_WHOLE and self.size > HEADER_BYTES:
+            raise tarfile.ReadError("a header is too long")
+        return super()._proc_member(archive)
+
+
+def _tar_members(stream, given: Path, name: str, leave_out) -> Iterator[Source]:
+    try:
+        archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header, bufsize=1 << 16)  # noqa: SIM115
+    except _DAMAGE as error:
+        raise UserError(_damaged(name, error)) from None
+    while True:
+        try:
+            member = archive.next()
+        except _DAMAGE as error:
+            raise UserError(_damaged(name, error)) from None
+        if member is None:
+            return
+        archive.members = []  # else it keeps the header of every member it has passed
+        _check_member(name, member.name)
+        if member.isdir():
+            continue
+        if not member.isreg() or member.issparse():
+            raise UserError(f"{name} is refused: its member {shown(member.name)!r} is a link, a device or a sparse file")
+        if not _wanted(name, member.name, leave_out):
+            continue
+        inside = f"{name}:{shown(member.name)}"
+        group = (str(given), PurePosixPath(member.name).suffix.lower())
+        yield Source(inside, group, False, _no_nesting(inside, _guarded(inside, archive.extractfile(member).read)))
