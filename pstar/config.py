@@ -122,7 +122,7 @@ class Config:
     release_after_init: bool = False
     """PatrickStar's key, accepted without effect: the start is lazy, no process ever makes chunks that it does not own."""
     use_cpu_embedding: bool = False
-    """PatrickStar's key, accepted. Embeddings are computed near, as all else; true is answered with a warning."""
+    """nn.Embedding modules look up, and are updated, in host memory: rows cross the link, not tables. Tied ones do not."""
     client: ClientConfig = field(default_factory=ClientConfig)
     """PatrickStar's section of the chunk manager."""
 

@@ -15,6 +15,7 @@ from pstar.chunks import Chunks
 from pstar.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.disk import DiskTier
+from pstar.embedding import compute_embeddings_far
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.export import export_weights, import_weights
 from pstar.hooks import Hooks
@@ -411,9 +412,6 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         ConfigError: the configuration cannot be run. BudgetError: the budget cannot hold one module's working set.
     """
     config = load_config(config)
-    if config.use_cpu_embedding:
-        warnings.warn("use_cpu_embedding: embeddings are computed near, as all else; a budget near that is too small for "
-                      "one says so", stacklevel=2)
     if device is None:
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -423,6 +421,9 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if device.type == "cuda":
         default_near = int(0.4 * torch.cuda.get_device_properties(device).total_memory)
     module, recipe = build(model_func)
+    if config.use_cpu_embedding and not compute_embeddings_far(module, device):
+        warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
+                      "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
     plan = Plan(module, config, collectives.num_ranks, default_near)
     engine = Engine(module, plan, collectives, device)

@@ -1,4 +1,5 @@
-"""Parameters outside the chunks (see scope.py): ordinary tensors on the near device, masters and moments beside them."""
+"""Parameters outside the chunks (see scope.py): ordinary tensors, masters and moments beside them; on the near device, or,
+where their module computes in host memory, there."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ class OutsideParams:
         self.params, self.precision, self.collectives, self.device = dict(params), precision, collectives, device
         self.modes = {name: mode_of(param) for name, param in params.items()}
         self.shapes = {name: param.shape for name, param in params.items()}
+        self._devices = {name: torch.device("cpu") if mode == Outside.FAR else device for name, mode in self.modes.items()}
         self._grad_dtype = precision.grad_dtype(accumulates)
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -54,9 +56,10 @@ class OutsideParams:
     def adopt(self) -> None:
         """The parameters have their initial values: they move to the device, in the compute dtype, and get states."""
         for name, param in self.params.items():
-            values = param.data.to(self.device, torch.float32).reshape(-1)
+            device = self._devices[name]
+            values = param.data.to(device, torch.float32).reshape(-1)
             kinds = {PARAM: self.precision.param_dtype, **self.precision.states}
-            buffers = {kind: torch.zeros(values.numel(), dtype=dtype, device=self.device) for kind, dtype in kinds.items()}
+            buffers = {kind: torch.zeros(values.numel(), dtype=dtype, device=device) for kind, dtype in kinds.items()}
             self.precision.write_master(values, buffers)
             param.data = buffers[PARAM].view(self.shapes[name])
             if param.dtype != self._grad_dtype:
@@ -71,21 +74,21 @@ class OutsideParams:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages the gradients of AVERAGED parameters: divided first, then added in fp32, as those in chunks.
+        """Averages the gradients of all but LOCAL parameters: divided first, then added in fp32, as those in chunks.
 
         A parameter that only some ranks used has zeros on the others; one that none used has none. Every rank calls it.
         """
         if self.collectives.num_ranks == 1:
             return
-        names = [name for name, mode in self.modes.items() if mode == Outside.AVERAGED and self.params[name].requires_grad]
+        names = [name for name, mode in self.modes.items() if mode != Outside.LOCAL and self.params[name].requires_grad]
         for name, users in zip(names, self._sum([self.params[name].grad is not None for name in names]), strict=True):
             if not users:
                 continue
             param = self.params[name]
             grad = param.grad if param.grad is not None else torch.zeros_like(param, dtype=self._grad_dtype)
             mean = torch.div(grad, self.collectives.num_ranks).to(torch.float32).reshape(-1)
-            parts = [self.collectives.sum(part.contiguous()) for part in mean.split(SUM_ELEMS)]
-            param.grad = torch.cat(parts).to(self._grad_dtype).view(param.shape)
+            parts = [self.collectives.sum(part.to(self.device).contiguous()) for part in mean.split(SUM_ELEMS)]
+            param.grad = torch.cat(parts).to(param.device, self._grad_dtype).view(param.shape)
 
     def norms(self) -> tuple[dict[str, torch.Tensor], set[str]]:
         """(fp32 norm of each gradient, names that this rank must update); after reduce(). Every rank calls it.
@@ -130,7 +133,7 @@ class OutsideParams:
     @torch.no_grad()
     def write(self, kind: str, name: str, values: torch.Tensor) -> None:
         """Puts the master (kind PARAM) or a moment back; values of its shape, any floating dtype."""
-        flat = values.to(self.device, torch.float32).reshape(-1)
+        flat = values.to(self._devices[name], torch.float32).reshape(-1)
         if kind == PARAM:
             self.precision.write_master(flat, self._buffers[name])
         else:

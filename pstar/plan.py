@@ -17,6 +17,7 @@ from pstar.budget import (
 )
 from pstar.config import Config, load_config
 from pstar.disk import check_disk_path
+from pstar.embedding import compute_embeddings_far
 from pstar.errors import BudgetError, ConfigError
 from pstar.layout import Layout, ModuleSpec, align, candidate_layouts, least_waste, make_layout
 from pstar.lazy import build
@@ -142,4 +143,7 @@ def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str |
 
     Raises what initialize_engine would raise.
     """
-    return Plan(build(model_func)[0], load_config(config), num_ranks)
+    module, config = build(model_func)[0], load_config(config)
+    if config.use_cpu_embedding:
+        compute_embeddings_far(module, torch.device("cpu"))
+    return Plan(module, config, num_ranks)

@@ -20,6 +20,7 @@ class Outside(Enum):
 
     AVERAGED = "averaged over the ranks: every rank has the same parameter"
     LOCAL = "left as backward made it: every rank has a parameter of its own, under the same name"
+    FAR = "averaged, as the first, but it stays in host memory, where its module computes (see pstar.embedding)"
 
 
 @contextmanager
@@ -62,6 +63,11 @@ def exclude(module: torch.nn.Module, do_allreduce: bool = True) -> torch.nn.Modu
     for param in module.parameters():
         setattr(param, _MARK, Outside.AVERAGED if do_allreduce else Outside.LOCAL)
     return module
+
+
+def stay_far(param: torch.nn.Parameter) -> None:
+    """Marks a parameter as one that never leaves host memory."""
+    setattr(param, _MARK, Outside.FAR)
 
 
 def mode_of(param: torch.nn.Parameter) -> Outside | None:

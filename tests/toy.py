@@ -43,6 +43,21 @@ class Toy(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Untied(nn.Module):
+    """Two embeddings that nobody shares, a block, and a head of its own; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.block = Block(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))
+        return F.cross_entropy(self.head(self.block(x)).flatten(0, 1), targets.flatten())
+
+
 def batch(number: int, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets), each (BATCH, length), a function of the number alone."""
     generator = torch.Generator().manual_seed(number)

@@ -56,6 +56,20 @@ def own_experts() -> Mixture:
     return Mixture(lambda: pstar.torch_scope(do_allreduce=False))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_embeddings_computed_far_have_the_bits_of_those_in_chunks(ranks, precision):
+    near = ranks(2).run(plain_case, PRECISIONS[precision] | {"use_cpu_embedding": False})
+    far = ranks(2).run(plain_case, PRECISIONS[precision] | {"use_cpu_embedding": True})
+    for (losses, weights), (far_losses, far_weights) in zip(near, far, strict=True):
+        assert losses == far_losses and weights.keys() == far_weights.keys()
+        assert all(torch.equal(weights[name], far_weights[name]) for name in weights)
+
+
+def plain_case(rank: int, num_ranks: int, keys: dict):
+    model, optimizer = toy.build(toy.Untied, **keys)
+    return toy.train(model, optimizer, STEPS, rank, num_ranks), model.gather_state()[0]
+
+
 def local_case(rank: int, num_ranks: int, bad_rank: int | None):
     model, optimizer = toy.build(own_experts, near_budget="min", default_chunk_size=11_000)
     norms, skipped = [], []

@@ -59,7 +59,7 @@ def test_its_keys_mean_what_the_reference_says() -> None:
     hybrid, host = (pstar.plan_engine(MyModel, near | {"optimizer": {"params": {"use_hybrid_adam": value}}})
                     for value in (True, False))
     assert hybrid.near_homes and not host.near_homes
-    with pytest.warns(UserWarning, match="use_cpu_embedding: embeddings are computed near"):
-        pstar.initialize_engine(MyModel, 0, {"use_cpu_embedding": True})
+    model, _ = pstar.initialize_engine(MyModel, 0, {"use_cpu_embedding": True})
+    assert "embed.weight" not in model.layout.slots
     with pytest.raises(pstar.ConfigError, match="did you mean 'client.mem_tracer.use_async_mem_monitor'"):
         pstar.load_config({"client": {"mem_tracer": {"use_async_monitor": True}}})

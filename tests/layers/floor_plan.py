@@ -42,6 +42,7 @@ PSTAR_ROWS = {
     "timeline": 2,
     "activations": 2,
     "tiled": 2,
+    "embedding": 2,
     "machines": 2,
     "gpt_shape": 2,
     "residency": 3,

@@ -1,0 +1,38 @@
+"""Embeddings that are computed far: the same numbers, less near, and a tied table stays in its chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pstar
+from tests import toy
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("keys", [{}, BF16, BF16 | {"gradient_accumulation_steps": 2}], ids=["fp32", "bf16", "accumulation"])
+def test_far_embeddings_change_no_bit(keys: dict) -> None:
+    runs = []
+    micros = keys.get("gradient_accumulation_steps", 1)
+    for far in (False, True):
+        model, optimizer = toy.build(toy.Untied, use_cpu_embedding=far, **keys)
+        losses = toy.train(model, optimizer, 5, num_micros=micros)
+        runs.append((losses, model.gather_state()[0], model.near.peak_bytes))
+        assert ("tokens.weight" in model.layout.slots) is not far
+    (losses, state, near), (far_losses, far_state, far_near) = runs
+    assert losses == far_losses
+    assert state.keys() == far_state.keys() and all(torch.equal(state[name], far_state[name]) for name in state)
+    assert far_near < near, "the largest table is not near any more"
+
+
+def test_a_plan_knows_that_they_are_in_no_chunk() -> None:
+    far, near = (pstar.plan_engine(toy.Untied, {"use_cpu_embedding": value}) for value in (True, False))
+    assert near.layout.num_params - far.layout.num_params == (toy.VOCAB + toy.LENGTH) * toy.WIDTH
+
+
+def test_a_table_that_is_the_head_too_stays_near() -> None:
+    with pytest.warns(UserWarning, match="use_cpu_embedding: every embedding of this model shares its table"):
+        model, optimizer = toy.build(toy.Toy, use_cpu_embedding=True)
+    assert "embed.weight" in model.layout.slots
+    assert toy.train(model, optimizer, 2) == toy.train(*toy.build(toy.Toy), 2)
