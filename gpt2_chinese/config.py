@@ -74,10 +74,8 @@ class ModelConfig:
             value = content.get(key, default)
             if value not in allowed:
                 raise UserError(f"{source}: {key} is {_short(value)}, this model has only {_one_of(allowed)}")
-            if value == default:
-                content.pop(key, None)  # another word for the same stays, for the round trip
-        content.pop("architectures", None)
-        content.pop("n_ctx", None)
+        for key in ("architectures", "n_ctx"):
+            content.pop(key, None)
         known = {f.name for f in fields(cls)} - {"extra"}
         config = cls(**{key: value for key, value in content.items() if key in known})
         config.extra = {key: value for key, value in content.items() if key not in known}

@@ -245,6 +245,10 @@ class Settings:
                 raise UserError(f"--resume {self.resume} cannot be used: {reason}")
         if found is None:
             return None
+        if (found / checkpoint.PARTS).is_dir():
+            from gpt2_chinese.parts import read_parts  # late: it loads torch, to look into the metadata, which are a pickle
+
+            read_parts(found / checkpoint.PARTS)
         state = checkpoint.read_state(found)
         then = ModelConfig.from_dict(state["model"], f"{found}/state.json")
         for name in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "inner"):

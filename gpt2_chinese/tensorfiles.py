@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,19 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 def _read_pickle(file: Path) -> Any:
     for mapped in (True, False):  # files of before 2020 cannot be mapped
         try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        except OSError as error:
+            raise UserError(f"cannot read the weights {file}: {error.strerror}") from None
         except Exception as error:  # whatever a damaged or hostile file makes the reader raise
-            named = re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)|function ([\w.]+)", str(error))
-            reason = str(error).split("\n")[0][:200]
-    if named:
-        what = next(filter(None, named.groups()))
-        raise UserError(f"{file} is refused: it is a pickle that names {what}, and only plain tensors are read, no code")
-    raise UserError(f"cannot read the weights {file}: {reason}")
+            said = str(error)
+    if named := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", said):
+        raise UserError(f"{file} is refused: it is a pickle that names {named[1]}, and only plain tensors are read, no code")
+    raise UserError(
+        f"cannot read the weights {file}: damaged, or a pickle that holds more than plain tensors, which is not read because "
+        "it could run code"
+    )
 
 
 def _read_indexed(file: Path) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def find_weights(path: Path | str) -> Path:
         UserError: there is nothing of the kind.
     """
     path = Path(path)
-    if path.is_file() and (path.suffix in (".safetensors", ".bin") or path.name in WEIGHT_FILES):
+    if path.is_file() and (path.suffix in (".safetensors", ".bin") or path.name in (*WEIGHT_FILES, ".metadata")):
         return path
     folder = path.parent if path.is_file() else path
     names = (*WEIGHT_FILES, f"{checkpoint.PARTS}/.metadata")
