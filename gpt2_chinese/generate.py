@@ -222,7 +222,7 @@ def interact(writer: Writer, batch_size: int, as_json: bool) -> None:
 def command(writer: Writer, line: str) -> str:
     """Carries out `/set temperature 0.7`, `/show` or `/help`; what to answer. A wrong one changes nothing."""
     fields = {f.name: type(f.default) for f in dataclasses.fields(Sampling)}
-    names = {name: int for name in ("length", "num", "seed")} | fields
+    names = dict.fromkeys(("length", "num", "seed"), int) | fields
     words = line.split()
     if words == ["/show"]:
         return ", ".join(f"{name} {getattr(_holder(writer, name), name)}" for name in names)

@@ -28,8 +28,8 @@ import torch
 
 import gpt2_chinese
 from gpt2_chinese import checkpoint
-from gpt2_chinese.errors import UserError
 from gpt2_chinese.decoding import generate
+from gpt2_chinese.errors import UserError
 from gpt2_chinese.launch import Ranks
 from gpt2_chinese.progress import Progress
 from gpt2_chinese.sampling import Sampling, generator_of

@@ -75,7 +75,7 @@ class Settings:
     output_dir: str | Path | None = flag(None, "Where the run writes all it writes.", shown="runs/NN_name")
     init_from: str | None = flag(
         None,
-        "Weights to begin with: a GPT-2 folder or file in Hugging Face's format, or a run; --model-config and --vocab follow it.",
+        "Weights to begin with: a GPT-2 folder or file in Hugging Face's format, or a run. Model and vocabulary follow it.",
         shown="random weights",
     )
     resume: str = flag("auto", "auto (the newest complete checkpoint there), never, or the path of a checkpoint.")
@@ -149,6 +149,10 @@ class Settings:
         self.vocab_size = vocabulary_size(self.vocab)
         self.validate()
         self.model.vocab_size = self.vocab_size
+        if initial:
+            from gpt2_chinese.weights import check_initial  # late: it loads torch, to look into the file
+
+            check_initial(initial, self.model)
 
         self.train_tokens = load_tokens(self.train_data, self.vocab)
         self.valid_tokens = load_tokens(self.valid_data, self.vocab)
@@ -159,7 +163,7 @@ class Settings:
 
     def _follow_initial_weights(self) -> Path:
         """The file that --init-from means; the model and the vocabulary are its own unless they are given."""
-        from gpt2_chinese.weights import begin_from  # late: it loads torch, to look into the file
+        from gpt2_chinese.weights import begin_from
 
         if self.resume not in ("auto", "never"):
             raise UserError(f"--init-from {self.init_from} and --resume {self.resume}: give one of them to begin with")

@@ -28,7 +28,7 @@ _NAMED_AT_MOST = 20
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """What a file holds, or all files that an index names, as stored, on the CPU; mapped from the disk where that is possible.
+    """What a file holds, or all files that an index names, as stored, on the CPU; mapped from the disk where it can.
 
     Raises:
         UserError: an unreadable file, a pickle that holds more than tensors, an index that names files elsewhere.
@@ -65,7 +65,7 @@ def _read_pickle(file: Path) -> Any:
         except Exception as error:  # whatever a damaged or hostile file makes the reader raise
             said = str(error)
     if named := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", said):
-        raise UserError(f"{file} is refused: it is a pickle that names {named[1]}, and only plain tensors are read, no code")
+        raise UserError(f"{file} is refused: it is a pickle that names {named[1]}: only plain tensors are read, no code")
     raise UserError(
         f"cannot read the weights {file}: damaged, or a pickle that holds more than plain tensors, which is not read because "
         "it could run code"
@@ -138,7 +138,7 @@ def check_fit(weights: dict[str, Tensor], config: ModelConfig, source: Path) -> 
         elif not tensor.is_floating_point():
             wrong.append(f"{name} holds {tensor.dtype}")
     if wrong:
-        raise UserError(f"{source} does not fit its config.json: {_listed(wrong)}")
+        raise UserError(f"{source} does not fit the model's configuration: {_listed(wrong)}")
 
 
 def _listed(items: list[str]) -> str:

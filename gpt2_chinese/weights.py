@@ -153,8 +153,9 @@ def _config_and_vocabulary(file: Path, vocab: Path | str | None) -> tuple[ModelC
 
 
 def export(
-    path: Path | str, output: Path | str, form: str = "safetensors", dtype: str | None = None, vocab: Path | str | None = None
-) -> Path:
+    path: Path | str, output: Path | str, form: str = "safetensors", dtype: str | None = None,
+    vocab: Path | str | None = None,
+) -> Path:  # fmt: skip
     """Writes a folder that transformers reads, complete or not at all, and returns its path.
 
     The weights keep their bits unless dtype is given, the configuration keeps what this project does not know. Ids of
@@ -198,32 +199,32 @@ def _save(weights: dict[str, Tensor], folder: Path, form: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    whole = (lambda tensor: tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous())
-    plain = {name: tensor if whole(tensor) else tensor.clone().contiguous() for name, tensor in weights.items()}
+    plain = {}
+    for name, tensor in weights.items():
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        plain[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)  # a view drags its base along
     if form == "bin":
         torch.save({**plain, "lm_head.weight": plain["transformer.wte.weight"]}, folder / "pytorch_model.bin")
     else:
         save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "model.safetensors").chmod((folder.stat().st_mode & 0o666))  # the library's are readable by their owner only
+        (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # the library's are readable by their owner only
 
 
 def begin_from(path: Path | str) -> tuple[Path, Path | None]:
-    """What --init-from means: the file with the weights, and the vocabulary beside them.
-
-    Everything is held against everything else here, before a process starts.
-
-    Raises:
-        UserError: as `read_weights`, with the flag named.
-    """
-    try:
-        file = find_weights(path)
-        folder = _folder_of(file)
-        if (folder / checkpoint.MANIFEST).is_file() and (reason := checkpoint.damage(folder)):
-            raise UserError(f"{folder} cannot be used: {reason}")
-        read_weights(file)
-    except UserError as error:
-        raise UserError(f"--init-from {path}: {error}") from None
+    """What --init-from means: the file with the weights, and the vocabulary beside them. Raises UserError."""
+    file = find_weights(path)
+    folder = _folder_of(file)
+    if (folder / checkpoint.MANIFEST).is_file() and (reason := checkpoint.damage(folder)):
+        raise UserError(f"--init-from {path}: {folder} cannot be used: {reason}")
     return file, find_vocabulary(folder)
+
+
+def check_initial(file: Path, config: ModelConfig) -> None:
+    """Reads the weights to begin with once, before a process starts. Raises UserError as `read_weights`."""
+    try:
+        read_weights(file, config)
+    except UserError as error:
+        raise UserError(f"--init-from {file}: {error}") from None
 
 
 def initial_state(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:

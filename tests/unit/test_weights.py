@@ -19,14 +19,24 @@ from gpt2_chinese.errors import UserError
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.settings import Settings
 from gpt2_chinese.vocabulary import Vocabulary
-from gpt2_chinese.weights import begin_from, export, find_weights, initial_state, load_model, main, read_weights
+from gpt2_chinese.weights import (
+    begin_from,
+    check_initial,
+    export,
+    find_weights,
+    initial_state,
+    load_model,
+    main,
+    read_weights,
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 SIZES = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24}
 # as the config.json of uer/gpt2-chinese-cluecorpussmall: ids outside the vocabulary, fields that are not ours
 FIELDS = {"bos_token_id": 50256, "eos_token_id": 50256, "gradient_checkpointing": False, "output_past": True,
-          "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 320}}, "summary_type": "cls_index"}  # fmt: skip
+          "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 320}},
+          "summary_type": "cls_index"}  # fmt: skip
 
 
 @pytest.fixture
@@ -125,7 +135,8 @@ def test_a_folder_goes_in_and_out_unchanged(theirs, folder: Path, tmp_path: Path
     file = find_weights(tmp_path / "out")
     written = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)
     assert set(written) - {"lm_head.weight"} == {f"transformer.{name}" for name in stored}
-    assert all(written[f"transformer.{n}"].dtype == dtype and torch.equal(written[f"transformer.{n}"], stored[n]) for n in stored)
+    assert {tensor.dtype for tensor in written.values()} == {dtype}
+    assert all(torch.equal(written[f"transformer.{name}"], stored[name]) for name in stored)
     after = json.loads((tmp_path / "out" / "config.json").read_text())
     vocabulary = Vocabulary.load(folder / "vocab.txt")
     ids = {"bos_token_id": vocabulary.begin_id, "eos_token_id": vocabulary.end_id, "pad_token_id": vocabulary.pad_id}
@@ -203,7 +214,9 @@ REFUSED = {
 def test_weights_that_are_not_this_models_are_refused(theirs, folder: Path, case: str) -> None:
     change, line = REFUSED[case]
     write(change(state(theirs)), folder, "bin")
-    for door in (read_weights, load_model, begin_from, lambda path: export(path, path / "out")):
+    config = ModelConfig.from_file(folder)
+    for door in (read_weights, load_model, lambda path: check_initial(find_weights(path), config),
+                 lambda path: export(path, path / "out")):
         with pytest.raises(UserError, match=line):
             door(folder)
 
@@ -260,7 +273,7 @@ def test_a_configuration_that_is_none(theirs, folder: Path, text: str) -> None:
 INDEXES = {
     "elsewhere": ({"weight_map": {"a": "../model.safetensors"}}, "of the same folder"),
     "absolute": ({"weight_map": {"a": "/etc/passwd"}}, "of the same folder"),
-    "no shard": ({"weight_map": {"a": "model-00009-of-00009.safetensors"}}, "model-00009-of-00009.safetensors, which is missing"),
+    "no shard": ({"weight_map": {"a": "model-9.safetensors"}}, "names model-9.safetensors, which is missing"),
     "no map": ({"weights": {}}, "no index of weights"),
     "numbers": ({"weight_map": {"a": 3}}, "no index of weights"),
     "empty": ({"weight_map": {}}, "must name"),
