@@ -65,9 +65,9 @@ def _read_pickle(file: Path) -> Any:
         except Exception as error:  # whatever a damaged or hostile file makes the reader raise
             said = str(error)
     if named := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", said):
-        raise UserError(f"{file} is refused: it is a pickle that names {named[1]}: only plain tensors are read, no code")
+        raise UserError(f"{file} is refused: it is a pickle that names {named[1]}: only plain tensors are read")
     raise UserError(
-        f"cannot read the weights {file}: damaged, or a pickle that holds more than plain tensors, which is not read because "
+        f"cannot read the weights {file}: damaged, or a pickle that holds more than plain tensors, which is not read: "
         "it could run code"
     )
 
