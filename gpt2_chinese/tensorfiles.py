@@ -24,7 +24,7 @@ from gpt2_chinese.errors import UserError
 _FILLER = re.compile(r"(^|\.)h\.\d+\.attn\.masked_bias$")
 _MASK = re.compile(r"(^|\.)h\.\d+\.attn\.bias$")
 _TIED = "transformer.wte.weight"
-_NAMED_AT_MOST = 20
+_NAMED_AT_MOST = 40  # all kinds of weights fit, missing in some layers and of another shape in others
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -131,14 +131,24 @@ def check_fit(weights: dict[str, Tensor], config: ModelConfig, source: Path) -> 
     wanted = shapes_of(config)
     wrong = [f"{name} is missing" for name in wanted if name not in weights]
     wrong += [f"{name} is unknown" for name in weights if name not in wanted]
-    for name in wanted.keys() & weights.keys():
+    for name in wanted:
+        if name not in weights:
+            continue
         tensor = weights[name]
         if tuple(tensor.shape) != wanted[name]:
             wrong.append(f"{name} is {tuple(tensor.shape)} instead of {wanted[name]}")
         elif not tensor.is_floating_point():
             wrong.append(f"{name} holds {tensor.dtype}")
     if wrong:
-        raise UserError(f"{source} does not fit the model's configuration: {_listed(wrong)}")
+        raise UserError(f"{source} does not fit the model's configuration: {_listed(_by_kind(wrong))}")
+
+
+def _by_kind(items: list[str]) -> list[str]:
+    """The same of many layers as one item: h.*.ln_1.weight is missing (12 layers)."""
+    kinds: dict[str, list[str]] = {}
+    for item in items:
+        kinds.setdefault(re.sub(r"\bh\.\d+\.", "h.*.", item), []).append(item)
+    return [same[0] if len(same) == 1 else f"{kind} ({len(same)} layers)" for kind, same in kinds.items()]
 
 
 def _listed(items: list[str]) -> str:

@@ -197,8 +197,7 @@ def wrong_shapes(found: dict) -> dict:
 
 REFUSED = {
     "head": (other_head, "lm_head.weight is not the embedding"),
-    "shapes": (wrong_shapes, r"wpe.weight is \(25, 32\) instead of \(24, 32\).*ln_f.bias is \(3,\) instead of \(32,\)"
-                             r"|ln_f.bias is \(3,\) instead of \(32,\).*wpe.weight is \(25, 32\) instead of \(24, 32\)"),
+    "shapes": (wrong_shapes, r"wpe.weight is \(25, 32\) instead of \(24, 32\).*ln_f.bias is \(3,\) instead of \(32,\)"),
     "unknown": (lambda found: found | {"transformer.h.0.attn.rotary": torch.zeros(2)}, "h.0.attn.rotary is unknown"),
     "a bias that is no mask": (lambda found: found | {"transformer.h.0.attn.bias": torch.zeros(96)}, "attn.bias is unknown"),
     "missing": (lambda found: {n: t for n, t in found.items() if "h.1.mlp" not in n}, "h.1.mlp.c_fc.weight is missing"),
@@ -240,6 +239,8 @@ def test_another_vocabulary_is_refused_with_both_sizes(theirs, folder: Path, tmp
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads is"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"n_embd": 36, "n_layer": 5}, r"ln_1\.weight is missing \(2 layers\).*wte.*wpe.*h\.\*\.ln_1\.weight is \(32,\) "
+                                       r"instead of \(36,\) \(3 layers\).*ln_f.bias is \(32,\) instead of \(36,\)$"),
         ({"n_inner": 100}, r"c_fc.weight is \(32, 128\) instead of \(32, 100\)"),
         ({"n_layer": 10**9}, "n_layer 1000000000 is above 1,000"),
         ({"n_positions": 10**6}, r"wpe.weight is \(24, 32\) instead of \(1000000, 32\)"),
@@ -259,7 +260,7 @@ def test_configurations_that_the_model_cannot_be_are_refused(theirs, folder: Pat
     (folder / "config.json").write_text(json.dumps(content | change))
     with pytest.raises(UserError, match=line) as told:
         load_model(folder)
-    assert "\n" not in str(told.value) and len(str(told.value)) < 1000
+    assert "\n" not in str(told.value) and len(str(told.value)) < 3000
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", "null", '{"n_layer": ' + "9" * 5000 + "}", "\ud800"])
