@@ -56,7 +56,7 @@ class ModelConfig:
             "n_ctx": self.n_positions,
             "tie_word_embeddings": True,
         }
-        return {**self.extra, **fixed, **own}
+        return {**fixed, **self.extra, **own}
 
     @classmethod
     def from_dict(cls, content: Any, source: str) -> ModelConfig:
@@ -71,11 +71,11 @@ class ModelConfig:
         if "n_ctx" in content and "n_positions" not in content:
             content["n_positions"] = content["n_ctx"]
         for key, (allowed, default) in _FIXED.items():
-            value = content.pop(key, default)
+            value = content.get(key, default)
             if value not in allowed:
-                raise UserError(f"{source}: {key} is {value!r}, this model has only {_one_of(allowed)}")
-        content.pop("architectures", None)
-        content.pop("n_ctx", None)
+                raise UserError(f"{source}: {key} is {_short(value)}, this model has only {_one_of(allowed)}")
+        for key in ("architectures", "n_ctx"):
+            content.pop(key, None)
         known = {f.name for f in fields(cls)} - {"extra"}
         config = cls(**{key: value for key, value in content.items() if key in known})
         config.extra = {key: value for key, value in content.items() if key not in known}
@@ -88,7 +88,7 @@ class ModelConfig:
         path = path / "config.json" if path.is_dir() else path
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise UserError(f"cannot read the model configuration {path}: {error}") from None
         return cls.from_dict(content, str(path))
 
@@ -97,16 +97,20 @@ class ModelConfig:
         for name in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner"):
             value = getattr(self, name)
             optional = name in ("vocab_size", "n_inner")
-            if not (optional and value is None) and (type(value) is not int or value < 1):
-                raise UserError(f"{source}: {name} must be a whole number of at least 1, not {value!r}")
+            if optional and value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise UserError(f"{source}: {name} must be a whole number of at least 1, not {_short(value)}")
+            if value > _MOST[name]:
+                raise UserError(f"{source}: {name} {_short(value)} is above {_MOST[name]:,}, which no GPT-2 has")
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value < 1:
-                raise UserError(f"{source}: {name} must be at least 0 and below 1, not {value!r}")
+                raise UserError(f"{source}: {name} must be at least 0 and below 1, not {_short(value)}")
         for name in ("layer_norm_epsilon", "initializer_range"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise UserError(f"{source}: {name} must be a positive number, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+                raise UserError(f"{source}: {name} must be a positive number, not {_short(value)}")
         if self.n_embd % self.n_head:
             raise UserError(f"{source}: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
 
@@ -119,7 +123,22 @@ _FIXED: dict[str, tuple[tuple[Any, ...], Any]] = {
     "scale_attn_weights": ((True,), True),
     "scale_attn_by_inverse_layer_idx": ((False,), False),
     "add_cross_attention": ((False,), False),
+    "is_encoder_decoder": ((False,), False),
+    "pruned_heads": (({}, None), {}),
+    "quantization_config": ((None,), None),
 }
+
+# beyond these a configuration is no model but a mistake: it would be built for hours, or fill the memory
+_MOST = {"n_layer": 1000, "n_embd": 1 << 17, "n_head": 1 << 17, "n_positions": 1 << 24, "vocab_size": 1 << 24,
+         "n_inner": 1 << 20}  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    """A value as an error names it: on one line, however long it is."""
+    if isinstance(value, int) and abs(value) >= 10**50:
+        return "a number of more than 50 digits"  # Python refuses to print those of more than 4300
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _one_of(values: tuple[Any, ...]) -> str:

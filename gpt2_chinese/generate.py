@@ -1,158 +1,330 @@
 """Text from a trained model.
 
-python -m gpt2_chinese.generate --model runs/00_single --prompt 今天天气 --length 100 --num 3
+python -m gpt2_chinese.generate --model runs/00_single --prompt 今天天气 --prompt 这家小店 --length 100 --num 3
+python -m gpt2_chinese.generate --model uer-folder --prompt-file prompts.txt --json --output texts.jsonl
+python -m gpt2_chinese.generate --model runs/00_single --interactive
+
+The text of prompt i, sample j depends on --seed, i and j alone. JSON lines have prompt, sample, text (what follows the
+prompt), ids (of that text), finish_reason ("end": the model ended it, "length": --length was reached) and tokens_per_s (of
+the whole batch). Beyond the model's context a text goes on from its last half (decoding.py).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from gpt2_chinese.errors import UserError, exit_on_user_error
+from gpt2_chinese.sampling import Sampling, generator_of
+
+if TYPE_CHECKING:
+    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.vocabulary import Vocabulary
+
+PROMPT = "今天天气"
+HELP = "/set NAME VALUE (length, num, seed, temperature, top_k, top_p, repetition_penalty, greedy), /show, /help"
 
 
-@torch.no_grad()
-def generate(
-    model: Callable[[Tensor], Tensor],
-    ids: Tensor,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-    greedy: bool = False,
-    generator: torch.Generator | None = None,
-    eos_id: int | None = None,
-    forbidden: tuple[int, ...] = (),
-) -> list[list[int]]:
-    """Continues every row of ids; rows are drawn independently of each other.
+@dataclasses.dataclass
+class Text:
+    """One continuation, as a JSON line has it."""
 
-    Beyond the model's context the window slides: the model sees the last n_positions ids.
+    prompt: str
+    sample: int
+    text: str
+    ids: list[int]
+    finish_reason: str
+    tokens_per_s: float
+
+
+class Writer:
+    """Writes texts with one model.
 
     Args:
-        model: gives logits (B, T, V) for ids (B, T); its config.n_positions is the context, if it has one.
-        ids: (B, T) int64, the prompts, all of one length.
-        max_new_tokens: how many ids to add at most.
-        temperature: below 1 sharpens, above 1 flattens the distribution.
-        top_k: draw among the k likeliest ids, 0 for all.
-        top_p: draw among the fewest ids whose probabilities reach p, 1 for all.
-        repetition_penalty: above 1 makes ids that stand already in the row less likely.
-        greedy: take the likeliest id; the four above except repetition_penalty do not matter then.
-        generator: the source of randomness, on the device of ids.
-        eos_id: a row ends before this id.
-        forbidden: ids never drawn.
-
-    Returns:
-        the new ids of each row, without eos_id.
+        model: in evaluation mode.
+        vocabulary: of the model.
+        length, num, seed: as the flags.
+        sampling: how each token is chosen.
+        cache: remember keys and values.
     """
-    context = getattr(getattr(model, "config", None), "n_positions", None)
-    start = ids.shape[1]
-    ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    for _ in range(max_new_tokens):
-        logits = model(ids if context is None else ids[:, -context:])[:, -1].float()
-        logits = penalise_repetition(logits, ids, repetition_penalty)
-        if forbidden:
-            logits[:, list(forbidden)] = -torch.inf
-        if greedy:
-            new = logits.argmax(-1, keepdim=True)
-        else:
-            logits = keep_top_p(keep_top_k(logits / temperature, top_k), top_p)
-            new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        if eos_id is not None:
-            new[ended] = eos_id
-            ended |= new[:, 0] == eos_id
-        ids = torch.cat([ids, new], dim=1)
-        if eos_id is not None and bool(ended.all()):
-            break
-    rows = ids[:, start:].tolist()
-    return [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
+
+    def __init__(
+        self, model: GPT2LMHeadModel, vocabulary: Vocabulary, length: int, num: int, seed: int, sampling: Sampling,
+        cache: bool = True,
+    ) -> None:  # fmt: skip
+        self.model, self.vocabulary, self.cache = model, vocabulary, cache
+        self.length, self.num, self.seed, self.sampling = length, num, seed, sampling
+
+    def check(self) -> None:
+        """Raises UserError for a number out of range."""
+        for flag, value, least in (("--length", self.length, 1), ("--num", self.num, 1), ("--seed", self.seed, 0)):
+            if value < least:
+                raise UserError(f"{flag} {value} is out of range: it must be at least {least}")
+        self.sampling.check()
+
+    def texts(
+        self, prompts: list[str], batch_size: int, first: int = 0, stream: Callable[[str], None] | None = None
+    ) -> Iterator[list[Text]]:
+        """Yields the texts, `num` a prompt, batch by batch.
+
+        Args:
+            prompts: to be continued.
+            batch_size: how many texts are written at once.
+            first: number of the first prompt, which decides the randomness.
+            stream: called with characters as they are made, first with the prompt before them; for batches of one.
+        """
+        from gpt2_chinese.decoding import generate
+
+        vocabulary = self.vocabulary
+        jobs = [(i, j) for i in range(len(prompts)) for j in range(self.num)]
+        encoded = [vocabulary.encode_prompt(prompt) for prompt in prompts]
+        for start in range(0, len(jobs), batch_size):
+            batch = jobs[start : start + batch_size]
+            made = Characters(vocabulary, prompts[batch[0][0]], encoded[batch[0][0]])
+
+            def on_token(_: int, token: int, made: Characters = made) -> None:
+                if piece := made.add(token):
+                    stream(piece)
+
+            begin = time.perf_counter()
+            rows = generate(
+                self.model,
+                [encoded[i] for i, _ in batch],
+                self.length,
+                self.sampling,
+                [generator_of(self.seed, first + i, j) for i, j in batch],
+                vocabulary.end_id,
+                tuple(vocabulary.special_ids - {vocabulary.end_id}),
+                self.cache,
+                on_token if stream else None,
+            )
+            rate = sum(map(len, rows)) / max(time.perf_counter() - begin, 1e-9)
+            yield [
+                Text(
+                    prompts[i], j, continuation(vocabulary, encoded[i], row).rstrip(), row,
+                    "length" if len(row) == self.length else "end", round(rate, 1),
+                )
+                for (i, j), row in zip(batch, rows, strict=True)
+            ]  # fmt: skip
 
 
-def penalise_repetition(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Divides positive and multiplies negative logits (B, V) of the ids (B, T) seen so far."""
-    if penalty == 1.0:
-        return logits
-    seen = logits.gather(1, ids)
-    return logits.scatter(1, ids, torch.where(seen > 0, seen / penalty, seen * penalty))
+def continuation(vocabulary: Vocabulary, prompt: list[int], new: list[int]) -> str:
+    """What the new ids add to the text: between Latin words that begins with a blank, which the ids alone do not tell."""
+    before, whole = vocabulary.decode(prompt), vocabulary.decode([*prompt, *new])
+    return whole[len(before) :] if whole.startswith(before) else vocabulary.decode(new)
 
 
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Sets all but the k largest logits of each row to -inf; 0 keeps all."""
-    if k <= 0 or k >= logits.shape[-1]:
-        return logits
-    smallest = logits.topk(k, dim=-1).values[:, -1:]
-    return logits.masked_fill(logits < smallest, -torch.inf)
+class Characters:
+    """Ids to characters one by one: what is shown never changes, and together it is the prompt and its text."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: str, prompt_ids: list[int]) -> None:
+        self.vocabulary, self.prompt, self.prompt_ids, self.ids, self.shown = vocabulary, prompt, prompt_ids, [], ""
+
+    def add(self, token: int) -> str:
+        """The characters that are certain now: a character of several bytes waits for its last, a blank for what follows."""
+        self.ids.append(token)
+        new = continuation(self.vocabulary, self.prompt_ids, self.ids).rstrip("\ufffd").rstrip()
+        text = self.prompt + new
+        if not new or not text.startswith(self.shown):
+            return ""
+        piece, self.shown = text[len(self.shown) :], text
+        return piece
 
 
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keeps the fewest ids of each row whose probabilities add up to at least p, always one; 1 keeps all."""
-    if p >= 1.0:
-        return logits
-    ordered, order = logits.sort(dim=-1, descending=True)
-    probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability  # what stands before an id: it is needed while that is below p
-    drop = before >= p
-    drop[:, 0] = False
-    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+def read_prompts(path: Path | str) -> list[str]:
+    """The prompts of a file: one a line, or, when the first one begins with a brace, JSON lines with "prompt".
+
+    Raises:
+        UserError: no such file, no prompt in it, or a line that is none, with its number.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompt-file {path} cannot be read: {error}") from None
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise UserError(f"--prompt-file {path} holds no prompt: give one a line")
+    if not numbered[0][1].lstrip().startswith("{"):
+        return [line for _, line in numbered]
+    prompts = []
+    for number, line in numbered:
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise UserError(f'--prompt-file {path}, line {number}: give a JSON object with "prompt", a text')
+        prompts.append(prompt)
+    return prompts
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
+def run(writer: Writer, prompts: list[str], batch_size: int, as_json: bool, stream: bool, output: str | None) -> None:
+    """Writes all texts to stdout, or to a file, which is there only when all are written."""
+    if output is None:
+        return write(writer, prompts, batch_size, as_json, stream)
+    beside = Path(f"{output}.tmp")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            write(writer, prompts, batch_size, as_json, stream, file)
+        os.replace(beside, output)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
+
+
+def write(
+    writer: Writer, prompts: list[str], batch_size: int, as_json: bool, stream: bool, file: TextIO | None = None,
+    first: int = 0,
+) -> None:  # fmt: skip
+    """Writes all texts; to a file when there is one, with a bar on the terminal unless they are streamed to it."""
+    from tqdm import tqdm
+
+    show = (lambda piece: print(piece, end="", flush=True)) if stream else None
+    hidden = None if file and not stream else True  # None: hidden unless stderr is a terminal
+    with tqdm(total=len(prompts) * writer.num, unit="text", leave=False, disable=hidden) as bar:
+        for texts in writer.texts(prompts, 1 if stream else batch_size, first, show):
+            bar.update(len(texts))
+            for text in texts:
+                if stream:
+                    print("\n" if text.text else f"{text.prompt}\n", flush=True)
+                if as_json:
+                    print(json.dumps(dataclasses.asdict(text), ensure_ascii=False), file=file, flush=True)
+                elif file or not stream:
+                    print(f"{text.prompt}{text.text}\n", file=file, flush=True)
+                if not text.text:
+                    line = f"note: nothing follows 「{text.prompt}」 in sample {text.sample + 1}: the model ended at once"
+                    print(line, file=sys.stderr, flush=True)
+
+
+def interact(writer: Writer, batch_size: int, as_json: bool) -> None:
+    """Prompt after prompt from stdin; an empty line, the end of the input or Ctrl-C end it."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print(f"Type a prompt. {HELP}. An empty line ends.", flush=True)
+    number = 0
+    try:
+        while line := input("> " if terminal else "").strip():
+            if line.startswith("/"):
+                print(command(writer, line), flush=True)
+                continue
+            write(writer, [line], batch_size, as_json, not as_json, first=number)
+            number += 1
+    except (EOFError, KeyboardInterrupt):
+        print(flush=True)
+
+
+def command(writer: Writer, line: str) -> str:
+    """Carries out `/set temperature 0.7`, `/show` or `/help`; what to answer. A wrong one changes nothing."""
+    fields = {f.name: type(f.default) for f in dataclasses.fields(Sampling)}
+    names = dict.fromkeys(("length", "num", "seed"), int) | fields
+    words = line.split()
+    if words == ["/show"]:
+        return ", ".join(f"{name} {getattr(_holder(writer, name), name)}" for name in names)
+    name = words[1].removeprefix("--").replace("-", "_") if len(words) == 3 and words[0] == "/set" else None
+    if name not in names:
+        return HELP if words == ["/help"] else f"error: {line} is no command: {HELP}"
+    holder = _holder(writer, name)
+    before = getattr(holder, name)
+    try:
+        value = {"on": True, "off": False}[words[2]] if names[name] is bool else names[name](words[2])
+        setattr(holder, name, value)
+        writer.check()
+    except (ValueError, KeyError):
+        return f"error: {name} cannot be {words[2]}" + (": on or off" if names[name] is bool else "")
+    except UserError as error:
+        setattr(holder, name, before)
+        return f"error: {error}"
+    return f"{name} is {value}"
+
+
+def _holder(writer: Writer, name: str) -> Any:
+    return writer if hasattr(writer, name) else writer.sampling
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        """Errors of one line."""
+        raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(
         prog="generate.sh",
-        description="Text from a trained model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, help="a run, its final/, a checkpoint, or a Hugging Face folder")
-    parser.add_argument("--vocab", help="vocabulary, where the folder has none")
-    parser.add_argument("--prompt", default="今天天气", help="the beginning of the text")
-    parser.add_argument("--length", type=int, default=100, help="new tokens at most")
-    parser.add_argument("--num", type=int, default=1, help="how many texts")
-    parser.add_argument("--temperature", type=float, default=0.8, help="below 1 is safer, above 1 wilder")
-    parser.add_argument("--top-k", type=int, default=40, help="draw among the k likeliest tokens, 0 for all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest that reach this probability")
-    parser.add_argument("--repetition-penalty", type=float, default=1.1, help="above 1: less repetition")
-    parser.add_argument("--seed", type=int, default=42, help="the same seed gives the same texts")
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
-    a = parser.parse_args()
+
+    def add(flag: str, default: Any, help: str, **more: Any) -> None:
+        shown = "" if default is None or default is False else f" (default: {default})"
+        parser.add_argument(flag, default=default, help=help.replace("%", "%%") + shown, **more)
+
+    add("--model", None, "a run, its final/, a checkpoint, or a Hugging Face folder or file", required=True)
+    add("--vocab", None, "vocabulary, where the folder has none")
+    add("--prompt", None, f"the beginning of the text; may be repeated (default: {PROMPT})", action="append")
+    add("--prompt-file", None, 'file with a prompt a line, or JSON lines with "prompt"')
+    add("--length", 100, "new tokens at most", type=int)
+    add("--num", 1, "how many texts of each prompt", type=int)
+    add("--batch-size", 8, "texts written at once; no text depends on it", type=int)
+    add("--temperature", 0.8, "below 1 is safer, above 1 wilder", type=float)
+    add("--top-k", 40, "draw among the k likeliest tokens, 0 for all", type=int)
+    add("--top-p", 1.0, "draw among the likeliest that reach this probability", type=float)
+    add("--repetition-penalty", 1.1, "above 1: less repetition", type=float)
+    add("--greedy", False, "always the likeliest token", action="store_true")
+    add("--seed", 42, "the same seed gives the same texts", type=int)
+    add("--stream", False, "show the text while it is written, one text at a time", action="store_true")
+    add("--json", False, "JSON lines instead of text", action="store_true")
+    add("--output", None, "write there instead of to the terminal")
+    add("--interactive", False, "ask for prompt after prompt; /help lists its commands", action="store_true")
+    add("--no-cache", False, "compute every token from the whole text: slower, the same texts", action="store_true")
+    add("--device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    return parser.parse_args(argv)
+
+
+def _check(a: argparse.Namespace) -> None:
+    """Raises UserError for flags that contradict each other or the machine."""
+    given = {"--prompt": a.prompt, "--prompt-file": a.prompt_file, "--output": a.output}
+    if a.prompt and a.prompt_file:
+        raise UserError("--prompt and --prompt-file: give one of them")
+    if a.interactive and any(given.values()):
+        flag = next(name for name, value in given.items() if value)
+        raise UserError(f"--interactive asks for prompts and answers on the terminal: leave {flag} out")
+    if a.json and a.stream and not a.output:
+        raise UserError("--json and --stream both write to the terminal: leave one out, or give --output")
+    if a.batch_size < 1:
+        raise UserError(f"--batch-size {a.batch_size} is out of range: it must be at least 1")
+    if a.output and (Path(a.output).is_dir() or not Path(a.output).absolute().parent.is_dir()):
+        raise UserError(f"--output {a.output} cannot be written: give a file in a folder that exists")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
     with exit_on_user_error():
-        for name, good in {
-            "--length": a.length >= 1,
-            "--num": a.num >= 1,
-            "--temperature": a.temperature > 0,
-            "--top-k": a.top_k >= 0,
-            "--top-p": 0 < a.top_p <= 1,
-            "--repetition-penalty": a.repetition_penalty > 0,
-        }.items():
-            if not good:
-                raise UserError(f"{name} {getattr(a, name[2:].replace('-', '_'))} is out of range")
+        a = _parse(argv)
+        sampling = Sampling(a.temperature, a.top_k, a.top_p, a.repetition_penalty, a.greedy)
+        writer = Writer(None, None, a.length, a.num, a.seed, sampling, not a.no_cache)  # type: ignore[arg-type]
+        writer.check()
+        _check(a)
+        prompts = read_prompts(a.prompt_file) if a.prompt_file else a.prompt or [PROMPT]
+        import torch
+
         from gpt2_chinese.weights import load_model
 
         cuda = torch.cuda.is_available()
         if a.device == "cuda" and not cuda:
             raise UserError("--device cuda: this machine has no GPU that torch can use")
         device = torch.device("cuda" if cuda and a.device != "cpu" else "cpu")
-        model, vocabulary = load_model(a.model, device, a.vocab)
-        prompt = vocabulary.encode_prompt(a.prompt)
-        rows = generate(
-            model,
-            torch.tensor([prompt] * a.num, device=device),
-            a.length,
-            a.temperature,
-            a.top_k,
-            a.top_p,
-            a.repetition_penalty,
-            a.greedy,
-            torch.Generator(device).manual_seed(a.seed),
-            vocabulary.end_id,
-            forbidden=tuple(vocabulary.special_ids - {vocabulary.end_id}),
-        )
-    for row in rows:
-        print(f"{a.prompt}{vocabulary.decode(row)}\n")
+        writer.model, writer.vocabulary = load_model(a.model, device, a.vocab)
+        if a.interactive:
+            interact(writer, a.batch_size, a.json)
+        else:
+            run(writer, prompts, a.batch_size, a.json, a.stream, a.output)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,11 @@ import torch
 
 import gpt2_chinese
 from gpt2_chinese import checkpoint
+from gpt2_chinese.decoding import generate
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.generate import generate
 from gpt2_chinese.launch import Ranks
 from gpt2_chinese.progress import Progress
+from gpt2_chinese.sampling import Sampling, generator_of
 from gpt2_chinese.settings import Settings, display
 from gpt2_chinese.traffic import tcp_bytes
 from gpt2_chinese.weights import load_model
@@ -60,7 +61,7 @@ class Run:
         first_step: where to go on, when it is not a checkpoint that says so: in memory, after the loss of a worker.
 
     Attributes:
-        resume_from: the checkpoint to go on from, None at a fresh start.
+        resume_from: the checkpoint to go on from, or the file with the weights to begin with; None: those of the seed.
         first_step: the first step this process will take.
     """
 
@@ -71,7 +72,7 @@ class Run:
         self.directory = Path(settings.output_dir)
         self.resume_from = settings.resume_from
         self.first_step = first_step or settings.resume_step + 1
-        self._goes_on = bool(settings.resume_from) or self.first_step > 1
+        self._goes_on = self.first_step > 1
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
             raise UserError("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
         self.last_evaluation: dict[str, float] = {}
@@ -102,7 +103,7 @@ class Run:
                 "model": settings.model.to_dict(),
                 "vocab_size": settings.vocab_size,
                 "num_parameters": settings.model.num_parameters(),
-                "resumed_from": str(self.resume_from) if self.resume_from else None,
+                "resumed_from": str(self.resume_from) if self._goes_on else None,
                 "versions": versions(),
             },
         )
@@ -151,6 +152,8 @@ class Run:
         if self._goes_on:
             source = display(self.resume_from) if self.first_step == settings.resume_step + 1 else "memory"
             rows.append(("resuming", f"{source}, next is step {self.first_step}"))
+        elif self.resume_from:
+            rows.append(("weights", f"begin as those of {display(self.resume_from)}"))
         print(f"{settings.chapter}")
         print_rows(rows)
         if tokens.unknown > 0.01 * len(tokens):
@@ -343,11 +346,11 @@ class Run:
     def _print_samples(self, final: Path) -> None:
         """Three continuations, from what was written: final/ is read back as anyone would."""
         model, vocabulary = load_model(final, self.ranks.device)
-        generator = torch.Generator(self.ranks.device).manual_seed(self.settings.seed)
         print("\nThree continuations (the prompt in 「」):")
-        for prompt in PROMPTS:
-            ids = torch.tensor([vocabulary.encode_prompt(prompt)], device=self.ranks.device)
-            new = generate(model, ids, 60, temperature=0.8, top_k=40, generator=generator, eos_id=vocabulary.end_id)[0]
+        prompts = [vocabulary.encode_prompt(prompt) for prompt in PROMPTS]
+        generators = [generator_of(self.settings.seed, i, 0) for i in range(len(prompts))]
+        rows = generate(model, prompts, 60, Sampling(temperature=0.8, top_k=40), generators, vocabulary.end_id)
+        for prompt, new in zip(PROMPTS, rows, strict=True):
             text = vocabulary.decode(new)
             print(f"  「{prompt}」{text}")
             self._board.add_text(f"samples/{prompt}", f"「{prompt}」{text}", self.settings.max_steps)

@@ -73,6 +73,11 @@ class Settings:
     save_every: int | None = flag(None, "Steps between checkpoints.", shown="by config, tiny: 200")
     log_every: int | None = flag(None, "Steps between lines of metrics.jsonl.", shown="by config, tiny: 1")
     output_dir: str | Path | None = flag(None, "Where the run writes all it writes.", shown="runs/NN_name")
+    init_from: str | None = flag(
+        None,
+        "Weights to begin with: a GPT-2 folder or file in Hugging Face's format, or a run. Model and vocabulary follow it.",
+        shown="random weights",
+    )
     resume: str = flag("auto", "auto (the newest complete checkpoint there), never, or the path of a checkpoint.")
     seed: int = flag(42, "Of the initial weights, the order of the batches and dropout.")
     device: str = flag("auto", "Where to train.", choices=("auto", "cpu", "cuda"))
@@ -85,7 +90,7 @@ class Settings:
     vocab_size: int = field(default=0, init=False)
     train_tokens: Tokens = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     valid_tokens: Tokens = field(default=None, init=False, repr=False)  # type: ignore[assignment]
-    resume_from: Path | None = field(default=None, init=False)
+    resume_from: Path | None = field(default=None, init=False)  # a checkpoint to go on from; a FILE is weights to begin with
     timeout_s: int = field(default=600, init=False)  # of a collective; a flag in ParallelSettings
 
     @classmethod
@@ -130,6 +135,7 @@ class Settings:
         """
         if "WORLD_SIZE" in os.environ:  # started by a launcher: it has decided
             self.nproc = int(os.environ["WORLD_SIZE"])
+        initial = self._follow_initial_weights() if self.init_from is not None else None
         self.model, defaults = resolve_model_config(self.model_config)
         if self.seq_len is None:
             self.seq_len = min(defaults.seq_len, self.model.n_positions)
@@ -143,13 +149,37 @@ class Settings:
         self.vocab_size = vocabulary_size(self.vocab)
         self.validate()
         self.model.vocab_size = self.vocab_size
+        if initial:
+            from gpt2_chinese.weights import check_initial  # late: it loads torch, to look into the file
+
+            check_initial(initial, self.model)
 
         self.train_tokens = load_tokens(self.train_data, self.vocab)
         self.valid_tokens = load_tokens(self.valid_data, self.vocab)
         self._resolve_steps(steps_given)
         if not warmup_given:
             self.warmup_steps = min(defaults.warmup_steps, self.max_steps // 10)
-        self.resume_from = self._find_checkpoint()
+        self.resume_from = self._find_checkpoint() or initial
+
+    def _follow_initial_weights(self) -> Path:
+        """The file that --init-from means; the model and the vocabulary are its own unless they are given."""
+        from gpt2_chinese.weights import begin_from
+
+        if self.resume not in ("auto", "never"):
+            raise UserError(f"--init-from {self.init_from} and --resume {self.resume}: give one of them to begin with")
+        file, vocab = begin_from(self.init_from)
+        if not self._is_given("model_config"):
+            self.model_config = str(file.parent.parent if file.name == ".metadata" else file.parent)
+        if not self._is_given("vocab"):
+            if vocab is None:
+                raise UserError(f"--init-from {self.init_from} has no vocabulary beside it: give one with --vocab")
+            self.vocab = str(vocab)
+        return file
+
+    def _is_given(self, name: str) -> bool:
+        """True for a flag of the command line, even when it says what is the default."""
+        said = any(word == dashed(name) or word.startswith(f"{dashed(name)}=") for word in self.argv)
+        return said or getattr(self, name) != self.flags()[name].default
 
     def validate(self) -> None:
         """Checks what needs no corpus; a chapter extends it and calls super().validate() first.
@@ -219,6 +249,10 @@ class Settings:
                 raise UserError(f"--resume {self.resume} cannot be used: {reason}")
         if found is None:
             return None
+        if (found / checkpoint.PARTS).is_dir():
+            from gpt2_chinese.parts import read_parts  # late: it loads torch, to look into the metadata, which are a pickle
+
+            read_parts(found / checkpoint.PARTS)
         state = checkpoint.read_state(found)
         then = ModelConfig.from_dict(state["model"], f"{found}/state.json")
         for name in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "inner"):
@@ -250,7 +284,8 @@ class Settings:
     @property
     def resume_step(self) -> int:
         """The step that the checkpoint to go on from has done, 0 without one."""
-        return checkpoint.read_state(self.resume_from)["step"] if self.resume_from else 0
+        goes_on = self.resume_from is not None and self.resume_from.is_dir()
+        return checkpoint.read_state(self.resume_from)["step"] if goes_on else 0
 
     def is_complete(self) -> bool:
         """True when an earlier run has taken all steps and written final/."""

@@ -1,68 +1,111 @@
-"""Reads a trained model from what a user points at: a run, its final/, a checkpoint, a Hugging Face folder or file."""
+"""A trained model from what a user points at: a run, its final/, a checkpoint, a Hugging Face folder or file; and back.
+
+python -m gpt2_chinese.weights export runs/00_single --output exported
+python -m gpt2_chinese.weights export runs/00_single/checkpoints/step_000200 --output exported --format bin --dtype float16
+
+What is exported is a folder that transformers reads: weights, config.json, vocabulary, the ids of beginning and end.
+Numbers are written as they are stored unless --dtype says otherwise.
+"""
 
 from __future__ import annotations
 
-import re
+import argparse
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.errors import UserError
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.vocabulary import Vocabulary
+from gpt2_chinese.errors import UserError, exit_on_user_error
 
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# buffers that older versions of transformers kept in the state: the causal mask and its filler
-_OLD_BUFFER = re.compile(r"(^|\.)h\.\d+\.attn\.(bias|masked_bias)$")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.vocabulary import Vocabulary
+
+WEIGHT_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+VOCABULARY_FILES = ("vocab.txt", "tokenizer.json")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def find_model(path: Path | str) -> Path:
-    """The folder with weights that a path means: a run gives its final/, else its newest checkpoint.
+def find_weights(path: Path | str) -> Path:
+    """The file with weights that a path means, beside its config.json: a run gives its final/, else its newest checkpoint.
+
+    A checkpoint that ranks wrote in parts gives parts/.metadata.
 
     Raises:
         UserError: there is nothing of the kind.
     """
     path = Path(path)
+    if path.is_file() and (path.suffix in (".safetensors", ".bin") or path.name in (*WEIGHT_FILES, ".metadata")):
+        return path
     folder = path.parent if path.is_file() else path
-    if any((folder / name).is_file() for name in WEIGHT_FILES):
-        return folder
-    if (folder / "final").is_dir():
-        return folder / "final"
-    newest = checkpoint.newest_complete(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
-    if newest is None:
+    names = (*WEIGHT_FILES, f"{checkpoint.PARTS}/.metadata")
+    if not any((folder / name).is_file() for name in names):
+        if (folder / "final").is_dir():
+            folder = folder / "final"
+        else:
+            below = folder / "checkpoints"
+            folder = checkpoint.newest_complete(below if below.is_dir() else folder) or folder
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
         raise UserError(f"no trained model in {path}: give a run, its final/, a checkpoint or a Hugging Face folder")
-    return newest
+    return found
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder under this project's names, on the CPU.
+def find_model(path: Path | str) -> Path:
+    """The folder of `find_weights`, which has the config.json. Raises UserError."""
+    return _folder_of(find_weights(path))
+
+
+def _folder_of(file: Path) -> Path:
+    return file.parent.parent if file.name == ".metadata" else file.parent
+
+
+def find_vocabulary(folder: Path) -> Path | None:
+    """The vocabulary in a folder with weights; of a checkpoint, that of its run; None where there is none."""
+    for name in VOCABULARY_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    if not (folder / "state.json").is_file():
+        return None
+    try:
+        vocab = checkpoint.read_state(folder).get("settings", {}).get("vocab")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return Path(vocab) if isinstance(vocab, str) else None
+
+
+def read_weights(path: Path | str, config: ModelConfig | None = None) -> dict[str, Tensor]:
+    """The weights of a folder or file under this project's names, as they are stored, on the CPU.
 
     Adds the prefix `transformer.` where it is missing, leaves out the mask buffers of old versions and the tied head.
 
-    Raises:
-        UserError: an unreadable file, or a head that is not the embedding.
-    """
-    file = next(folder / name for name in WEIGHT_FILES if (folder / name).is_file())
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
+    Args:
+        path: as `find_weights` takes it.
+        config: what they must fit; that of their folder when None. Its vocab_size may be None.
 
-            found = load_file(file)
-        else:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UserError(f"cannot read the weights {file}: {error}") from None
-    weights = {}
-    for name, tensor in found.items():
-        if _OLD_BUFFER.search(name):
-            continue
-        weights[name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"] = tensor
-    head = weights.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, weights.get("transformer.wte.weight", head)):
-        raise UserError(f"{file}: lm_head.weight is not the embedding: this model's head is tied to it")
+    Raises:
+        UserError: an unreadable file, a pickle with more than tensors, a head that is not the embedding, unknown or
+            missing names, shapes that differ (all of them in one line).
+    """
+    from gpt2_chinese.tensorfiles import check_fit, read_tensors, under_our_names
+
+    file = find_weights(path)
+    if config is None:
+        config = ModelConfig.from_file(_folder_of(file))
+    if file.name == ".metadata":
+        weights = dict(checkpoint.load(_folder_of(file))[0])
+    else:
+        weights = under_our_names(read_tensors(file), file)
+    if config.vocab_size is None:
+        embedding = weights.get("transformer.wte.weight")
+        rows = embedding.shape[0] if embedding is not None and embedding.ndim == 2 else 1
+        config = ModelConfig(**{**vars(config), "vocab_size": rows})
+    check_fit(weights, config, file)
     return weights
 
 
@@ -72,25 +115,141 @@ def load_model(
     """A model in evaluation mode with its vocabulary.
 
     Args:
-        path: as `find_model` takes it.
-        device: where to put it.
+        path: as `find_weights` takes it.
+        device: where to put it; computes in float32, however the weights are stored.
         vocab: a vocabulary file, where the folder has none (a checkpoint takes that of its run).
 
     Raises:
         UserError: no model, weights that do not fit its config.json, or no vocabulary.
     """
-    folder = find_model(path)
+    import torch
+
+    from gpt2_chinese.model import GPT2LMHeadModel
+
+    file = find_weights(path)
+    config, vocabulary = _config_and_vocabulary(file, vocab)
+    weights = read_weights(file, config)
+    with torch.device("meta"):  # nothing is drawn that is overwritten at once
+        model = GPT2LMHeadModel(config)
+    model.to_empty(device="cpu").tie_weights()
+    checkpoint.load_weights(model, weights)
+    return model.to(device).eval(), vocabulary
+
+
+def _config_and_vocabulary(file: Path, vocab: Path | str | None) -> tuple[ModelConfig, Vocabulary]:
+    """Of the weights in a file; the first has the size of the second."""
+    from gpt2_chinese.vocabulary import Vocabulary
+
+    folder = _folder_of(file)
     config = ModelConfig.from_file(folder)
-    if vocab is None:
-        has_one = any((folder / name).is_file() for name in ("vocab.txt", "tokenizer.json"))
-        state = checkpoint.read_state(folder) if not has_one and (folder / "state.json").is_file() else {}
-        vocab = folder if has_one else state.get("settings", {}).get("vocab")
+    vocab = vocab or find_vocabulary(folder)
     if vocab is None:
         raise UserError(f"{folder} has no vocabulary: give one with --vocab")
     vocabulary = Vocabulary.load(vocab)
     if vocabulary.size != (config.vocab_size or vocabulary.size):
         raise UserError(f"vocabulary {vocab} has {vocabulary.size} entries, the model in {folder} {config.vocab_size}")
     config.vocab_size = vocabulary.size
-    model = GPT2LMHeadModel(config)
-    checkpoint.load_weights(model, read_weights(folder))
-    return model.to(device).eval(), vocabulary
+    return config, vocabulary
+
+
+def export(
+    path: Path | str, output: Path | str, form: str = "safetensors", dtype: str | None = None,
+    vocab: Path | str | None = None,
+) -> Path:  # fmt: skip
+    """Writes a folder that transformers reads, complete or not at all, and returns its path.
+
+    The weights keep their bits unless dtype is given, the configuration keeps what this project does not know. Ids of
+    beginning, end and padding are those of the vocabulary: what stood there may lie outside of it (50256 of 21128).
+
+    Args:
+        path: as `find_weights` takes it.
+        output: a folder that is not there yet.
+        form: "safetensors", or "bin" for programs that read nothing else.
+        dtype: one of DTYPES; as stored when None.
+        vocab: a vocabulary file, where there is none beside the weights.
+
+    Raises:
+        UserError: no model, an output that is there, numbers that the dtype cannot hold.
+    """
+    import torch
+
+    output = Path(output)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"--output {output} is there already: give a new folder")
+    file = find_weights(path)
+    config, _ = _config_and_vocabulary(file, vocab)
+    weights = read_weights(file, config)
+    if dtype is not None:
+        for name, tensor in weights.items():
+            weights[name] = tensor.to(getattr(torch, dtype))
+            if bool(tensor.isfinite().all()) and not bool(weights[name].isfinite().all()):
+                raise UserError(f"--dtype {dtype} cannot hold the numbers of {name}: use bfloat16 or float32")
+        keys = [key for key in ("dtype", "torch_dtype") if key in config.extra] or ["torch_dtype"]
+        config.extra |= dict.fromkeys(keys, dtype)
+    try:
+        beside = checkpoint.begin_final(output)
+        _save(weights, beside, form)
+        about = {"exported_from": str(path)}
+        return checkpoint.complete_final(beside, output, config, vocab or find_vocabulary(_folder_of(file)), about)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
+
+
+def _save(weights: dict[str, Tensor], folder: Path, form: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    plain = {}
+    for name, tensor in weights.items():
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        plain[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)  # a view drags its base along
+    if form == "bin":
+        torch.save({**plain, "lm_head.weight": plain["transformer.wte.weight"]}, folder / "pytorch_model.bin")
+    else:
+        save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # the library's are readable by their owner only
+
+
+def begin_from(path: Path | str) -> tuple[Path, Path | None]:
+    """What --init-from means: the file with the weights, and the vocabulary beside them. Raises UserError."""
+    file = find_weights(path)
+    folder = _folder_of(file)
+    if (folder / checkpoint.MANIFEST).is_file() and (reason := checkpoint.damage(folder)):
+        raise UserError(f"--init-from {path}: {folder} cannot be used: {reason}")
+    return file, find_vocabulary(folder)
+
+
+def check_initial(file: Path, config: ModelConfig) -> None:
+    """Reads the weights to begin with once, before a process starts. Raises UserError as `read_weights`."""
+    try:
+        read_weights(file, config)
+    except UserError as error:
+        raise UserError(f"--init-from {file}: {error}") from None
+
+
+def initial_state(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """What `checkpoint.load` gives for weights to begin with: no moments, step 0. Weights are float32."""
+    return {name: tensor.float() for name, tensor in read_weights(file).items()}, {}, {"step": 0, "tokens": 0, "extra": {}}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command `export`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gpt2_chinese.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command = parser.add_subparsers(required=True, dest="command").add_parser("export", help="write a Hugging Face folder")
+    command.add_argument("model", help="a run, its final/, a checkpoint, or a Hugging Face folder or file")
+    command.add_argument("--output", required=True, help="the folder to write, not there yet")
+    command.add_argument("--format", default="safetensors", choices=("safetensors", "bin"),
+                         help="of the weights (default: safetensors)")  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPES, help="of the numbers (default: as they are stored)")
+    command.add_argument("--vocab", help="vocabulary, where the folder has none")
+    a = parser.parse_args(argv)
+    with exit_on_user_error():
+        written = export(a.model, a.output, a.format, a.dtype, a.vocab)
+        config = ModelConfig.from_file(written)
+        print(f"{written}: {config.num_parameters():,} parameters, vocabulary of {config.vocab_size:,}")
+
+
+if __name__ == "__main__":
+    main()

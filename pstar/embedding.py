@@ -1,7 +1,8 @@
 """Embeddings computed in host memory, where their tables stay: what crosses the link is the rows of a batch.
 
 A table of V rows is needed near for the B * T rows that a batch looks up, and its gradient is as large as itself
-(PatrickStar, section 8.2). Here lookup, gradient and update take place far; (B, T, H) goes near in forward and comes back in backward.
+(PatrickStar, section 8.2). Here lookup, gradient and update take place far; (B, T, H) goes near in forward and comes back
+in backward.
 A table that another module uses too, as a head tied to it does, is needed near anyway and stays in its chunk.
 """
 

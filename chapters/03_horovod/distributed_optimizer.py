@@ -77,10 +77,11 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
     torch.manual_seed(settings.seed)
     model = GPT2LMHeadModel(settings.model).to(ranks.device)
     optimizer = distribute(adamw(model, settings), model, settings)
+    moments = {}
     if settings.resume_from:
         weights, moments, _ = load(settings.resume_from)
         load_weights(model, weights)
-    else:
+    if not moments:
         moments = {}
         for name, parameter in model.named_parameters():  # for Horovod must find a state: see broadcast()
             zeros = torch.zeros_like(parameter)
