@@ -38,14 +38,14 @@ def read_paragraphs(path: Path | str) -> Iterator[str]:
     """
     empty = True
     for file in corpus_files(path):
-        for paragraph in _read_file(file):
+        for paragraph in read_file(file):
             empty = False
             yield paragraph
     if empty:
         raise UserError(f"corpus {path} is empty: it holds no paragraph")
 
 
-def _read_file(file: Path) -> Iterator[str]:
+def read_file(file: Path) -> Iterator[str]:
     """Yields the strings of one array-JSON file; items are counted from 1 in errors."""
     decode = json.JSONDecoder().raw_decode
     reader = _Window(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -43,3 +44,11 @@ def notice(line: str) -> None:
     """Prints a line once for a whole job: by the process that the user started."""
     if os.environ.get("RANK", "0") == "0" and LAUNCHED_VARIABLE not in os.environ:
         print(line, flush=True)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose errors are a UserError, for a caller inside exit_on_user_error: one line, no usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the UserError."""
+        raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")

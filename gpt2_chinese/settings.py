@@ -22,11 +22,11 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.config import ModelConfig, resolve_model_config
-from gpt2_chinese.errors import UserError, exit_on_user_error, notice
+from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error, notice
 from gpt2_chinese.tokens import Tokens, load_tokens
 from gpt2_chinese.vocabulary import vocabulary_size
 
@@ -332,16 +332,9 @@ def _check_writable(folder: Path) -> None:
         raise UserError(f"--output-dir {folder} cannot be written: no permission for {existing}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")
-
-
 def _parse(cls: type[Settings], program_file: str, description: str | None, argv: list[str]) -> dict[str, Any]:
     """The flags on the command line, as arguments of `cls`."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog=f"train.sh ({Path(program_file).resolve().parent.name})",
         usage="bash train.sh [FLAGS]",
         description=description,

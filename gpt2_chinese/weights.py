@@ -27,7 +27,7 @@ def find_model(path: Path | str) -> Path:
     """
     path = Path(path)
     folder = path.parent if path.is_file() else path
-    if any((folder / name).is_file() for name in WEIGHT_FILES):
+    if any((folder / name).is_file() for name in WEIGHT_FILES) or (folder / checkpoint.PARTS).is_dir():
         return folder
     if (folder / "final").is_dir():
         return folder / "final"
@@ -45,6 +45,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     Raises:
         UserError: an unreadable file, or a head that is not the embedding.
     """
+    if (folder / checkpoint.PARTS).is_dir():
+        return dict(checkpoint.load(folder)[0])
     file = next(folder / name for name in WEIGHT_FILES if (folder / name).is_file())
     try:
         if file.suffix == ".safetensors":
