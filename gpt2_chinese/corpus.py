@@ -8,21 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import kind, reason
 
 _PIECE_BYTES = 1 << 20
 _BLANK = " \t\r\n"
+_LARGEST_ITEM = 1 << 24  # characters; a larger one is a quotation mark that is missing, and must not fill the memory
 
 
 def corpus_files(path: Path | str) -> list[Path]:
     """The files of a corpus, in order of their names.
 
     Raises:
-        UserError: no such path, or a folder without `*.json` files.
+        UserError: no such path, a pipe or a device, or a folder without `*.json` files.
     """
     path = Path(path)
-    if path.is_file():
+    found = kind(path, f"corpus {path}")
+    if found == "file":
         return [path]
-    if not path.is_dir():
+    if found == "missing":
         raise UserError(f"corpus {path} does not exist: give an array-JSON file or a folder of them")
     files = sorted(file for file in path.glob("*.json") if file.is_file())
     if not files:
@@ -51,7 +54,8 @@ def read_file(file: Path) -> Iterator[str]:
     reader = _Window(file)
     reader.skip_blank()
     if reader.take() != "[":
-        raise UserError(f"{file} is not a JSON array of strings: it begins with {reader.excerpt(back=1)!r}")
+        begins = reader.excerpt(back=1)
+        raise UserError(f"{file} is not a JSON array of strings: it begins with {begins!r}; {_advice(begins)}")
     item = 0
     while True:
         item += 1
@@ -63,15 +67,28 @@ def read_file(file: Path) -> Iterator[str]:
             what = (
                 "is missing (a comma too many, or a file cut short)" if reader.peek() in ("]", "") else "is no string"
             )
-            raise UserError(f"{file}: item {item} {what}: {reader.excerpt()!r}")
+            excerpt = reader.excerpt()
+            advice = "; " + _advice(excerpt, "every item is one paragraph in quotation marks") if excerpt else ""
+            raise UserError(f"{file}: item {item} {what}: {excerpt!r}{advice}")
         while True:
             try:
                 text, end = decode(reader.text, reader.position)
                 break
-            except ValueError as error:
+            except json.JSONDecodeError as error:
+                if len(reader.text) - reader.position > _LARGEST_ITEM:
+                    raise UserError(
+                        f"{file}: item {item} is longer than {_LARGEST_ITEM:,} characters, as if a quotation mark were "
+                        f"missing: {reader.excerpt()!r}"
+                    ) from None
                 if not reader.more():  # the string may only have been cut at the edge of the window
-                    raise UserError(f"{file}: item {item} is broken ({error}): {reader.excerpt()!r}") from None
+                    raise UserError(f"{file}: item {item} is broken ({error.msg}): {reader.excerpt()!r}") from None
         reader.position = end
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{file}: item {item} has a \\ud800 to \\udfff alone, which is half a character: {text[:30]!r}"
+            ) from None
         yield text
         reader.skip_blank()
         mark = reader.take()
@@ -81,7 +98,16 @@ def read_file(file: Path) -> Iterator[str]:
             raise UserError(f"{file}: after item {item} a comma or ] is missing: {text[:30]!r}")
     reader.skip_blank()
     if reader.peek():
-        raise UserError(f"{file}: something follows the array: {reader.excerpt()!r}")
+        raise UserError(f"{file}: something follows the array: {reader.excerpt()!r}; a file holds one array")
+
+
+def _advice(begins: str, otherwise: str = "write it as [paragraph, paragraph, ...], or convert it") -> str:
+    """What to do about a text that begins like this, where an array or a string should."""
+    if begins.startswith(("//", "/*", "#")):
+        return "JSON has no comments: remove them"
+    if begins.startswith("{"):
+        return "give the text of each object as one string"
+    return otherwise if begins.strip() else "it is empty"
 
 
 class _Window:
@@ -95,13 +121,16 @@ class _Window:
         try:
             self._stream = file.open("rb")
         except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}") from None
+            raise UserError(f"cannot read {file}: {reason(error)}") from None
         if self.peek() == "\ufeff":
             self.position = 1
 
     def more(self) -> bool:
         """Reads on; forgets what lies behind the position. False at the end of the file."""
-        piece = b"" if self._stream.closed else self._stream.read(_PIECE_BYTES)
+        try:
+            piece = b"" if self._stream.closed else self._stream.read(_PIECE_BYTES)
+        except OSError as error:
+            raise UserError(f"cannot read {self.file}: {reason(error)}") from None
         try:
             added = self._decoder.decode(piece, final=not piece)
         except UnicodeDecodeError:

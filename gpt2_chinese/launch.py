@@ -123,6 +123,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         tell_alone = sys.excepthook
         sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
         return Ranks(device=device)
+    with exit_on_user_error():
+        _check_meeting_place()
     store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -150,6 +152,16 @@ def _resolve_device(settings: Settings) -> None:
         settings.device = "cuda" if 0 < local_ranks <= num_gpus else "cpu"
     if settings.precision is None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
+
+
+def _check_meeting_place() -> None:
+    """Raises UserError where a launcher did not say at which port the ranks meet."""
+    port = os.environ.get("MASTER_PORT", "")
+    if "MASTER_ADDR" not in os.environ or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(
+            f"the environment has RANK, but MASTER_ADDR={os.environ.get('MASTER_ADDR')!r} and MASTER_PORT={port!r} are no "
+            "place to meet: unset RANK and WORLD_SIZE, or start with a launcher that sets all four"
+        )
 
 
 def _end_rank(
