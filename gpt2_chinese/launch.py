@@ -124,8 +124,7 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
         return Ranks(device=device)
     with exit_on_user_error():
-        _check_meeting_place()
-    store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
+        store, _, num_ranks = _meet(settings)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("ranks", store),
@@ -154,14 +153,22 @@ def _resolve_device(settings: Settings) -> None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
 
 
-def _check_meeting_place() -> None:
-    """Raises UserError where a launcher did not say at which port the ranks meet."""
-    port = os.environ.get("MASTER_PORT", "")
-    if "MASTER_ADDR" not in os.environ or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+def _meet(settings: Settings) -> tuple[Any, int, int]:
+    """The store where the ranks meet, this rank, and their number. Raises UserError where they cannot."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UserError(
-            f"the environment has RANK, but MASTER_ADDR={os.environ.get('MASTER_ADDR')!r} and MASTER_PORT={port!r} are no "
-            "place to meet: unset RANK and WORLD_SIZE, or start with a launcher that sets all four"
+            f"the environment has RANK, but MASTER_ADDR={address!r} and MASTER_PORT={port!r} are no place to meet: "
+            "unset RANK and WORLD_SIZE, or start with a launcher that sets all four"
         )
+    try:
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"the ranks cannot meet at {address} port {port}: the port is in use; give another MASTER_PORT"
+        ) from None
 
 
 def _end_rank(
