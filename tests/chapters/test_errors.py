@@ -20,7 +20,7 @@ WRONG = {
     "a pipe as corpus": ("02_ddp", ["--train-data", "{t}/pipe"], {}, r"cannot read corpus \S+/pipe: it is a pipe or"),
     "comments in the configuration": (
         "00_single", ["--model-config", "{t}/comments.json"], {}, r"\S+/comments\.json: not valid JSON: .*; JSON has no"),
-    "WORLD_SIZE": ("07_patrickstar", [], {"WORLD_SIZE": "two"}, r"the environment has WORLD_SIZE='two', .*: unset WORLD_SIZE"),
+    "WORLD_SIZE": ("07_patrickstar", [], {"WORLD_SIZE": "two"}, r"has WORLD_SIZE='two', .*: unset WORLD_SIZE"),
     "no place to meet": (
         "02_ddp", [], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "none"},
         r"the environment has RANK, but .*MASTER_PORT='none' are no place to meet: unset RANK and WORLD_SIZE"),
