@@ -5,12 +5,12 @@ Nothing here imports torch: a wrong configuration is answered before torch is lo
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import kind, read_json
 
 
 @dataclass
@@ -77,6 +77,8 @@ class ModelConfig:
         for key in ("architectures", "n_ctx"):
             content.pop(key, None)
         known = {f.name for f in fields(cls)} - {"extra"}
+        if missing := [name for name in ("n_layer", "n_embd", "n_head", "n_positions") if name not in content]:
+            raise UserError(f"{source} lacks {', '.join(missing)}: give a GPT-2 config.json")
         config = cls(**{key: value for key, value in content.items() if key in known})
         config.extra = {key: value for key, value in content.items() if key not in known}
         config.check(source)
@@ -85,12 +87,9 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
         """Reads a `config.json`, or the one in a folder. Raises UserError as `from_dict`."""
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            content = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (ValueError, OSError, RecursionError) as error:
-            raise UserError(f"cannot read the model configuration {path}: {error}") from None
-        return cls.from_dict(content, str(path))
+        if kind(path, f"the model configuration {path}") == "folder":
+            path = path / "config.json"
+        return cls.from_dict(read_json(path, f"the model configuration {path}"), str(path))
 
     def check(self, source: str) -> None:
         """Raises UserError for values that no GPT-2 can have."""
@@ -105,12 +104,16 @@ class ModelConfig:
                 raise UserError(f"{source}: {name} {_short(value)} is above {_MOST[name]:,}, which no GPT-2 has")
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < 1:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
                 raise UserError(f"{source}: {name} must be at least 0 and below 1, not {_short(value)}")
         for name in ("layer_norm_epsilon", "initializer_range"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:  # nor NaN
                 raise UserError(f"{source}: {name} must be a positive number, not {_short(value)}")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise UserError(f"{source}: {name} must be a whole number or null, not {_short(value)}")
         if self.n_embd % self.n_head:
             raise UserError(f"{source}: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
 
@@ -191,7 +194,7 @@ def resolve_model_config(name_or_path: str) -> tuple[ModelConfig, RunDefaults]:
         content = {key: value for key, value in PRESETS[name_or_path].to_dict().items() if value is not None}
         return ModelConfig.from_dict(content, name_or_path), RUN_DEFAULTS[name_or_path]
     path = Path(name_or_path)
-    if not path.exists():
+    if kind(path, f"--model-config {name_or_path}") == "missing":
         raise UserError(f"--model-config {name_or_path}: no such file, and not one of the presets {', '.join(PRESETS)}")
     config = ModelConfig.from_file(path)
     narrower = [name for name, preset in PRESETS.items() if preset.n_embd <= config.n_embd] or ["tiny"]

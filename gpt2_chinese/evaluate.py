@@ -1,4 +1,9 @@
-"""Evaluation on held-out text: loss, perplexity, next-token accuracy."""
+"""Evaluation on held-out text: loss, perplexity, next-token accuracy. What chapters call between their steps.
+
+    python -m gpt2_chinese.evaluate --model runs/00_single     # the command is in evaluate_command.py
+
+torch is imported late, because the command answers a wrong flag before it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,15 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from gpt2_chinese.batches import IGNORED, Batches
-from gpt2_chinese.model import next_token_loss
-from gpt2_chinese.optim import autocast
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gpt2_chinese.batches import Batches
     from gpt2_chinese.launch import Ranks
 
 
-@torch.no_grad()
 def evaluate(
-    model: Callable[[torch.Tensor], torch.Tensor] | Any, batches: Batches, ranks: Ranks, precision: str = "fp32"
+    model: Callable[[Tensor], Tensor] | Any, batches: Batches, ranks: Ranks, precision: str = "fp32"
 ) -> dict[str, float]:
     """Every token of a corpus predicted once, the work shared by all ranks.
 
@@ -32,6 +33,19 @@ def evaluate(
     Returns:
         valid_loss (nats per token), valid_ppl (its exponential), valid_acc (share of tokens guessed right, 0 to 1).
     """
+    import torch
+
+    with torch.no_grad():
+        return _evaluate(model, batches, ranks, precision)
+
+
+def _evaluate(model: Any, batches: Batches, ranks: Ranks, precision: str) -> dict[str, float]:
+    import torch
+
+    from gpt2_chinese.batches import IGNORED
+    from gpt2_chinese.model import next_token_loss
+    from gpt2_chinese.optim import autocast
+
     training = getattr(model, "training", False)
     if isinstance(model, torch.nn.Module):
         model.eval()
@@ -53,3 +67,9 @@ def evaluate(
     loss, right, count = ranks.sum(totals).tolist()
     mean = loss / count
     return {"valid_loss": mean, "valid_ppl": math.exp(min(mean, 700.0)), "valid_acc": right / count}
+
+
+if __name__ == "__main__":
+    from gpt2_chinese.evaluate_command import main
+
+    main()

@@ -123,7 +123,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         tell_alone = sys.excepthook
         sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
         return Ranks(device=device)
-    store, _, num_ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
+    with exit_on_user_error():
+        store, _, num_ranks = _meet(settings)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("ranks", store),
@@ -150,6 +151,24 @@ def _resolve_device(settings: Settings) -> None:
         settings.device = "cuda" if 0 < local_ranks <= num_gpus else "cpu"
     if settings.precision is None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
+
+
+def _meet(settings: Settings) -> tuple[Any, int, int]:
+    """The store where the ranks meet, this rank, and their number. Raises UserError where they cannot."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(
+            f"the environment has RANK, but MASTER_ADDR={address!r} and MASTER_PORT={port!r} are no place to meet: "
+            "unset RANK and WORLD_SIZE, or start with a launcher that sets all four"
+        )
+    try:
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"the ranks cannot meet at {address} port {port}: the port is in use; give another MASTER_PORT"
+        ) from None
 
 
 def _end_rank(

@@ -22,11 +22,12 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.config import ModelConfig, resolve_model_config
-from gpt2_chinese.errors import UserError, exit_on_user_error, notice
+from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error, notice
+from gpt2_chinese.files import kind, reason
 from gpt2_chinese.tokens import Tokens, load_tokens
 from gpt2_chinese.vocabulary import vocabulary_size
 
@@ -133,6 +134,7 @@ class Settings:
         Raises:
             UserError: the first thing that is wrong.
         """
+        _check_launcher()
         if "WORLD_SIZE" in os.environ:  # started by a launcher: it has decided
             self.nproc = int(os.environ["WORLD_SIZE"])
         initial = self._follow_initial_weights() if self.init_from is not None else None
@@ -189,12 +191,17 @@ class Settings:
         """
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= least):
+            if value is not None and not (value < math.inf and value >= least):
                 raise UserError(f"{dashed(name)} must be at least {least}, not {value}")
+            if isinstance(value, int) and value > _MOST:
+                raise UserError(f"{dashed(name)} {value} is too large: give at most {_MOST}")
         for name in ("lr", "epochs"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UserError(f"{dashed(name)} must be above 0, not {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{dashed(name)} must be above 0, not {value}: give a finite number")
+        for name in self.flags():
+            if isinstance(value := getattr(self, name), float) and not math.isfinite(value):
+                raise UserError(f"{dashed(name)} is {value}: give a finite number")
         if self.model.vocab_size not in (None, self.vocab_size):
             raise UserError(
                 f"--vocab {self.vocab} has {self.vocab_size} entries, but --model-config {self.model_config} says "
@@ -228,6 +235,8 @@ class Settings:
                 f"--batch-size {self.batch_size} of --seq-len {self.seq_len}"
             )
         if self.epochs is not None:
+            if self.epochs * per_epoch > _MOST:
+                raise UserError(f"--epochs {self.epochs} is too large: {per_epoch} steps each are more than {_MOST}")
             steps = max(1, round(self.epochs * per_epoch))
             self.max_steps = min(self.max_steps, steps) if steps_given else steps
         if self.warmup_steps and self.warmup_steps >= self.max_steps:
@@ -241,20 +250,28 @@ class Settings:
             found = checkpoint.newest_complete(self.output_dir / "checkpoints")
         else:
             found = Path(self.resume)
-            if (found / "checkpoints").is_dir():
+            is_folder = kind(found, f"--resume {self.resume}") == "folder"
+            if is_folder and (found / "checkpoints").is_dir():
                 found = checkpoint.newest_complete(found / "checkpoints")
-            if found is None or not found.is_dir():
+            if found is None or not is_folder:
                 raise UserError(f"--resume {self.resume} is no checkpoint: give auto, never, or a folder step_NNNNNN")
-            if reason := checkpoint.damage(found):
-                raise UserError(f"--resume {self.resume} cannot be used: {reason}")
+            if damage := checkpoint.damage(found):
+                raise UserError(f"--resume {self.resume} cannot be used: {damage}; give a whole folder step_NNNNNN")
         if found is None:
             return None
+        if not (found / "state.json").is_file():
+            raise UserError(
+                f"--resume {self.resume} holds weights, but nothing of the optimizer: give a folder "
+                f"checkpoints/step_NNNNNN, or begin with them: --init-from {self.resume}"
+            )
         if (found / checkpoint.PARTS).is_dir():
             from gpt2_chinese.parts import read_parts  # late: it loads torch, to look into the metadata, which are a pickle
 
             read_parts(found / checkpoint.PARTS)
         state = checkpoint.read_state(found)
-        then = ModelConfig.from_dict(state["model"], f"{found}/state.json")
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+            raise UserError(f"--resume {self.resume} cannot be used: its state.json names no step")
+        then = ModelConfig.from_dict(state.get("model"), f"{found}/state.json")
         for name in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "inner"):
             if getattr(then, name) != getattr(self.model, name):
                 raise UserError(
@@ -319,8 +336,8 @@ class ParallelSettings(Settings):
         super().validate()
         if self.check_sync < 0:
             raise UserError(f"--check-sync must be at least 0, not {self.check_sync}")
-        if self.timeout_s < 1:
-            raise UserError(f"--timeout-s must be at least 1, not {self.timeout_s}")
+        if not 1 <= self.timeout_s <= 10_000_000:
+            raise UserError(f"--timeout-s must be at least 1 and at most 10000000, not {self.timeout_s}")
 
 
 _LEAST = {
@@ -337,6 +354,9 @@ _LEAST = {
     "log_every": 1,
     "seed": 0,
 }
+
+
+_MOST = (1 << 63) - 1  # what torch takes as a seed, and more than any run can count to
 
 
 def dashed(name: str) -> str:
@@ -359,24 +379,46 @@ def display(path: Path) -> Path:
 def _check_writable(folder: Path) -> None:
     """Raises UserError when a run could not write below `folder`; makes nothing."""
     existing = Path(folder).absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    try:
+        while True:
+            try:
+                existing.stat()
+                break
+            except FileNotFoundError:
+                if existing.is_symlink():
+                    raise UserError(f"--output-dir {folder} cannot be written: {existing} is a link to nothing") from None
+                existing = existing.parent
+    except (OSError, ValueError) as error:  # a file among its parents, a circle of links, too long a name
+        raise UserError(f"--output-dir {folder} cannot be written: {reason(error)}") from None
     if not existing.is_dir():
         raise UserError(f"--output-dir {folder} cannot be written: {existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--output-dir {folder} cannot be written: no permission for {existing}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")
+def _check_launcher() -> None:
+    """Raises UserError for variables of a launcher that no launcher sets like that."""
+    counts = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+    for name in (*counts, *counts.values()):
+        value = os.environ.get(name, "1")
+        least = 0 if name in counts else 1
+        if not (value.isascii() and value.isdecimal() and least <= int(value) < 1 << 31):
+            raise UserError(
+                f"the environment has {name}={value!r}, which a launcher sets to a whole number of at least {least}: "
+                f"unset {name}"
+            )
+    for name, count in counts.items():
+        if name == "RANK" and name in os.environ and count not in os.environ:
+            raise UserError("the environment has RANK without WORLD_SIZE: unset RANK, or use a launcher that sets both")
+        if name in os.environ and count in os.environ and int(os.environ[name]) >= int(os.environ[count]):
+            raise UserError(
+                f"the environment has {name}={os.environ[name]}, which must be below {count}={os.environ[count]}: unset both"
+            )
 
 
 def _parse(cls: type[Settings], program_file: str, description: str | None, argv: list[str]) -> dict[str, Any]:
     """The flags on the command line, as arguments of `cls`."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog=f"train.sh ({Path(program_file).resolve().parent.name})",
         usage="bash train.sh [FLAGS]",
         description=description,
@@ -402,6 +444,9 @@ def _parse(cls: type[Settings], program_file: str, description: str | None, argv
         near = difflib.get_close_matches(unknown[0].split("=")[0], [dashed(name) for name in cls.flags()], 1)
         hint = f": did you mean {near[0]}?" if near else " (--help lists all flags)"
         raise UserError(f"unknown flag {unknown[0]}{hint}")
+    for name, value in vars(values).items():
+        if isinstance(value, str) and not value.strip():
+            raise UserError(f"{dashed(name)} is empty: give a value, or leave the flag out")
     return vars(values)
 
 

@@ -75,8 +75,11 @@ def _digest(path: Path) -> str:
 def cache_key(corpus: Path | str, vocab: Path | str) -> str:
     """Name of the cache of a corpus: a hash of content, not of paths or times."""
     vocab = Path(vocab)
-    vocab_files = sorted(vocab.glob("*")) if vocab.is_dir() else [vocab]
-    parts = [FORMAT, *(_digest(file) for file in corpus_files(corpus)), "|", *(_digest(f) for f in vocab_files)]
+    vocab_files = sorted(f for f in vocab.glob("*") if f.is_file()) if vocab.is_dir() else [vocab]
+    try:
+        parts = [FORMAT, *(_digest(file) for file in corpus_files(corpus)), "|", *(_digest(f) for f in vocab_files)]
+    except OSError as error:
+        raise UserError(f"cannot read the corpus {corpus} or the vocabulary {vocab}: {error.strerror}") from None
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese.corpus import read_paragraphs
-from gpt2_chinese.errors import UserError, exit_on_user_error
+from gpt2_chinese.errors import UserError, exit_on_user_error, library_errors
+from gpt2_chinese.files import kind, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LAYOUT = "[CLS] text [SEP]"
+_CANNOT = "the rules of the tokenizer.json fail on a text; give a sound one with --vocab"
 
 # what a tokenizer.json may call the beginning and the end of a document, best first
 _BEGIN = ("[CLS]", "<s>", "<|startoftext|>", "<|endoftext|>")
@@ -43,17 +45,14 @@ def vocabulary_size(path: Path | str) -> int:
 
 def _read_entries(path: Path) -> list[str]:
     """The entries of a `vocab.txt` or `tokenizer.json`, by id."""
+    if kind(path, f"vocabulary {path}") == "missing":
+        raise UserError(f"vocabulary {path} does not exist: make one with cache/make_vocab.sh")
     if path.is_dir():
         found = [path / name for name in ("vocab.txt", "tokenizer.json") if (path / name).is_file()]
         if not found:
             raise UserError(f"vocabulary folder {path} holds neither vocab.txt nor tokenizer.json")
         path = found[0]
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"vocabulary {path} does not exist: make one with cache/make_vocab.sh") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read vocabulary {path}: {error}") from None
+    text = read_text(path, f"vocabulary {path}")
     entries = _json_entries(text, path) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
     entries = [entry.removesuffix("\r") for entry in entries]
     if path.suffix != ".json":
@@ -69,7 +68,9 @@ def _json_entries(text: str, path: Path) -> list[str]:
         vocab = content["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
         ids.update({token["content"]: token["id"] for token in content.get("added_tokens", [])})
-    except (ValueError, KeyError, TypeError, IndexError):
+        if not all(isinstance(token, str) and type(i) is int and 0 <= i < 1 << 24 for token, i in ids.items()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise UserError(f"{path} is not a tokenizer.json of the tokenizers library") from None
     entries = [""] * (max(ids.values(), default=-1) + 1)
     for token, i in ids.items():
@@ -127,18 +128,21 @@ class Vocabulary:
             path = path / ("vocab.txt" if (path / "vocab.txt").is_file() else "tokenizer.json")
         if path.suffix != ".json":
             return cls(entries, wordpiece(entries), {"vocab.txt": "".join(entry + "\n" for entry in entries)})
-        tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        with library_errors(f"{path} is not a tokenizer.json of the tokenizers library"):
+            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
         return cls(entries, tokenizer, {})
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without the marks of a document."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with library_errors(_CANNOT):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Ids of many documents, each with its marks at both ends; all cores take part."""
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        with library_errors(_CANNOT):
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [[self.begin_id, *encoding.ids, self.end_id] for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -148,7 +152,8 @@ class Vocabulary:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens vanish, and blanks stand only between Latin words."""
         kept = [int(i) for i in ids if int(i) not in self.special_ids]
-        return tidy(self._tokenizer.decode(kept, skip_special_tokens=False))
+        with library_errors(_CANNOT):
+            return tidy(self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
         """Writes the vocabulary so that this class and transformers' AutoTokenizer read the same from it."""
@@ -158,10 +163,11 @@ class Vocabulary:
         from tokenizers.processors import TemplateProcessing
 
         begin, end = self.entries[self.begin_id], self.entries[self.end_id]
-        whole = Tokenizer.from_str(self._tokenizer.to_str())
-        whole.post_processor = TemplateProcessing(
-            single=f"{begin} $A {end}", special_tokens=[(begin, self.begin_id), (end, self.end_id)]
-        )
+        with library_errors(_CANNOT):
+            whole = Tokenizer.from_str(self._tokenizer.to_str())
+            whole.post_processor = TemplateProcessing(
+                single=f"{begin} $A {end}", special_tokens=[(begin, self.begin_id), (end, self.end_id)]
+            )
         whole.save(str(directory / "tokenizer.json"))
         special: dict[str, Any] = {"bos_token": begin, "eos_token": end}
         for key, i in (("pad_token", self.pad_id), ("unk_token", self.unk_id)):

@@ -2,11 +2,16 @@
 
 import difflib
 import json
+import math
+import os
+import stat
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pstar.errors import ConfigError
+
+_MOST = 2**63
 
 
 @dataclass
@@ -193,17 +198,36 @@ def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config
     where = "the configuration"
     if isinstance(source, (str, Path)):
         where = str(source)
+        text = _read(Path(source), where)
         try:
-            source = json.loads(Path(source).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+            source = json.loads(text)
+        except RecursionError:
+            raise ConfigError(f"{where}: not valid JSON: nested too deeply") from None
         except ValueError as error:
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
     if source is not None and not isinstance(source, dict):
         raise ConfigError(f"{where}: expected a JSON object, found {type(source).__name__}")
-    config = _build(Config, source or {}, where, "")
+    try:
+        config = _build(Config, source or {}, where, "")
+    except ConfigError as error:  # what a dataclass says of its own values does not know the file
+        raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
     config.given = frozenset(_dotted(source or {}))
     return config
+
+
+def _read(path: Path, where: str) -> str:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
+            raise ConfigError(f"{where}: cannot be read: it is not a file")
+        return path.read_text(encoding="utf-8-sig")
+    except ConfigError:  # which is a ValueError
+        raise
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not valid JSON: it is not UTF-8 text") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: cannot be read: {error}") from error
 
 
 def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
@@ -220,7 +244,7 @@ def _build(cls: type, values: dict[str, Any], where: str, prefix: str) -> Any:
         if key not in types:
             near = difflib.get_close_matches(key, types, n=1, cutoff=0.4)
             hint = f"; did you mean '{prefix}{near[0]}'?" if near else f"; known keys: {', '.join(types)}"
-            raise ConfigError(f"{where}: unknown key '{prefix}{key}'{hint}")
+            raise ConfigError(f"{where}: unknown key {_short(prefix + key)}{hint}")
         arguments[key] = _convert(types[key], value, where, prefix + key)
     return cls(**arguments)
 
@@ -228,9 +252,13 @@ def _build(cls: type, values: dict[str, Any], where: str, prefix: str) -> Any:
 def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
     if is_dataclass(kind):
         if not isinstance(value, dict):
-            raise ConfigError(f"{where}: '{name}' must be a JSON object, found {value!r}")
+            raise ConfigError(f"{where}: '{name}' must be a JSON object, found {_short(value)}")
         return _build(kind, value, where, name + ".")
+    if (_is_number(value) and not -_MOST <= value <= _MOST) or (isinstance(value, float) and math.isnan(value)):
+        raise ConfigError(f"{where}: '{name}' must be a finite number up to 2^63, found {_short(value)}")
     if get_origin(kind) is tuple and isinstance(value, (list, tuple)) and all(_is_number(item) for item in value):
+        if not all(-_MOST <= item <= _MOST for item in value):
+            raise ConfigError(f"{where}: '{name}' must be finite numbers, found {_short(value)}")
         return tuple(float(item) for item in value)
     if kind is float and _is_number(value):
         return float(value)
@@ -238,7 +266,16 @@ def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
     if isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool)):
         return value
     names = " or ".join(getattr(item, "__name__", str(item)) for item in allowed)
-    raise ConfigError(f"{where}: '{name}' must be {names}, found {value!r}")
+    raise ConfigError(f"{where}: '{name}' must be {names}, found {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    """As Python writes it, cut to a length that a line has room for."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or too many digits
+        text = type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _is_number(value: Any) -> bool:

@@ -176,6 +176,7 @@ def test_one_process_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_only_rank_0_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stop:
         parse("--lr", "x")
     assert stop.value.code == 2 and capsys.readouterr().err == ""

@@ -1,0 +1,84 @@
+"""What a path that a user gave leads to. Whatever it is, the answer comes at once: a value, or a UserError of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from gpt2_chinese.errors import UserError
+
+LARGEST_TEXT = 1 << 28  # bytes of a vocabulary or a configuration; above it somebody gave weights or a corpus
+
+
+def kind(path: Path | str, what: str) -> str:
+    """"file", "folder" or "missing"; links are followed.
+
+    Args:
+        path: any text.
+        what: the thing and its path, for the line: `vocabulary x.txt`.
+
+    Raises:
+        UserError: a path that cannot be looked at (permission, a circle of links, too long), or leads to a pipe or a
+            device, which could be read for ever.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {what}: {reason(error)}") from None
+    if stat.S_ISDIR(mode):
+        return "folder"
+    if not stat.S_ISREG(mode):
+        raise UserError(f"cannot read {what}: it is a pipe or a device; write what it gives to a file first")
+    return "file"
+
+
+def reason(error: OSError | ValueError) -> str:
+    """What the system says about a path, without the path."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "no path can hold a null character"
+
+
+def read_text(path: Path, what: str) -> str:
+    """A UTF-8 file, its byte order mark left out, its line ends as they are.
+
+    Raises:
+        UserError: missing, no plain file, unreadable, too large, or not UTF-8.
+    """
+    found = kind(path, what)
+    if found != "file":
+        raise UserError(f"cannot read {what}: " + ("it does not exist" if found == "missing" else "it is a folder"))
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(LARGEST_TEXT + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {what}: {reason(error)}") from None
+    if len(content) > LARGEST_TEXT:
+        raise UserError(f"cannot read {what}: it is larger than {LARGEST_TEXT >> 20} MiB, which is no text of this kind")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"cannot read {what}: it is not UTF-8 text; save it as UTF-8, or give another file") from None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UserError: as `read_text`, or no valid JSON.
+    """
+    text = read_text(path, what)
+    try:
+        content = json.loads(text)
+        json.dumps(content, ensure_ascii=False).encode()
+    except RecursionError:
+        raise UserError(f"cannot read {what}: its JSON is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise UserError(f"cannot read {what}: a \\ud800 to \\udfff stands alone in it, which is half a character") from None
+    except ValueError as error:
+        hint = "; JSON has no comments" if "//" in text or "/*" in text else ""
+        raise UserError(f"cannot read {what}: not valid JSON: {error}{hint}") from None
+    return content
