@@ -63,3 +63,39 @@ class Progress:
         if not self.steps:
             return "no step"
         return f"{self.seconds:.0f} s in {self.steps} steps at {self.tokens / self.seconds:,.0f} tokens/s"
+
+
+class Amount:
+    """How much of a file or a corpus is done, in bytes; says nothing in the first seconds.
+
+    Args:
+        what: is being done.
+        total: bytes.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, max(total, 1), 0
+        self._bar = None
+        self._begin = self._shown = time.perf_counter()
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=2, mininterval=0.2, leave=False)
+
+    def add(self, number: int) -> None:
+        """Notes that so many more bytes are done."""
+        self.done = min(self.done + number, self.total)
+        if self._bar is not None:
+            self._bar.update(min(number, self.total - self._bar.n))
+            return
+        now = time.perf_counter()
+        if now - self._shown >= SECONDS_AT_LEAST and os.environ.get("RANK", "0") == "0":
+            self._shown = now
+            rate = self.done / (now - self._begin)
+            said = f"{rate * 60e-6:,.0f} MB a minute, {(self.total - self.done) / rate:.0f} s left"
+            print(f"{self.what}: {self.done / self.total:.0%}, {said}", flush=True)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.close()

@@ -81,15 +81,19 @@ def load_model(
     """
     folder = find_model(path)
     config = ModelConfig.from_file(folder)
+    # a checkpoint holds no vocabulary, but knows which one its run had and how it was used
+    state = checkpoint.read_state(folder) if (folder / "state.json").is_file() else {}
     if vocab is None:
         has_one = any((folder / name).is_file() for name in ("vocab.txt", "tokenizer.json"))
-        state = checkpoint.read_state(folder) if not has_one and (folder / "state.json").is_file() else {}
         vocab = folder if has_one else state.get("settings", {}).get("vocab")
     if vocab is None:
         raise UserError(f"{folder} has no vocabulary: give one with --vocab")
-    vocabulary = Vocabulary.load(vocab)
+    then = state.get("vocabulary", {})
+    vocabulary = Vocabulary.load(vocab, then.get("profile", "auto"))
     if vocabulary.size != (config.vocab_size or vocabulary.size):
         raise UserError(f"vocabulary {vocab} has {vocabulary.size} entries, the model in {folder} {config.vocab_size}")
+    if then and then != vocabulary.file.facts():
+        raise UserError(f"vocabulary {vocab} is not the one that {folder} was trained with: give that with --vocab")
     config.vocab_size = vocabulary.size
     model = GPT2LMHeadModel(config)
     checkpoint.load_weights(model, read_weights(folder))
