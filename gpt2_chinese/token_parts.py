@@ -27,7 +27,7 @@ from gpt2_chinese.progress import Amount
 from gpt2_chinese.sealed import block_digests, sealed, unsealed
 from gpt2_chinese.vocabulary import Vocabulary
 
-PART_CHARACTERS = 1 << 20
+PART_CHARACTERS = 1 << 19  # about 1.5 MB of text: a kill costs a second
 _CHARACTERS_AT_ONCE = 1 << 17  # enough to keep many cores busy; a token takes some 200 bytes while it is one of Rust's
 SUMS = ("documents", "characters", "count", "unknown")
 
