@@ -1,10 +1,25 @@
 #!/usr/bin/env bash
-# Trains a WordPiece vocabulary.   bash cache/make_vocab.sh [CORPUS [SIZE [OUTPUT [HELD_OUT_TEXT]]]]
+# Trains a vocabulary.   bash cache/make_vocab.sh [CORPUS [SIZE [OUTPUT [HELD_OUT_TEXT]]]] [FLAGS]
+# FLAGS: --kind wordpiece, characters or bpe (OUTPUT is then a tokenizer.json); --vocab-profile gpt2_chinese or uer.
 # Without arguments it makes the shipped cache/vocab.txt again, byte for byte.
+#        bash cache/make_vocab.sh check --vocab VOCAB --corpus CORPUS   tells how well a vocabulary fits a corpus
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/scripts/setup.sh"
+case "${1:-}" in
+    check) exec "$PYTHON" -m gpt2_chinese.vocabulary "$@" ;;
+    -h | --help) exec "$PYTHON" -m gpt2_chinese.vocabulary train --help ;;
+esac
+WORDS=()
+while [ $# -gt 0 ] && [[ "$1" != -* ]]; do
+    WORDS+=("$1")
+    shift
+done
+if [ $# -gt 0 ] && [ ${#WORDS[@]} -lt 3 ]; then  # or they would change what the shipped vocabulary is
+    echo "error: with flags CORPUS, SIZE and OUTPUT must be given before them" >&2
+    exit 2
+fi
 # The rate of unknown tokens means something on text that the vocabulary has not seen, of the same corpus.
-if [ $# -eq 0 ]; then HELD_OUT="$ROOT/data/valid"; else HELD_OUT="${4:-}"; fi
-exec "$PYTHON" -m gpt2_chinese.vocabulary train --corpus "${1:-$ROOT/data/train}" --size "${2:-4096}" \
-    --output "${3:-$ROOT/cache/vocab.txt}" ${HELD_OUT:+--held-out "$HELD_OUT"}
+if [ ${#WORDS[@]} -eq 0 ]; then HELD_OUT="$ROOT/data/valid"; else HELD_OUT="${WORDS[3]:-}"; fi
+exec "$PYTHON" -m gpt2_chinese.vocabulary train --corpus "${WORDS[0]:-$ROOT/data/train}" --size "${WORDS[1]:-4096}" \
+    --output "${WORDS[2]:-$ROOT/cache/vocab.txt}" ${HELD_OUT:+--held-out "$HELD_OUT"} "$@"

@@ -143,7 +143,7 @@ def arithmetic(words: Words) -> str:
     """The formulas of the engine, worked for tiny with the engine's own functions, at one and two processes."""
     from gpt2_chinese.config import PRESETS
     from gpt2_chinese.model import GPT2LMHeadModel
-    from gpt2_chinese.vocabulary import vocabulary_size
+    from gpt2_chinese.vocabulary_files import vocabulary_size
     from pstar import plan_engine
     from pstar.budget import model_data_bytes
     from pstar.tiers import format_bytes

@@ -242,8 +242,9 @@ def load_adamw_moments(model: nn.Module, optimizer: torch.optim.Optimizer, momen
 
 
 def export_final(
-    directory: Path, config: ModelConfig, weights: Mapping[str, Tensor], vocab: Path | str, about: dict[str, Any]
-) -> Path:
+    directory: Path, config: ModelConfig, weights: Mapping[str, Tensor], vocab: Path | str, about: dict[str, Any],
+    profile: str = "auto",
+) -> Path:  # fmt: skip
     """Writes `directory`: weights, config.json and vocabulary in plain Hugging Face form, and returns its path.
 
     Args:
@@ -252,10 +253,11 @@ def export_final(
         weights: NAME to tensor; stored as float32.
         vocab: the vocabulary file.
         about: what goes into run.json: where the model comes from.
+        profile: of the vocabulary.
     """
     beside = begin_final(directory)
     _save_tensors(beside / "model.safetensors", weights)
-    return complete_final(beside, directory, config, vocab, about)
+    return complete_final(beside, directory, config, vocab, about, profile)
 
 
 def begin_final(directory: Path) -> Path:
@@ -272,16 +274,16 @@ def beside_final(directory: Path) -> Path:
 
 
 def complete_final(
-    beside: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any]
+    beside: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any], profile: str = "auto"
 ) -> Path:
     """Adds what belongs to the weights, seals the folder and renames it to `directory`; returns that."""
-    from gpt2_chinese.vocabulary import LAYOUT, Vocabulary
+    from gpt2_chinese.vocabulary import Vocabulary
 
-    vocabulary = Vocabulary.load(vocab)
+    vocabulary = Vocabulary.load(vocab, profile)
     ids = {"bos_token_id": vocabulary.begin_id, "eos_token_id": vocabulary.end_id, "pad_token_id": vocabulary.pad_id}
     write_json(beside / "config.json", {**config.to_dict(), **ids})
     vocabulary.save(beside)
-    write_json(beside / "run.json", {"layout": LAYOUT, **about})
+    write_json(beside / "run.json", {"layout": vocabulary.layout, "vocab_profile": vocabulary.profile, **about})
     _seal(beside)
     _replace_folder(beside, directory)
     return directory

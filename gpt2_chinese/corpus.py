@@ -58,6 +58,20 @@ def read_paragraphs(path: Path | str) -> Iterator[str]:
         raise UserError(f"corpus {path} is empty: it holds no paragraph")
 
 
+def stretches(texts: Iterator[str], characters: int) -> Iterator[list[str]]:
+    """Yields lists of consecutive texts, each ended by the text with which it reaches so many characters."""
+    group: list[str] = []
+    length = 0
+    for text in texts:
+        group.append(text)
+        length += len(text)
+        if length >= characters:
+            yield group
+            group, length = [], 0
+    if group:
+        yield group
+
+
 def read_file(file: Path) -> Iterator[str]:
     """Yields the strings of one array-JSON file; items are counted from 1 in errors."""
     decode = json.JSONDecoder().raw_decode

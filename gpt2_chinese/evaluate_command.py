@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2_chinese.corpus import corpus_files, read_file
 from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
 from gpt2_chinese.tokens import load_tokens
+from gpt2_chinese.vocabulary_files import VocabularyFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +46,7 @@ class Corpus:
     characters: list[int]
 
 
-def read_corpus(path: Path, vocab: Path, by_file: bool) -> Corpus:
+def read_corpus(path: Path, vocabulary: VocabularyFile, by_file: bool) -> Corpus:
     """Tokenises a corpus, or takes its ids from the cache.
 
     Raises:
@@ -59,9 +60,9 @@ def read_corpus(path: Path, vocab: Path, by_file: bool) -> Corpus:
         if lengths:
             texts[file] = sum(lengths)
     if by_file and texts:
-        parts = [load_tokens(file, vocab).ids for file in texts]
+        parts = [load_tokens(file, vocabulary.path, vocabulary.profile).ids for file in texts]
         return Corpus(np.concatenate(parts), list(texts), np.cumsum([len(ids) for ids in parts]), list(texts.values()))
-    ids = load_tokens(path, vocab).ids
+    ids = load_tokens(path, vocabulary.path, vocabulary.profile).ids
     return Corpus(ids, [path], np.array([len(ids)]), [sum(texts.values())])
 
 
@@ -132,8 +133,7 @@ def evaluate_model(a: argparse.Namespace) -> dict[str, Any]:
     if stride > seq_len:
         raise UserError(f"--stride {stride} is above the windows' length, --seq-len {seq_len}: tokens would be left out")
 
-    vocab = a.vocab or vocabulary_of(folder)
-    corpora = [read_corpus(path, vocab, "genre" in a.by) for path in a.corpus]
+    corpora = [read_corpus(path, vocabulary.file, "genre" in a.by) for path in a.corpus]
     plans = [Windows.of(len(corpus.ids), seq_len, stride) for corpus in corpora]
     everything = np.concatenate([corpus.ids for corpus in corpora]) if "frequency" in a.by else np.empty(0, np.int64)
     classes = frequency_classes(everything, vocabulary.size)
@@ -170,15 +170,6 @@ def evaluate_model(a: argparse.Namespace) -> dict[str, Any]:
         found["by_frequency"] = {name: results(s) for name, s in zip(names, by_class, strict=True) if s[-1]}
     found["loss_by_position"] = [s[0] / s[3] if s[3] else None for s in by_position.tolist()]
     return found
-
-
-def vocabulary_of(folder: Path) -> Path:
-    """The vocabulary that belongs to the weights in a folder; `load_model` has found that there is one."""
-    if any((folder / name).is_file() for name in ("vocab.txt", "tokenizer.json")):
-        return folder
-    from gpt2_chinese.checkpoint import read_state
-
-    return Path(read_state(folder)["settings"]["vocab"])
 
 
 HEADINGS = ("loss", "perplexity", "bits/char", "top-1", "top-5", "tokens", "characters")

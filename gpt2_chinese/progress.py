@@ -78,7 +78,7 @@ class ByteProgress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, mininterval=0.2)
+            self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, mininterval=0.2, delay=2)
 
     def add(self, count: int) -> None:
         """Notes that `count` bytes more are done; what goes beyond the total is not shown."""

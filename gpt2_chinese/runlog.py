@@ -102,6 +102,7 @@ class Run:
                 **settings.values(),
                 "model": settings.model.to_dict(),
                 "vocab_size": settings.vocab_size,
+                "vocabulary": settings.vocabulary.facts(),
                 "num_parameters": settings.model.num_parameters(),
                 "resumed_from": str(self.resume_from) if self._goes_on else None,
                 "versions": versions(),
@@ -128,7 +129,7 @@ class Run:
         per_step = settings.batch_size * settings.seq_len
         each = settings.batch_size // (settings.num_replicas * settings.grad_accum)
         shape = f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads, context {model.n_positions}"
-        unknown = f"{tokens.unknown / len(tokens):.2%} in training, {valid.unknown / len(valid):.2%} in validation"
+        unknown = f"{tokens.unknown_rate:.2%} in training, {valid.unknown_rate:.2%} in validation"
         parts = _count(settings.num_replicas, "rank" if settings.num_replicas == ranks.num_ranks else "replica")
         split = f"{parts} x {_count(settings.grad_accum, 'micro-batch')} x {each}"
         passes = settings.max_steps * per_step / len(tokens)
@@ -139,6 +140,11 @@ class Run:
             (
                 "vocabulary",
                 f"{settings.vocab_size:,} entries, ln = {math.log(settings.vocab_size):.2f}; unknown {unknown}",
+            ),
+            (
+                "layout",
+                f"{settings.vocabulary.layout} (profile {settings.vocab_profile}), "
+                f"{tokens.characters_per_token:.2f} characters per token",
             ),
             ("batch", f"{settings.batch_size} sequences of {settings.seq_len} tokens a step = {split}"),
             ("steps", f"{settings.max_steps}, {passes:.1f} passes over the corpus; {schedule}"),
@@ -156,7 +162,7 @@ class Run:
             rows.append(("weights", f"begin as those of {display(self.resume_from)}"))
         print(f"{settings.chapter}")
         print_rows(rows)
-        if tokens.unknown > 0.01 * len(tokens):
+        if tokens.unknown_rate > 0.01:
             print("  warning: over 1 % of the tokens are unknown; cache/make_vocab.sh makes a vocabulary")
         print(flush=True)
 
@@ -297,6 +303,7 @@ class Run:
             "chapter": settings.chapter,
             "tokens": step * settings.batch_size * settings.seq_len,
             "model": settings.model.to_dict(),
+            "vocabulary": settings.vocabulary.facts(),
             "settings": settings.values(),
             "versions": versions(),
             "extra": extra or {},
@@ -327,9 +334,13 @@ class Run:
             about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
             about["peak_bytes_by_rank"] = peaks
             if callable(weights):
-                checkpoint.complete_final(checkpoint.beside_final(final), final, settings.model, settings.vocab, about)
+                checkpoint.complete_final(
+                    checkpoint.beside_final(final), final, settings.model, settings.vocab, about, settings.vocab_profile
+                )
             else:
-                checkpoint.export_final(final, settings.model, weights, settings.vocab, about)
+                checkpoint.export_final(
+                    final, settings.model, weights, settings.vocab, about, settings.vocab_profile
+                )
             self._print_samples(final)
             memory = ", ".join(f"rank {rank} {peak / 2**20:.0f} MiB" for rank, peak in enumerate(peaks))
             self._print_summary([("peak memory", memory)], table or [])

@@ -29,7 +29,7 @@ from gpt2_chinese.config import ModelConfig, resolve_model_config
 from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error, notice
 from gpt2_chinese.files import kind, reason
 from gpt2_chinese.tokens import Tokens, load_tokens
-from gpt2_chinese.vocabulary import vocabulary_size
+from gpt2_chinese.vocabulary_files import PROFILE_CHOICES, VocabularyFile, read_vocabulary
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,6 +58,10 @@ class Settings:
         str(ROOT / "data/valid"), "Array-JSON file or folder to evaluate on.", shown="shipped corpus"
     )
     vocab: str = flag(str(ROOT / "cache/vocab.txt"), "A vocab.txt or a tokenizer.json.", shown="shipped vocabulary")
+    vocab_profile: str = flag(
+        "auto", "How a vocab.txt is used: gpt2_chinese ([MASK] text [CLS], digits apart), uer ([CLS] text [SEP], digits "
+        "whole), auto (what its folder records, else gpt2_chinese).", PROFILE_CHOICES,
+    )  # fmt: skip
     seq_len: int | None = flag(None, "Tokens in a sequence.", shown="by config, tiny: 128")
     batch_size: int | None = flag(None, "Sequences in a GLOBAL batch, whatever --nproc.", shown="by config, tiny: 24")
     grad_accum: int = flag(1, "Micro-batches per step, to save memory.")
@@ -88,6 +92,7 @@ class Settings:
     argv: list[str] = field(default_factory=list, init=False, repr=False)
     chapter: str = field(default="", init=False)
     model: ModelConfig = field(default_factory=ModelConfig, init=False)
+    vocabulary: VocabularyFile = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     vocab_size: int = field(default=0, init=False)
     train_tokens: Tokens = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     valid_tokens: Tokens = field(default=None, init=False, repr=False)  # type: ignore[assignment]
@@ -148,7 +153,8 @@ class Settings:
         if not warmup_given:
             self.warmup_steps = 0  # decided when the number of steps is known
         self.output_dir = Path(self.output_dir) if self.output_dir else ROOT / "runs" / (self.chapter or "run")
-        self.vocab_size = vocabulary_size(self.vocab)
+        self.vocabulary = read_vocabulary(self.vocab, self.vocab_profile)
+        self.vocab_profile, self.vocab_size = self.vocabulary.profile, len(self.vocabulary.entries)
         self.validate()
         self.model.vocab_size = self.vocab_size
         if initial:
@@ -156,8 +162,8 @@ class Settings:
 
             check_initial(initial, self.model)
 
-        self.train_tokens = load_tokens(self.train_data, self.vocab)
-        self.valid_tokens = load_tokens(self.valid_data, self.vocab)
+        self.train_tokens = load_tokens(self.train_data, self.vocab, self.vocab_profile)
+        self.valid_tokens = load_tokens(self.valid_data, self.vocab, self.vocab_profile)
         self._resolve_steps(steps_given)
         if not warmup_given:
             self.warmup_steps = min(defaults.warmup_steps, self.max_steps // 10)
@@ -278,6 +284,13 @@ class Settings:
                     f"checkpoint {found} has {name} {getattr(then, name)}, this run {getattr(self.model, name)}: give "
                     "its --model-config and --vocab, another --output-dir, or --resume never"
                 )
+        if state.get("vocabulary", self.vocabulary.facts()) != self.vocabulary.facts():
+            before = state["vocabulary"]
+            other = "another vocabulary" if before["profile"] == self.vocab_profile else f"profile {before['profile']}"
+            raise UserError(
+                f"checkpoint {found} was trained with {other}, this run has --vocab {self.vocab} with profile "
+                f"{self.vocab_profile}: give its --vocab and --vocab-profile, another --output-dir, or --resume never"
+            )
         for name in (
             "lr",
             "batch_size",

@@ -1,33 +1,40 @@
 """The token cache: a corpus as one memory-mapped array of ids, made once and shared by every process.
 
-    NAME.bin    the ids, uint16 where the vocabulary fits, else uint32
-    NAME.json   the header: count, dtype, unknown tokens, SHA-256 of the .bin
+    NAME.bin       the ids, uint16 where the vocabulary fits, else uint32
+    NAME.json      the header, sealed with a checksum of its own: counts, dtype, SHA-256 of each block of the .bin
+    NAME.parts/    while it is made (token_parts.py); the folder is locked, who comes second waits
 
-NAME is a hash of the content of corpus and vocabulary and of FORMAT, so a changed file can never meet an old cache.
-Both files are written beside and renamed, the header last: several processes may start at once, each writes the same
-bytes, and whoever renames last changes nothing. What does not match its header is made again.
+NAME is a hash of the content of the corpus, of the vocabulary with its profile, and of FORMAT, so a changed file can never
+meet an old cache. Both files are renamed into their places, the header last. What does not match its header to the last
+bit is made again, never used. To make one ahead of a run:
+
+    python -m gpt2_chinese.tokens --corpus data/train --vocab cache/vocab.txt
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import fcntl
 import hashlib
-import json
 import os
-import tempfile
+import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from gpt2_chinese.corpus import corpus_files, read_paragraphs
-from gpt2_chinese.errors import UserError
-from gpt2_chinese.vocabulary import LAYOUT, Vocabulary, vocabulary_size
+from gpt2_chinese.corpus import corpus_files
+from gpt2_chinese.errors import UserError, exit_on_user_error, notice
+from gpt2_chinese.sealed import file_digests, sealed, unsealed
+from gpt2_chinese.token_parts import tokenise, write_whole
+from gpt2_chinese.vocabulary import Vocabulary
+from gpt2_chinese.vocabulary_files import PROFILE_CHOICES, VocabularyFile, read_vocabulary
 
-FORMAT = f"gpt2_chinese tokens 1: {LAYOUT}"
+FORMAT = "gpt2_chinese tokens 2"
 CACHE_VARIABLE = "GPT2_CHINESE_CACHE"
-_DOCUMENTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,27 @@ class Tokens:
         ids: (count,) uint16 or uint32, memory-mapped, read-only; documents one after the other, each with its marks.
         unknown: how many of the ids are the unknown token.
         path: the .bin file.
+        documents, characters: of the corpus.
     """
 
     ids: np.ndarray
     unknown: int
     path: Path
+    documents: int
+    characters: int
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def unknown_rate(self) -> float:
+        """Share of the ids that are the unknown token, 0 to 1."""
+        return self.unknown / len(self)
+
+    @property
+    def characters_per_token(self) -> float:
+        """Characters of text per id, the marks of documents left out."""
+        return self.characters / max(1, len(self) - 2 * self.documents)
 
 
 def cache_folder() -> Path:
@@ -64,85 +84,123 @@ def cache_folder() -> Path:
     raise UserError(f"no writable folder for the token cache: set {CACHE_VARIABLE} (tried {candidates[-1]})")
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def cache_key(corpus: Path | str, vocab: Path | str) -> str:
+def cache_key(corpus: Path | str, vocabulary: VocabularyFile) -> str:
     """Name of the cache of a corpus: a hash of content, not of paths or times."""
-    vocab = Path(vocab)
-    vocab_files = sorted(f for f in vocab.glob("*") if f.is_file()) if vocab.is_dir() else [vocab]
-    try:
-        parts = [FORMAT, *(_digest(file) for file in corpus_files(corpus)), "|", *(_digest(f) for f in vocab_files)]
-    except OSError as error:
-        raise UserError(f"cannot read the corpus {corpus} or the vocabulary {vocab}: {error.strerror}") from None
+    parts = [FORMAT, vocabulary.digest]
+    for file in corpus_files(corpus):
+        try:
+            parts += ["file", *file_digests(file)]
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from None
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def load_tokens(corpus: Path | str, vocab: Path | str) -> Tokens:
+def load_tokens(corpus: Path | str, vocab: Path | str, profile: str = "auto") -> Tokens:
     """The ids of a corpus, from the cache when it is there and whole, else made now.
 
+    Args:
+        corpus: array-JSON file or folder.
+        vocab, profile: as read_vocabulary takes them.
+
     Raises:
-        UserError: the corpus or the vocabulary is missing or bad, or no folder for the cache is writable.
+        UserError: the corpus or the vocabulary is missing or bad, or the cache cannot be written.
     """
-    size = vocabulary_size(vocab)  # a missing vocabulary is told before anything is read
-    path = cache_folder() / f"{cache_key(corpus, vocab)}.bin"
-    return _open(path) or _build(path, corpus, vocab, np.dtype(np.uint16 if size <= 1 << 16 else np.uint32))
+    vocabulary = read_vocabulary(vocab, profile)  # a missing vocabulary is told before anything is read
+    path = cache_folder() / f"{cache_key(corpus, vocabulary)}.bin"
+    if (found := _open(path)) is not None:
+        return found
+    try:
+        with _alone(path.with_suffix(".parts")) as folder:
+            found = _open(path)  # another process may have made it while this one waited
+            return _build(path, folder, corpus, vocabulary) if found is None else found
+    except OSError as error:
+        raise UserError(
+            f"the token cache {path} cannot be written: {error.strerror} (it goes where {CACHE_VARIABLE} says)"
+        ) from None
 
 
 def _open(path: Path) -> Tokens | None:
     """The cache at `path`, or None when it is missing, half-written or damaged."""
     try:
-        header = json.loads(path.with_suffix(".json").read_text())
-        dtype, count = np.dtype(header["dtype"]), int(header["count"])
-        if path.stat().st_size != count * dtype.itemsize or _digest(path) != header["sha256"]:
+        header = unsealed(path.with_suffix(".json").read_bytes())
+        if header is None or header["key"] != path.stem or file_digests(path) != header["blocks"]:
             return None
-        return Tokens(np.memmap(path, dtype, mode="r", shape=(count,)), int(header["unknown"]), path)
-    except (OSError, ValueError, KeyError, TypeError):
+        ids = np.memmap(path, np.dtype(header["dtype"]), mode="r", shape=(header["count"],))
+        return Tokens(ids, header["unknown"], path, header["documents"], header["characters"])
+    except (OSError, KeyError, ValueError, TypeError):
         return None
 
 
-def _build(path: Path, corpus: Path | str, vocab: Path | str, dtype: np.dtype) -> Tokens:
-    vocabulary = Vocabulary.load(vocab)
-    count = unknown = 0
-    digest = hashlib.sha256()
-    handle, beside = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
+def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyFile) -> Tokens:
+    """Makes the cache at `path` in `folder`, which this process alone writes to."""
+    dtype = np.dtype(np.uint16 if len(vocabulary.entries) <= 1 << 16 else np.uint32)
+    header = tokenise(folder, path.stem, corpus, Vocabulary(vocabulary), dtype)
+    if cache_key(corpus, vocabulary) != path.stem:
+        raise UserError(f"the corpus {corpus} was changed while it was read: start again")
+    os.replace(folder / "whole.bin", path)
+    write_whole(path.with_suffix(".json"), sealed({**header, "key": path.stem, "dtype": dtype.name}))
+    if (made := _open(path)) is None:
+        raise UserError(f"the token cache {path} does not read back as written: is the disk sound?")
+    return made
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[Path]:
+    """Makes a folder, locks it, and removes it at the end; a process that is killed leaves it, without the lock."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # who had it before has removed it just now
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                notice(f"waiting for another process that makes the token cache {folder.with_suffix('.bin')}")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is_still_there(handle, folder):
+                continue  # the lock of a folder that its owner has removed meanwhile
+            try:
+                yield folder
+            except UserError:
+                shutil.rmtree(folder)  # when the corpus is put right its cache has another name
+                raise
+            shutil.rmtree(folder)
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_still_there(handle: int, folder: Path) -> bool:
     try:
-        with os.fdopen(handle, "wb") as stream:
-            for ids in _documents(corpus, vocabulary):
-                array = np.asarray(ids, dtype)
-                count += len(array)
-                unknown += int((array == vocabulary.unk_id).sum()) if vocabulary.unk_id is not None else 0
-                digest.update(array.tobytes())
-                stream.write(array.tobytes())
-            stream.flush()
-            os.fsync(stream.fileno())
-        header = {
-            "dtype": dtype.name,
-            "count": count,
-            "unknown": unknown,
-            "sha256": digest.hexdigest(),
-            "format": FORMAT,
-        }
-        Path(beside + ".json").write_text(json.dumps(header) + "\n")
-        os.replace(beside, path)
-        os.replace(beside + ".json", path.with_suffix(".json"))
-    except OSError as error:
-        raise UserError(f"the token cache {path} cannot be written: {error.strerror}") from None
-    finally:
-        for leftover in (beside, beside + ".json"):
-            Path(leftover).unlink(missing_ok=True)
-    return Tokens(np.memmap(path, dtype, mode="r", shape=(count,)), unknown, path)
+        return os.path.samestat(os.fstat(handle), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
-def _documents(corpus: Path | str, vocabulary: Vocabulary) -> Iterator[list[int]]:
-    paragraphs = read_paragraphs(corpus)
-    while group := list(islice(paragraphs, _DOCUMENTS_AT_ONCE)):
-        for ids in vocabulary.encode_documents(group):
-            if max(ids) >= vocabulary.size:
-                raise UserError(f"the vocabulary gives id {max(ids)}, above its size {vocabulary.size}")
-            yield ids
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gpt2_chinese.tokens",
+        description="Tokenises a corpus ahead of a run. Killed halfway, the same command goes on where it was.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    root = Path(__file__).resolve().parents[1]
+    parser.add_argument("--corpus", required=True, type=Path, help="array-JSON file or folder")
+    parser.add_argument("--vocab", type=Path, default=root / "cache/vocab.txt", help="vocab.txt, tokenizer.json or folder")
+    parser.add_argument("--vocab-profile", choices=PROFILE_CHOICES, default="auto", help="how a vocab.txt is used")
+    arguments = parser.parse_args(argv)
+    with exit_on_user_error():
+        begin = time.perf_counter()
+        tokens = load_tokens(arguments.corpus, arguments.vocab, arguments.vocab_profile)
+        seconds = time.perf_counter() - begin
+        megabytes = sum(file.stat().st_size for file in corpus_files(arguments.corpus)) / 1e6
+        print(f"{len(tokens):,} tokens of {tokens.documents:,} documents, {tokens.characters:,} characters")
+        print(f"{tokens.unknown_rate:.2%} unknown, {tokens.characters_per_token:.3f} characters per token")
+        print(f"{megabytes:.1f} MB in {seconds:.1f} s, {megabytes / seconds * 60:,.0f} MB a minute")
+        print(tokens.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2_chinese import checkpoint
 from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.errors import UserError, exit_on_user_error
+from gpt2_chinese.vocabulary_files import vocabulary_file
 
 if TYPE_CHECKING:
     import torch
@@ -65,17 +66,21 @@ def _folder_of(file: Path) -> Path:
     return file.parent.parent if file.name == ".metadata" else file.parent
 
 
+def _state_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's state.json says; nothing where there is none that can be read."""
+    try:
+        state = checkpoint.read_state(folder)
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
 def find_vocabulary(folder: Path) -> Path | None:
     """The vocabulary in a folder with weights; of a checkpoint, that of its run; None where there is none."""
-    for name in VOCABULARY_FILES:
-        if (folder / name).is_file():
-            return folder / name
-    if not (folder / "state.json").is_file():
-        return None
-    try:
-        vocab = checkpoint.read_state(folder).get("settings", {}).get("vocab")
-    except (OSError, ValueError, AttributeError):
-        return None
+    if any((folder / name).is_file() for name in VOCABULARY_FILES):
+        return vocabulary_file(folder)
+    settings = _state_of(folder).get("settings")
+    vocab = settings.get("vocab") if isinstance(settings, dict) else None
     return Path(vocab) if isinstance(vocab, str) else None
 
 
@@ -142,12 +147,17 @@ def _config_and_vocabulary(file: Path, vocab: Path | str | None) -> tuple[ModelC
 
     folder = _folder_of(file)
     config = ModelConfig.from_file(folder)
+    # a checkpoint holds no vocabulary, but knows which one its run had and how it was used
+    state = _state_of(folder)
     vocab = vocab or find_vocabulary(folder)
     if vocab is None:
         raise UserError(f"{folder} has no vocabulary: give one with --vocab")
-    vocabulary = Vocabulary.load(vocab)
+    then = state.get("vocabulary", {})
+    vocabulary = Vocabulary.load(vocab, then.get("profile", "auto"))
     if vocabulary.size != (config.vocab_size or vocabulary.size):
         raise UserError(f"vocabulary {vocab} has {vocabulary.size} entries, the model in {folder} {config.vocab_size}")
+    if then and then != vocabulary.file.facts():
+        raise UserError(f"vocabulary {vocab} is not the one that {folder} was trained with: give that with --vocab")
     config.vocab_size = vocabulary.size
     return config, vocabulary
 
@@ -177,7 +187,7 @@ def export(
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"--output {output} is there already: give a new folder")
     file = find_weights(path)
-    config, _ = _config_and_vocabulary(file, vocab)
+    config, vocabulary = _config_and_vocabulary(file, vocab)
     weights = read_weights(file, config)
     if dtype is not None:
         for name, tensor in weights.items():
@@ -190,7 +200,7 @@ def export(
         beside = checkpoint.begin_final(output)
         _save(weights, beside, form)
         about = {"exported_from": str(path)}
-        return checkpoint.complete_final(beside, output, config, vocab or find_vocabulary(_folder_of(file)), about)
+        return checkpoint.complete_final(beside, output, config, vocabulary.file.path, about, vocabulary.profile)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
 

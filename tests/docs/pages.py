@@ -78,7 +78,7 @@ def known_flags(script: str) -> set[str] | None:
     elif script in ("tests/run.sh", "docs/build.sh", "docs/serve.sh"):
         return None
     elif script == "cache/make_vocab.sh":
-        return set()
+        return set().union(*(known_flags(f"-m gpt2_chinese.vocabulary {command}") for command in ("train", "check")))
     else:
         target = script.split() if script.startswith("-m ") else [str(ROOT / script)]
     done = subprocess.run([sys.executable, *target, "--help"], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""},

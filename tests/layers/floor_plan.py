@@ -80,8 +80,8 @@ KNOWS_RANKS = ("gpt2_chinese/launch.py", "gpt2_chinese/parts.py", "pstar/collect
 KNOWS_HOROVOD = ("gpt2_chinese/horovodrun.py", "gpt2_chinese/horovodranks.py")
 
 # These answer a wrong flag or a wrong corpus before torch is loaded.
-QUICK_MODULES = ("settings", "errors", "config", "corpus", "corpora", "tokens", "sampling", "generate", "weights",
-                 "evaluate", "evaluate_command")
+QUICK_MODULES = ("settings", "errors", "config", "corpus", "corpora", "tokens", "vocabulary_files", "vocabulary_command",
+                 "sampling", "generate", "weights", "evaluate", "evaluate_command")
 
 CODE = {".py", ".sh", ".cpp", ".cu", ".cuh", ".h"}
 NOT_OURS = {"build", "dist", "site", "runs", "node_modules", "__pycache__"}

@@ -14,6 +14,7 @@ import convert_memory  # noqa: E402
 import disk_model  # noqa: E402
 import memory_speed  # noqa: E402
 import plan_memory  # noqa: E402
+import tokenise_memory  # noqa: E402
 
 
 def tables(page: str) -> list[list[list[str]]]:
@@ -86,6 +87,20 @@ def test_a_bound_is_the_longer_of_compute_and_transfer_in_all_and_by_pass() -> N
     assert memory_speed.bounds(base, told, 4.0) == (20.0, 10.0 + 10.0 + 1.0)
 
 
+def test_tokenise_memory(tmp_path) -> None:
+    (table,) = run_quick("tokenise_memory", tmp_path)
+    small, large = ([number(cell) for cell in row] for row in table[1:])
+    assert 4 < large[0] < 5.5 and large[1] > 2 * small[1] and all(cell > 0 for cell in small + large)
+
+
+def test_memory_that_grows_and_a_low_rate_are_marked() -> None:
+    small = {"bytes": 10**7, "peak": 10**8, "seconds": 10.0, "tokens": 5}
+    flat = tokenise_memory.report([small, {**small, "peak": 1.2e8}], [])
+    assert flat.count(": yes") == 2 and "**no**" not in flat
+    grown = tokenise_memory.report([small, {**small, "peak": 1.3e8, "seconds": 31.0}], [])
+    assert grown.count("**no**") == 2
+
+
 def test_losses_that_differ_end_the_program() -> None:
     class Ran:
         def __init__(self, name: str, *losses: float):
@@ -109,6 +124,7 @@ def test_the_parameters_of_the_large_model_are_those_of_its_budgets() -> None:
     (memory_speed, ["--only", "disk"], "argument --only: invalid choice"),
     (disk_model, ["--disk-path", "no/such/folder"], "--disk-path no/such/folder: there is no such folder"),
     (convert_memory, ["--quik"], "unrecognized arguments: --quik"),
+    (tokenise_memory, ["--megabytes", "10", "5"], "--megabytes must be two numbers above 0, the smaller first"),
     (plan_memory, ["--quik"], "unrecognized arguments: --quik"),
 ])
 def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:

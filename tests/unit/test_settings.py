@@ -15,9 +15,9 @@ from gpt2_chinese.settings import ROOT, Settings, flag
 
 PROGRAM = str(ROOT / "chapters" / "00_single" / "train.py")
 CONTRACT = [
-    *("nproc", "model-config", "train-data", "valid-data", "vocab", "seq-len", "batch-size", "grad-accum", "lr"),
-    *("warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every", "save-every"),
-    *("log-every", "output-dir", "init-from", "resume", "seed", "device"),
+    *("nproc", "model-config", "train-data", "valid-data", "vocab", "vocab-profile", "seq-len", "batch-size", "grad-accum"),
+    *("lr", "warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every"),
+    *("save-every", "log-every", "output-dir", "init-from", "resume", "seed", "device"),
 ]
 
 

@@ -13,7 +13,9 @@ import pytest
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.tokens import load_tokens
-from gpt2_chinese.vocabulary import SPECIAL_TOKENS, Vocabulary, tidy, train, vocabulary_size
+from gpt2_chinese.vocabulary import SPECIAL_TOKENS, Vocabulary, tidy
+from gpt2_chinese.vocabulary_files import vocabulary_size
+from gpt2_chinese.vocabulary_train import KINDS, train, train_bpe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,10 +28,12 @@ def test_the_shipped_vocabulary_is_what_make_vocab_makes(vocab: Path) -> None:
     assert math.log(len(shipped)) == pytest.approx(8.3, abs=0.05)
 
 
-def test_training_is_the_same_in_every_process(corpus: Path) -> None:
-    program = "import sys; from gpt2_chinese.vocabulary import train; print(train(sys.argv[1], 30))"
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_the_same_in_every_process(corpus: Path, kind: str) -> None:
+    trained = "train_bpe(sys.argv[1], 300)" if kind == "bpe" else f"train(sys.argv[1], 30, {kind!r})"
+    program = f"import sys; from gpt2_chinese.vocabulary_train import train, train_bpe; print({trained})"
     said = set()
-    for seed in ("1", "2"):
+    for seed in ("1", "2", "3"):
         done = subprocess.run(
             [sys.executable, "-c", program, str(corpus)],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -44,6 +48,20 @@ def test_training_is_the_same_in_every_process(corpus: Path) -> None:
 def test_a_small_vocabulary_keeps_the_most_frequent_characters(corpus: Path) -> None:
     entries = train(corpus, 12)
     assert len(entries) == 12 and entries[:5] == SPECIAL_TOKENS and "，" in entries and "天" in entries
+
+
+def test_characters_are_the_alphabet_alone_and_bpe_loses_nothing(corpus: Path, tmp_path: Path) -> None:
+    single = [e for e in train(corpus, 4096) if len(e.removeprefix("##")) == 1 or e in SPECIAL_TOKENS]
+    assert train(corpus, 4096, "characters") == single
+    (tmp_path / "tokenizer.json").write_text(train_bpe(corpus, 300), encoding="utf-8")
+    vocabulary = Vocabulary.load(tmp_path)
+    assert vocabulary.size == 300 and vocabulary.profile == "own" and vocabulary.layout == "<s> text </s>"
+    assert [vocabulary.entries[i] for i in (vocabulary.pad_id, vocabulary.unk_id)] == ["<pad>", "<unk>"]
+    for text in ("今天 的 天气  很好，\nHello World 2019 \U0001f600", "第3段，今天的天气很好"):
+        assert vocabulary.decode(vocabulary.encode_prompt(text)) == text
+    assert len(vocabulary.encode("今天的天气很好")) < len("今天的天气很好".encode()) / 2, "nothing was merged"
+    with pytest.raises(UserError, match="--size 259 is too small for --kind bpe: bytes and special tokens alone are 260"):
+        train_bpe(corpus, 259)
 
 
 def test_unknown_tokens_of_the_shipped_corpus_are_few(vocab: Path) -> None:
@@ -92,7 +110,7 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         vocabulary_size(tmp_path / "none.txt")
     (tmp_path / "words.txt").write_text("一\n二\n")
-    with pytest.raises(UserError, match=r"lacks \[UNK\], \[CLS\], \[SEP\]"):
+    with pytest.raises(UserError, match=r"lacks \[UNK\], \[MASK\], \[CLS\]: profile gpt2_chinese"):
         vocabulary_size(tmp_path / "words.txt")
     (tmp_path / "t.json").write_text("[1, 2]")
     with pytest.raises(UserError, match="is not a tokenizer.json"):
@@ -104,4 +122,6 @@ def test_special_ids_are_read_not_assumed(vocab: Path, tmp_path: Path) -> None:
     moved = [*entries[5:300], "[SEP]", "[CLS]", "[UNK]", "[PAD]", "[MASK]"]
     (tmp_path / "vocab.txt").write_text("\n".join(moved), encoding="utf-8")  # no newline at the end, as some have it
     vocabulary = Vocabulary.load(tmp_path / "vocab.txt")
-    assert (vocabulary.size, vocabulary.begin_id, vocabulary.end_id, vocabulary.unk_id) == (300, 296, 295, 297)
+    assert (vocabulary.size, vocabulary.begin_id, vocabulary.end_id, vocabulary.unk_id) == (300, 299, 296, 297)
+    uer = Vocabulary.load(tmp_path / "vocab.txt", "uer")
+    assert (uer.begin_id, uer.end_id, uer.pad_id) == (296, 295, 298)

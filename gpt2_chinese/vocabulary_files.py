@@ -1,0 +1,184 @@
+"""What a vocabulary file says: its entries by id, its rules of splitting text, and the marks of a document.
+
+A `vocab.txt` (one entry a line, the line number is the id) does not say how it is meant to be used, and two conventions
+that share the format give different ids for the same text. So a profile goes with it:
+
+    profile         layout               digits
+    gpt2_chinese    [MASK] text [CLS]    every number sign apart   Morizeyao/GPT2-Chinese
+    uer             [CLS] text [SEP]     2019 may be one entry     UER-py, Hugging Face's BertTokenizer
+    own             as the file says     as the file says          a tokenizer.json
+
+`auto` takes what the folder records: our own key layout_profile in tokenizer_config.json; where that or config.json names
+BertTokenizer, uer; nothing recorded means gpt2_chinese. This module does not import tokenizers: it answers quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import kind, read_text
+
+PROFILES = {"gpt2_chinese": ("[MASK]", "[CLS]"), "uer": ("[CLS]", "[SEP]")}  # the marks before and after a document
+PROFILE_CHOICES = ("auto", *PROFILES)
+OWN = "own"
+PROFILE_KEY = "layout_profile"  # in tokenizer_config.json
+
+# what a tokenizer.json without a template of its own may call the beginning and the end of a document, best first
+BEGIN = ("[CLS]", "<s>", "<|startoftext|>", "<|endoftext|>")
+END = ("[SEP]", "</s>", "<|endoftext|>")
+
+_LARGEST_ID = (1 << 24) - 1  # far above every vocabulary there is; a list by id must not fill the memory
+
+
+@dataclass(frozen=True)
+class VocabularyFile:
+    """A vocabulary as read from its file.
+
+    Attributes:
+        path: the file.
+        profile: gpt2_chinese, uer or own.
+        entries: by id; "" where an id has none.
+        begin, end: the marks of a document.
+        content: of a tokenizer.json, else None.
+    """
+
+    path: Path
+    profile: str
+    entries: list[str]
+    begin: str
+    end: str
+    content: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def layout(self) -> str:
+        """What becomes of a document, for people."""
+        return f"{self.begin} text {self.end}"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that decides which ids a text gets; not of line ends, nor of how a tokenizer.json is set out."""
+        own = {k: v for k, v in (self.content or {}).items() if k not in ("post_processor", "padding", "truncation")}
+        rules = own or self.entries
+        text = json.dumps([self.profile, self.begin, self.end, rules], ensure_ascii=True, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def facts(self) -> dict[str, str]:
+        """What a checkpoint keeps of it, to be held against the vocabulary of a later run."""
+        return {"profile": self.profile, "layout": self.layout, "sha256": self.digest}
+
+
+def read_vocabulary(path: Path | str, profile: str = "auto") -> VocabularyFile:
+    """Reads a `vocab.txt`, a `tokenizer.json`, or a folder that holds one.
+
+    Args:
+        path: the file or the folder.
+        profile: auto, gpt2_chinese or uer; own, as resolved before, for a tokenizer.json.
+
+    Raises:
+        UserError: missing or unreadable file, one without the marks of the profile, or a profile for a tokenizer.json.
+    """
+    path = vocabulary_file(Path(path), profile)
+    text = read_text(path, f"vocabulary {path}")
+    if path.suffix == ".json":
+        if profile not in ("auto", OWN):
+            raise UserError(f"--vocab-profile {profile}: {path} brings rules of its own, a profile is for a vocab.txt")
+        content = _json_content(text, path)
+        entries = _json_entries(content, path)
+        return VocabularyFile(path, OWN, entries, *_json_marks(content, entries, path), content)
+    entries = [entry.removesuffix("\r") for entry in text.removesuffix("\n").split("\n")]
+    profile = (_recorded(path.parent) or "gpt2_chinese") if profile == "auto" else profile
+    if profile not in PROFILES:
+        raise UserError(f"--vocab-profile {profile}: {path} is a vocab.txt, give {' or '.join(PROFILES)}")
+    begin, end = PROFILES[profile]
+    if missing := [token for token in ("[UNK]", begin, end) if token not in entries]:
+        raise UserError(
+            f"vocabulary {path} lacks {', '.join(missing)}: profile {profile} needs a WordPiece vocab.txt "
+            f"with [UNK] that lays a text out as {begin} text {end} (--vocab-profile)"
+        )
+    return VocabularyFile(path, profile, entries, begin, end)
+
+
+def vocabulary_size(path: Path | str, profile: str = "auto") -> int:
+    """Number of entries of a vocabulary file. Raises UserError as `read_vocabulary`."""
+    return len(read_vocabulary(path, profile).entries)
+
+
+def vocabulary_file(path: Path, profile: str = "auto") -> Path:
+    """The file that a path means. In a folder with both, vocab.txt needs a profile; without one tokenizer.json decides.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = kind(path, f"vocabulary {path}")
+    if found == "missing":
+        raise UserError(f"vocabulary {path} does not exist: make one with cache/make_vocab.sh")
+    if found == "file":
+        return path
+    plain, whole = path / "vocab.txt", path / "tokenizer.json"
+    if not plain.is_file() and not whole.is_file():
+        raise UserError(f"vocabulary folder {path} holds neither vocab.txt nor tokenizer.json")
+    known = profile in PROFILES or (profile == "auto" and _recorded(path) is not None)
+    return plain if plain.is_file() and (known or not whole.is_file()) else whole
+
+
+def _recorded(folder: Path) -> str | None:
+    """The profile that a folder records beside its vocab.txt."""
+    for name in ("tokenizer_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        try:
+            content = json.loads(read_text(folder / name, str(folder / name)))
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            raise UserError(f"{folder / name} is no JSON object: repair it, or give --vocab-profile")
+        if content.get(PROFILE_KEY) in PROFILES:
+            return content[PROFILE_KEY]
+        if str(content.get("tokenizer_class")) in ("BertTokenizer", "BertTokenizerFast"):
+            return "uer"
+    return None
+
+
+def _json_content(text: str, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and isinstance(content["model"]["vocab"], dict | list):
+            return content
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise UserError(f"{path} is not a tokenizer.json of the tokenizers library")
+
+
+def _json_entries(content: dict[str, Any], path: Path) -> list[str]:
+    vocab = content["model"]["vocab"]
+    try:
+        ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
+        ids.update({token["content"]: token["id"] for token in content.get("added_tokens") or []})
+        if not all(isinstance(token, str) and type(i) is int and 0 <= i <= _LARGEST_ID for token, i in ids.items()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise UserError(f"{path} is not a tokenizer.json of the tokenizers library: its vocabulary is broken") from None
+    entries = [""] * (max(ids.values(), default=-1) + 1)
+    for token, i in ids.items():
+        entries[i] = token
+    return entries
+
+
+def _json_marks(content: dict[str, Any], entries: list[str], path: Path) -> tuple[str, str]:
+    """The marks of a tokenizer.json: those of its template, else of its entries."""
+    known = set(entries)
+    processor = content.get("post_processor")
+    single = processor.get("single") if isinstance(processor, dict) else None
+    kinds = [piece for piece in single if isinstance(piece, dict)] if isinstance(single, list) else []
+    text = next((place for place, piece in enumerate(kinds) if "Sequence" in piece), 0)
+    special = [str((piece.get("SpecialToken") or {}).get("id")) for piece in kinds]
+    begin = next((token for token in (*special[:text], *BEGIN) if token in known), None)
+    end = next((token for token in (*special[text + 1 :], *END) if token in known), None)
+    if begin is None or end is None:
+        raise UserError(f"{path} has none of {', '.join(dict.fromkeys(BEGIN + END))} to mark a document")
+    return begin, end

@@ -1,0 +1,200 @@
+"""The token cache under fire: bits inverted, files cut, processes killed, several at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2_chinese import sealed as sealed_module
+from gpt2_chinese import token_parts
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.sealed import block_digests, file_digests, sealed, unsealed
+from gpt2_chinese.tokens import load_tokens, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPT2_CHINESE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def permuted(path: Path, times: int) -> Path:
+    """The shipped corpus, many times over, each time in another order."""
+    texts = [text for file in sorted((ROOT / "data/train").glob("*.json")) for text in json.loads(file.read_text("utf-8"))]
+    path.mkdir()
+    for number in range(times):
+        random.Random(number).shuffle(texts)
+        (path / f"{number:03d}.json").write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def test_200_flips_and_cuts_are_all_seen(cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = load_tokens(corpus, vocab)
+    files, wanted = content(cache), np.array(good.ids)
+    chance = random.Random(7)
+    built = []
+    real = token_parts.tokenise
+    monkeypatch.setattr("gpt2_chinese.tokens.tokenise", lambda *given: built.append(1) or real(*given))
+    for round_number in range(200):
+        name = chance.choice(list(files))
+        harmed = bytearray(files[name])
+        if chance.random() < 0.7:
+            harmed[chance.randrange(len(harmed))] ^= 1 << chance.randrange(8)
+        else:
+            del harmed[chance.randrange(len(harmed)) :]
+        (cache / name).write_bytes(harmed)
+        again = load_tokens(corpus, vocab)
+        assert np.array_equal(again.ids, wanted) and again.unknown == good.unknown
+        assert len(built) == round_number + 1, f"{name} with damage was used"
+        assert content(cache) == files
+    load_tokens(corpus, vocab)
+    assert len(built) == 200, "what is whole is used"
+
+
+def test_every_single_bit_of_a_seal_counts() -> None:
+    content = {"key": "a0", "count": 120, "blocks": ["ff", "0e"], "dtype": "uint16"}
+    data = sealed(content)
+    assert unsealed(data) == content
+    for bit in range(8 * len(data)):
+        harmed = bytearray(data)
+        harmed[bit // 8] ^= 1 << bit % 8
+        assert unsealed(bytes(harmed)) is None
+    assert all(unsealed(data[:length]) is None for length in range(len(data)))
+    assert unsealed(data + b" ") is None
+
+
+def test_blocks_of_a_stream_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_module, "BLOCK_BYTES", 16)
+    for length in (0, 1, 15, 16, 17, 32, 100):
+        data = random.Random(length).randbytes(length)
+        (tmp_path / "x").write_bytes(data)
+        for piece in (1, 7, 16, 40, 1000):
+            pieces = [data[i : i + piece] for i in range(0, length, piece)]
+            assert block_digests(pieces) == file_digests(tmp_path / "x")
+        assert len(file_digests(tmp_path / "x")) == -(-length // 16)
+
+
+def test_a_part_that_does_not_match_is_made_again_and_the_others_are_not(
+    cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_parts, "PART_CHARACTERS", 300)
+    monkeypatch.setattr(token_parts, "_CHARACTERS_AT_ONCE", 100)
+    load_tokens(corpus, vocab)
+    wanted = content(cache)
+    made: list[int] = []
+    real = token_parts._make
+    monkeypatch.setattr(token_parts, "_make", lambda *given: made.append(given[2]) or real(*given))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for harm in ("none", "bin", "json", "missing"):
+        for path in cache.iterdir():
+            path.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(token_parts, "_copied", fail)
+            with pytest.raises(UserError, match="cannot be written: No space left on device"):
+                load_tokens(corpus, vocab)
+        (parts,) = cache.iterdir()
+        num_parts = len(list(parts.glob("0*.bin")))
+        assert num_parts > 4 and parts.suffix == ".parts"
+        target = parts / ("000002.json" if harm == "json" else "000002.bin")
+        if harm == "missing":
+            target.unlink()
+        elif harm != "none":
+            data = bytearray(target.read_bytes())
+            data[len(data) // 2] ^= 4
+            target.write_bytes(data)
+        made.clear()
+        load_tokens(corpus, vocab)
+        assert made == [*([] if harm == "none" else [2]), num_parts], "the last finds that nothing is left"
+        assert content(cache) == wanted
+
+
+def test_a_corpus_that_is_wrong_or_changes_leaves_nothing(
+    cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (corpus / "c.json").write_text('["好", 3]', encoding="utf-8")
+    with pytest.raises(UserError, match="item 2 is no string"):
+        load_tokens(corpus, vocab)
+    (corpus / "c.json").write_text('["好", "\\ud83d"]', encoding="utf-8")
+    with pytest.raises(UserError, match="paragraph 82 holds half a character"):
+        load_tokens(corpus, vocab)
+    real = token_parts.tokenise
+
+    def meanwhile(*given):
+        header = real(*given)
+        (corpus / "c.json").write_text('["后来"]', encoding="utf-8")
+        return header
+
+    (corpus / "c.json").write_text('["好"]', encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt2_chinese.tokens.tokenise", meanwhile)
+        with pytest.raises(UserError, match="was changed while it was read"):
+            load_tokens(corpus, vocab)
+    assert list(cache.iterdir()) == []
+    assert load_tokens(corpus, vocab).documents == 81
+
+
+def command(corpus: Path) -> list[str]:
+    return [sys.executable, "-m", "gpt2_chinese.tokens", "--corpus", str(corpus)]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "GPT2_CHINESE_CACHE": str(cache)}
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    """Eight rounds of SIGKILL, each at a random moment of the real command; then it ends, with the same bytes."""
+    corpus = permuted(tmp_path / "corpus", 7)
+    begin = time.monotonic()
+    subprocess.run(command(corpus), env=environment(tmp_path / "calm"), check=True, capture_output=True, timeout=120)
+    seconds = time.monotonic() - begin
+    chance = random.Random(11)
+    finished = 0
+    for _ in range(8):
+        process = subprocess.Popen(command(corpus), env=environment(tmp_path / "shot"), stdout=subprocess.DEVNULL)
+        time.sleep(chance.uniform(0.1, 0.6) * seconds)
+        process.send_signal(signal.SIGKILL)
+        finished += process.wait(timeout=60) == 0
+    done = subprocess.run(command(corpus), env=environment(tmp_path / "shot"), check=True, capture_output=True, text=True)
+    assert content(tmp_path / "shot") == content(tmp_path / "calm"), "and no leftovers"
+    assert finished or "went on after an interruption" in done.stdout, done.stdout
+
+
+def test_two_commands_at_once_give_one_right_cache(tmp_path: Path) -> None:
+    corpus = permuted(tmp_path / "corpus", 2)
+    subprocess.run(command(corpus), env=environment(tmp_path / "calm"), check=True, capture_output=True, timeout=120)
+    both = [subprocess.Popen(command(corpus), env=environment(tmp_path / "both"), stdout=subprocess.PIPE, text=True)
+            for _ in range(2)]  # fmt: skip
+    said = [process.communicate(timeout=120)[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert content(tmp_path / "both") == content(tmp_path / "calm")
+    assert sum(lines[0].startswith("waiting for another process") for lines in said) == 1, "one made it, one waited"
+    assert said[0][-1] == said[1][-1]
+
+
+def test_the_command_says_what_it_made(cache: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--corpus", str(corpus)])
+    lines = capsys.readouterr().out.splitlines()
+    tokens = load_tokens(corpus, ROOT / "cache/vocab.txt")
+    assert lines[0].startswith(f"{len(tokens):,} tokens of 80 documents, {tokens.characters:,} characters")
+    assert "0.00% unknown" in lines[1] and "MB a minute" in lines[2] and lines[3] == str(tokens.path)
+    with pytest.raises(SystemExit) as stop:
+        main(["--corpus", str(corpus / "none")])
+    assert stop.value.code == 2 and "does not exist" in capsys.readouterr().err
