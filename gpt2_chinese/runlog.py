@@ -284,7 +284,7 @@ class Run:
 
         def write() -> None:
             if self.ranks.is_main:
-                self._flush_curve()
+                self._before_saving()
                 checkpoint.save(folder, step, weights, moments, state)
                 checkpoint.prune(folder, self.settings.keep, step)
 
@@ -298,7 +298,7 @@ class Run:
 
         def begin() -> None:
             if self.ranks.is_main:
-                self._flush_curve()
+                self._before_saving()
                 checkpoint.begin(folder, step, num_bytes)
 
         def complete() -> None:
@@ -309,8 +309,14 @@ class Run:
         for act in (begin, lambda: write(beside / checkpoint.PARTS), complete):
             self._together(f"the state after step {step}", beside, act)
 
-    def _flush_curve(self) -> None:
-        """What a resume takes from the curve is on the disk before the checkpoint is there."""
+    def _before_saving(self) -> None:
+        """What a resume takes from the curve is on the disk before the checkpoint is there.
+
+        Raises:
+            RunError: the step had no finite loss and gradients; in fp16 the next one may, and the weights are looked at.
+        """
+        if self._lost_in_a_row and self.settings.precision != "fp16":
+            raise RunError("its loss or gradients are not finite")
         self._board.flush()
         os.fsync(self._metrics.fileno())
 

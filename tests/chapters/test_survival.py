@@ -44,16 +44,14 @@ def rows_in(chapter: Chapter) -> int:
 
 def started(chapter: Chapter, *flags: object, rows: int = 2) -> subprocess.Popen[str]:
     """A program that has taken some steps of its own."""
-    process = subprocess.Popen(chapter.command(*flags), env=environment(), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    metrics = chapter.output / "metrics.jsonl"
+    before = metrics.stat().st_ino if metrics.exists() else 0  # a program that goes on makes a new file of the rows it keeps
     found = newest_complete(chapter.output / "checkpoints")
     begin, deadline = (load(found)[2]["step"] if found else 0), time.monotonic() + 60
+    process = subprocess.Popen(chapter.command(*flags), env=environment(), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     while process.poll() is None and time.monotonic() < deadline:
-        try:
-            resumed = json.loads((chapter.output / "config.json").read_text())["resumed_from"]
-        except (OSError, ValueError):
-            resumed = "?"
-        if (resumed and resumed != "?" or not found) and rows_in(chapter) >= begin + rows:
+        if metrics.exists() and metrics.stat().st_ino != before and rows_in(chapter) >= begin + rows:
             return process
         time.sleep(0.02)
     raise AssertionError(process.communicate()[0])
@@ -142,7 +140,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, nproc: int, status: int) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "save_every", "line"), [
     ("00_single", 100, "5 steps in a row, up to step {}, had no finite loss and gradients"),
-    ("07_patrickstar", 1, "the state after step {} is not saved: .*not finite"),
+    ("07_patrickstar", 1, "the state after step {} is not saved: its loss or gradients are not finite"),
 ])  # fmt: skip
 def test_a_loss_without_a_number_ends_the_run(ranks, tmp_path: Path, name: str, save_every: int, line: str) -> None:
     chapter, nproc = Chapter(name, tmp_path), 1 if name == "00_single" else 2
