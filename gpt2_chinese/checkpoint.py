@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.errors import RunError, UserError, notice
-from gpt2_chinese.sealed import check_space, damage, flush, is_whole, listed, put_in_place, seal, write_json
+from gpt2_chinese.sealed_folder import check_space, damage, flush, is_whole, listed, put_in_place, seal, write_json
 
 if TYPE_CHECKING:
     import torch

@@ -105,7 +105,7 @@ def test_a_damaged_one_is_passed_over_aloud(tmp_path: Path, capsys: pytest.Captu
 KILLED = """
 import os, shutil, signal, sys, torch
 from pathlib import Path
-from gpt2_chinese import checkpoint, sealed
+from gpt2_chinese import checkpoint, sealed_folder
 left = int(sys.argv[2])
 def counted(function):
     def call(*args, **more):

@@ -16,7 +16,7 @@ import torch
 from gpt2_chinese import checkpoint, parts
 from gpt2_chinese.errors import RunError, UserError
 from gpt2_chinese.launch import Ranks
-from gpt2_chinese.sealed import damage, seal
+from gpt2_chinese.sealed_folder import damage, seal
 
 ROUNDS = 200
 WRITER = """
