@@ -6,7 +6,7 @@
         config.json             the model
         parts/                  instead of the first two where every rank writes its own part (parts.py)
         state.json              step, tokens, the settings that matter, versions, and what a chapter adds under "extra"
-        manifest.json           size and SHA-256 of each file above
+        manifest.json           size and SHA-256 of each file above, and of that table
 
 Complete or absent: written to a folder beside, flushed to the disk, renamed. The manifest is checked before use,
 because a flipped byte in a safetensors file loads without a word. torch is imported late: finding a checkpoint must not
@@ -15,7 +15,6 @@ need it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,13 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.errors import UserError, notice
+from gpt2_chinese.errors import RunError, UserError, notice
+from gpt2_chinese.sealed_folder import check_space, damage, flush, is_whole, listed, put_in_place, seal, write_json
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-MANIFEST, PARTS = "manifest.json", "parts"
+PARTS = "parts"
+BYTES_EACH = 4  # of a stored number: all are float32
 
 
 def save(
@@ -44,19 +45,41 @@ def save(
         weights: NAME to tensor, any device and dtype; stored as float32.
         moments: as `adamw_moments` gives them.
         state: JSON content for state.json; state["model"] becomes config.json. `step` is added.
+
+    Raises:
+        RunError: the disk is too full, found out before anything is written, or a weight or moment is not finite.
+        OSError: the disk became full meanwhile, or is broken; what was complete before is so still.
     """
-    beside = begin(directory, step)
+    check_finite({**weights, **moments})
+    num_bytes = BYTES_EACH * sum(tensor.numel() for tensor in [*weights.values(), *moments.values()])
+    beside = begin(directory, step, num_bytes)
     _save_tensors(beside / "model.safetensors", weights)
     _save_tensors(beside / "optimizer.safetensors", moments)
     return complete(beside, step, state)
 
 
-def begin(directory: Path, step: int) -> Path:
-    """An empty folder beside `directory`/step_NNNNNN, for `complete` to rename. Called by one process alone."""
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises RunError, naming the first, when a number is not finite: such a model learns nothing more, and is not kept."""
+    import torch
+
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor.detach()).all():
+            raise RunError(f"{name} holds numbers that are not finite: it is not saved")
+
+
+def begin(directory: Path, step: int, num_bytes: int) -> Path:
+    """An empty folder beside `directory`/step_NNNNNN, for `complete` to rename. Called by one process alone.
+
+    Raises:
+        RunError: the disk has no room for `num_bytes`.
+    """
     beside = beside_of(directory, step)
     for stale in directory.glob("step_*.tmp*"):  # left by a process that was killed while it wrote
         shutil.rmtree(stale, ignore_errors=True)
-    beside.mkdir(parents=True)
+    check_space(directory, num_bytes)
+    directory.mkdir(parents=True, exist_ok=True)
+    flush(directory.parent)
+    beside.mkdir()
     return beside
 
 
@@ -70,91 +93,62 @@ def complete(beside: Path, step: int, state: dict[str, Any]) -> Path:
     target = beside.with_suffix("")
     write_json(beside / "config.json", state.get("model", {}))
     write_json(beside / "state.json", {"step": step, **state})
-    _seal(beside)
-    _replace_folder(beside, target)
+    seal(beside)
+    put_in_place(beside, target)
     return target
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     plain = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
-    save_file(plain, path, metadata={"format": "pt"})
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # which is no OSError
+        raise OSError(f"{path.name}: {error}") from None
     umask = os.umask(0)  # there is no other way to read it
     os.umask(umask)
     path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner may read
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes readable JSON, beside and renamed."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        digest = hashlib.sha256()
-        while piece := stream.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _seal(folder: Path) -> None:
-    """Writes the manifest of a folder and flushes all of it to the disk."""
-    below = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
-    files = [path for path in below if path.is_file()]
-    entries = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in files}
-    write_json(folder / MANIFEST, entries)
-    for path in [*below, folder / MANIFEST, folder]:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _replace_folder(beside: Path, target: Path) -> None:
-    """Renames a finished folder into its place; what stood there is moved away first, then removed."""
-    old = beside.with_name(f"{beside.name}.old")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(beside, target)
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint or a final/ folder; None when every file is as the manifest says."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        for name, entry in manifest.items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (path / name).stat().st_size != entry["bytes"] or _digest(path / name) != entry["sha256"]:
-                return f"{name} does not match its checksum"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is missing or unreadable"
-    return None
+def candidates(directory: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of all checkpoints there, newest first; step_N.old, left by a kill while step_N was replaced, last."""
+    found = []
+    for folder in directory.glob("step_*") if directory.is_dir() else ():
+        number = folder.name.removeprefix("step_").removesuffix(".old")
+        if folder.is_dir() and number.isdigit():
+            found.append((int(number), folder))
+    return sorted(found, key=lambda item: (-item[0], item[1].name))
 
 
 def newest_complete(directory: Path) -> Path | None:
     """The checkpoint of the highest step whose files all match their checksums; damaged ones are passed over, aloud."""
-    numbers = {}
-    for folder in directory.glob("step_*") if directory.is_dir() else ():
-        if folder.is_dir() and folder.name.removeprefix("step_").isdigit():
-            numbers[int(folder.name.removeprefix("step_"))] = folder
-    for step in sorted(numbers, reverse=True):
-        reason = damage(numbers[step])
+    for _, folder in candidates(directory):
+        reason = damage(folder)
         if reason is None:
-            return numbers[step]
-        notice(f"passing over the damaged checkpoint {numbers[step]}: {reason}")
+            return folder
+        notice(f"passing over the damaged checkpoint {folder}: {reason}")
     return None
+
+
+def prune(directory: Path, keep: int, written: int) -> None:
+    """Removes all checkpoints older than the newest `keep` complete ones (0: none is too old), never that of step `written`.
+
+    A damaged one does not count; it stays while it is not older than those.
+    """
+    whole: list[int] = []
+    just_written = directory / f"step_{written:06d}"
+    for step, folder in candidates(directory):
+        old = bool(keep) and len(whole) >= keep
+        if folder != just_written and (old or step in whole):
+            gone = directory / f"step_{step:06d}.tmp.gone"  # never half of a checkpoint under its name
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(folder, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        elif folder == just_written or is_whole(folder):
+            whole.append(step)
 
 
 def read_json(path: Path) -> Any:
@@ -163,8 +157,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint."""
-    return read_json(path / "state.json")
+    """state.json of a checkpoint. Raises UserError when it cannot be read."""
+    try:
+        return read_json(path / "state.json")
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {path} cannot be used: state.json: {error}") from None
 
 
 def load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Any]]:
@@ -183,7 +180,7 @@ def load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[s
         return initial_state(path)
     if reason := damage(path):
         raise UserError(f"checkpoint {path} cannot be used: {reason}")
-    if (path / PARTS).is_dir():
+    if any(name.startswith(f"{PARTS}/") for name in listed(path)):
         from gpt2_chinese.parts import read_parts
 
         return *read_parts(path / PARTS), read_state(path)
@@ -255,15 +252,20 @@ def export_final(
         about: what goes into run.json: where the model comes from.
         profile: of the vocabulary.
     """
-    beside = begin_final(directory)
+    beside = begin_final(directory, BYTES_EACH * sum(tensor.numel() for tensor in weights.values()))
     _save_tensors(beside / "model.safetensors", weights)
     return complete_final(beside, directory, config, vocab, about, profile)
 
 
-def begin_final(directory: Path) -> Path:
-    """An empty folder beside `directory`, for model.safetensors. Called by one process alone."""
+def begin_final(directory: Path, num_bytes: int) -> Path:
+    """An empty folder beside `directory`, for model.safetensors. Called by one process alone.
+
+    Raises:
+        RunError: the disk has no room for `num_bytes`.
+    """
     beside = beside_final(directory)
     shutil.rmtree(beside, ignore_errors=True)
+    check_space(directory, num_bytes)
     beside.mkdir(parents=True)
     return beside
 
@@ -276,14 +278,24 @@ def beside_final(directory: Path) -> Path:
 def complete_final(
     beside: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any], profile: str = "auto"
 ) -> Path:
-    """Adds what belongs to the weights, seals the folder and renames it to `directory`; returns that."""
+    """Adds what belongs to the weights, seals the folder and renames it to `directory`; returns that.
+
+    Raises:
+        RunError: a weight is not finite.
+    """
+    from safetensors import safe_open
+
     from gpt2_chinese.vocabulary import Vocabulary
 
+    if (beside / "model.safetensors").is_file():  # an export may be a pickle for older programs: its weights were read
+        with safe_open(beside / "model.safetensors", "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                check_finite({name: file.get_tensor(name)})
     vocabulary = Vocabulary.load(vocab, profile)
     ids = {"bos_token_id": vocabulary.begin_id, "eos_token_id": vocabulary.end_id, "pad_token_id": vocabulary.pad_id}
     write_json(beside / "config.json", {**config.to_dict(), **ids})
     vocabulary.save(beside)
     write_json(beside / "run.json", {"layout": vocabulary.layout, "vocab_profile": vocabulary.profile, **about})
-    _seal(beside)
-    _replace_folder(beside, directory)
+    seal(beside)
+    put_in_place(beside, directory)
     return directory

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from gpt2_chinese import stopping
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def main(arguments: list[str]) -> int:
 
     def remembered():
         shutdown_events.append(register())
+        install()  # it has taken SIGTERM for itself
         return shutdown_events[-1]
 
     gloo_run.register_shutdown_event = remembered
@@ -162,7 +164,11 @@ def main(arguments: list[str]) -> int:
     argparse.ArgumentParser.__init__ = unabbreviated  # type: ignore[method-assign,assignment]
     sys.argv = ["horovodrun", *arguments]
     problem = ""
-    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+    with (
+        stopping.passed_on(lambda: [event.set() for event in shutdown_events]) as install,
+        contextlib.redirect_stdout(streams[0]),
+        contextlib.redirect_stderr(streams[1]),
+    ):
         try:
             launch.run_commandline()
         except KeyboardInterrupt:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 # while there is none, it keeps no gloo threads alive after close(), which would abort the process at its end.
 import torch.distributed.nn  # noqa: F401
 
-from gpt2_chinese import horovodrun
+from gpt2_chinese import horovodrun, stopping
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, RunError, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
@@ -118,8 +118,11 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         from gpt2_chinese import horovodranks
 
         with exit_on_user_error():
-            return horovodranks.join(device)
+            ranks = horovodranks.join(device)
+        stopping.listen(signals=(signal.SIGUSR1,))  # SIGTERM is how Horovod's launcher clears up
+        return ranks
     if settings.nproc == 1:
+        stopping.listen()
         tell_alone = sys.excepthook
         sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
         return Ranks(device=device)
@@ -134,6 +137,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         device_id=device if device.type == "cuda" else None,
     )
     store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
+    processes = [store.get(f"process of {rank}").decode().split() for rank in range(num_ranks)]
+    stopping.listen(is_lost=lambda: any(_is_gone(host, int(pid)) for host, pid in processes))
     tell = sys.excepthook  # init_process_group has set it: a traceback whose lines begin with the rank
     sys.excepthook = lambda *error: _end_rank(*error, tell, store, rank, num_ranks)
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
@@ -229,6 +234,16 @@ def _kill(store: Any, ranks: list[int]) -> None:
                 os.kill(int(pid), signal.SIGKILL)
 
 
+def _is_gone(host: str, pid: int) -> bool:
+    """True when a process of this machine has ended."""
+    try:
+        if host == socket.gethostname():
+            os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 def _is_about_peers(error: BaseException) -> bool:
     """True for what torch.distributed raises when another rank went away or did not come."""
     text = str(error).lower()
@@ -257,8 +272,14 @@ def _torchrun(settings: Settings) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
     arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
+    arguments.append("--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # SIGTERM and SIGUSR1 are ours
+
+    def at_once() -> NoReturn:
+        raise SignalException("told twice to stop", signal.SIGKILL)  # with which torchrun ends the ranks
+
     try:
-        main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
+        with stopping.passed_on(at_once):
+            main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
     except ChildFailedError as error:
         rank, failure = _likeliest_cause(error)
         how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""

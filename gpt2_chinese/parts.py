@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from gpt2_chinese.errors import UserError
+from gpt2_chinese.errors import RunError, UserError
 from gpt2_chinese.launch import Ranks
 
 KINDS = ("exp_avg.", "exp_avg_sq.")
@@ -190,17 +191,33 @@ def write_parts(folder: Path, parts: Mapping[str, Part], steps: Mapping[str, int
         parts: what this rank holds, by 'model.NAME', 'exp_avg.NAME' and 'exp_avg_sq.NAME'.
         steps: NAME -> number of updates; all names on rank 0, what other ranks pass does not count.
         ranks: all of them.
+
+    Raises:
+        RunError: on all ranks, a number of any of them is not finite; nothing is written.
+        OSError: on all ranks, one of them could not write.
     """
+    wrong = [name for name, part in parts.items() if not all(torch.isfinite(v).all() for v in part.boxes.values())]
+    if ranks.max(bool(wrong)):
+        raise RunError(f"{wrong[0] if wrong else 'another rank'} holds numbers that are not finite: it is not saved")
     if ranks.is_main:
         folder.mkdir(parents=True)
     ranks.barrier()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(folder), planner=_Planner(False, False),
-                 process_group=ranks.group, no_dist=ranks.group is None)  # fmt: skip
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(folder), planner=_Planner(False, False),
+                     process_group=ranks.group, no_dist=ranks.group is None)  # fmt: skip
+    except CheckpointException as error:  # which is no Exception, and carries the tracebacks of all ranks
+        raise OSError(_cause(error)) from None
     if ranks.is_main:
         (folder / "state.json").write_text(json.dumps({"steps": dict(steps)}), encoding="utf-8")
     ranks.barrier()
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first rank that failed said, in one line."""
+    rank, failure = min(error.failures.items())
+    return f"rank {rank}: {(str(failure[0]).strip().splitlines() or [type(failure[0]).__name__])[-1]}"
 
 
 def write_whole(file: Path, weights: Mapping[str, Part], ranks: Ranks) -> None:

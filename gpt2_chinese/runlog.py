@@ -10,7 +10,8 @@
             run.save(step, weights, moments)
     run.finish(weights)
 
-Every rank makes the same calls; rank 0 alone prints and writes.
+Every rank makes the same calls; rank 0 alone prints and writes. Once a step they agree, by one number, whether to go on:
+a signal ends the run after the step, saved (stopping.py), and a loss that stays without a number ends it with an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,9 +29,10 @@ from typing import Any
 import torch
 
 import gpt2_chinese
-from gpt2_chinese import checkpoint
+from gpt2_chinese import checkpoint, stopping
 from gpt2_chinese.decoding import generate
-from gpt2_chinese.errors import UserError
+from gpt2_chinese.errors import RunError, UserError
+from gpt2_chinese.header import Rows, print_header, print_rows
 from gpt2_chinese.launch import Ranks
 from gpt2_chinese.progress import Progress
 from gpt2_chinese.sampling import Sampling, generator_of
@@ -38,7 +41,10 @@ from gpt2_chinese.traffic import tcp_bytes
 from gpt2_chinese.weights import load_model
 
 PROMPTS = ("今天天气", "这家小店", "中国古代")
-Rows = list[tuple[str, Any]]
+# Steps in a row without a finite loss and gradient, after which a run ends. In fp32 and bf16 the first one has spoilt the
+# weights; fp16 skips such steps and halves its scale, from 2**16 down to 1 and a little further.
+PATIENCE, PATIENCE_FP16 = 5, 20
+GO_ON, STOP, HOPELESS = 0, 1, 2  # what ranks agree about: the largest counts
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -76,6 +82,8 @@ class Run:
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
             raise UserError("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
         self.last_evaluation: dict[str, float] = {}
+        self._last_step = settings.max_steps  # an earlier one once the run is told to stop
+        self._lost_in_a_row = 0
         self._row: dict[str, Any] = {}
         self._progress: Progress | None = None
         self._traffic: tuple[int, int] | None = None
@@ -83,7 +91,13 @@ class Run:
         self._start = time.perf_counter()
         if ranks.is_main:
             self._prepare_folder()
-            self._print_header(about or [])
+            start: Rows = []
+            if self._goes_on:
+                source = display(self.resume_from) if self.first_step == settings.resume_step + 1 else "memory"
+                start = [("resuming", f"{source}, next is step {self.first_step}")]
+            elif self.resume_from:
+                start = [("weights", f"begin as those of {display(self.resume_from)}")]
+            print_header(settings, ranks, [*(about or []), ("output", display(self.directory)), *start])
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -123,59 +137,18 @@ class Run:
             listed = "\n".join(f"    {name}: {value}" for name, value in settings.values().items())
             self._board.add_text("settings", listed, 0)
 
-    def _print_header(self, about: Rows) -> None:
-        settings, ranks, model = self.settings, self.ranks, self.settings.model
-        tokens, valid = settings.train_tokens, settings.valid_tokens
-        per_step = settings.batch_size * settings.seq_len
-        each = settings.batch_size // (settings.num_replicas * settings.grad_accum)
-        shape = f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads, context {model.n_positions}"
-        unknown = f"{tokens.unknown_rate:.2%} in training, {valid.unknown_rate:.2%} in validation"
-        parts = _count(settings.num_replicas, "rank" if settings.num_replicas == ranks.num_ranks else "replica")
-        split = f"{parts} x {_count(settings.grad_accum, 'micro-batch')} x {each}"
-        passes = settings.max_steps * per_step / len(tokens)
-        schedule = f"peak lr {settings.lr:g} after {settings.warmup_steps} steps of warm-up"
-        rows: Rows = [
-            ("model", f"{_name(settings.model_config)}: {shape}, {model.num_parameters():,} parameters"),
-            ("corpus", f"{len(tokens):,} tokens to train on, {len(valid):,} to evaluate on"),
-            (
-                "vocabulary",
-                f"{settings.vocab_size:,} entries, ln = {math.log(settings.vocab_size):.2f}; unknown {unknown}",
-            ),
-            (
-                "layout",
-                f"{settings.vocabulary.layout} (profile {settings.vocab_profile}), "
-                f"{tokens.characters_per_token:.2f} characters per token",
-            ),
-            ("batch", f"{settings.batch_size} sequences of {settings.seq_len} tokens a step = {split}"),
-            ("steps", f"{settings.max_steps}, {passes:.1f} passes over the corpus; {schedule}"),
-            (
-                "computing",
-                f"{settings.precision} on {settings.device}, {_count(torch.get_num_threads(), 'thread')} per rank",
-            ),
-            *about,
-            ("output", display(self.directory)),
-        ]
-        if self._goes_on:
-            source = display(self.resume_from) if self.first_step == settings.resume_step + 1 else "memory"
-            rows.append(("resuming", f"{source}, next is step {self.first_step}"))
-        elif self.resume_from:
-            rows.append(("weights", f"begin as those of {display(self.resume_from)}"))
-        print(f"{settings.chapter}")
-        print_rows(rows)
-        if tokens.unknown_rate > 0.01:
-            print("  warning: over 1 % of the tokens are unknown; cache/make_vocab.sh makes a vocabulary")
-        print(flush=True)
-
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
         """The steps to take, counted from 1; seeds torch before each and moves the progress bar."""
-        last = self.settings.max_steps
+        step = self.first_step - 1
         if self.ranks.is_main:
-            self._progress = Progress(self.first_step - 1, last)
+            self._progress = Progress(step, self.settings.max_steps)
             self._traffic = tcp_bytes() if self.ranks.num_ranks > 1 else None
         try:
-            for step in range(self.first_step, last + 1):
+            while step < self._last_step:
+                step += 1
+                self._agree(step)
                 seed_step(self.settings.seed, step, self.ranks.rank)
                 self._step_start = time.perf_counter()
                 yield step
@@ -183,6 +156,30 @@ class Run:
             if self._progress:
                 self._flush_row()
                 self._progress.close()
+
+    def _agree(self, step: int) -> None:
+        """All ranks learn whether one of them was told to stop, which makes this step the last, or sees no hope.
+
+        Raises:
+            RunError: on all ranks, after too many steps without a finite loss.
+        """
+        meets = self.settings.in_step or step in (1, self.first_step) or self.evaluate_now(step) or self.save_now(step)
+        if not meets:
+            return
+        patience = PATIENCE_FP16 if self.settings.precision == "fp16" else PATIENCE
+        own = HOPELESS if self._lost_in_a_row >= patience else STOP if stopping.asked() else GO_ON
+        agreed = self.ranks.max(own)
+        if agreed == HOPELESS:
+            raise RunError(
+                f"{patience} steps in a row, up to step {step - 1}, had no finite loss and gradients; {self._last_good()}"
+            )
+        if agreed == STOP:
+            self._last_step = step
+
+    def _last_good(self) -> str:
+        """For an error: where to go on."""
+        found = checkpoint.newest_complete(self.directory / "checkpoints") if self.ranks.is_main else None
+        return f"the last good checkpoint is {display(found)}" if found else "there is no checkpoint yet"
 
     def log(
         self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None = None,
@@ -218,6 +215,8 @@ class Run:
             **{name: float(value) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
         }
         self._progress.step(step, self._row["loss"], batch_share * tokens, seconds)
+        lost = not all(math.isfinite(self._row[name] or 0.0) for name in ("loss", "grad_norm"))
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         if not math.isfinite(self._row["loss"]):
             self._progress.write(f"warning: the loss of step {step} is {self._row['loss']}: a smaller --lr may help")
         if not self.evaluate_now(step):
@@ -244,18 +243,21 @@ class Run:
         if not due:
             return
         row = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
-        self._metrics.write(json.dumps(row) + "\n")
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "step":
-                self._board.add_scalar(("valid/" if name.startswith("valid_") else "train/") + name, value, step)
+        try:
+            self._metrics.write(json.dumps(row) + "\n")
+            for name, value in row.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(("valid/" if name.startswith("valid_") else "train/") + name, value, step)
+        except OSError as error:
+            raise RunError(f"cannot write the metrics of step {step}: {error}; {self._last_good()}") from None
 
     def evaluate_now(self, step: int) -> bool:
         """True at the steps of --eval-every and at the last."""
         return step % self.settings.eval_every == 0 or step == self.settings.max_steps
 
     def save_now(self, step: int) -> bool:
-        """True at the steps of --save-every and at the last."""
-        return step % self.settings.save_every == 0 or step == self.settings.max_steps
+        """True at the steps of --save-every, at the last, and at the one after which a signal has the run stop."""
+        return step % self.settings.save_every == 0 or step == self._last_step
 
     def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Notes valid_loss, valid_ppl and valid_acc of a step."""
@@ -282,20 +284,66 @@ class Run:
             weights, moments: by name as checkpoint.py describes; other ranks may pass anything.
             extra: JSON content that the chapter wants back on resume.
         """
-        if self.ranks.is_main:
-            checkpoint.save(self.directory / "checkpoints", step, weights, moments, self._state(step, extra))
-        self.ranks.barrier()
+        folder, state = self.directory / "checkpoints", self._state(step, extra)
+
+        def write() -> None:
+            if self.ranks.is_main:
+                self._before_saving()
+                checkpoint.save(folder, step, weights, moments, state)
+                checkpoint.prune(folder, self.settings.keep, step)
+
+        self._together(f"the state after step {step}", checkpoint.beside_of(folder, step), write)
 
     def save_parts(self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None = None) -> None:
         """The same where every rank writes its own part: all ranks call write(folder), with a folder that is not there."""
         folder = self.directory / "checkpoints"
+        beside, state = checkpoint.beside_of(folder, step), self._state(step, extra)
+        num_bytes = 3 * checkpoint.BYTES_EACH * self.settings.model.num_parameters()  # weights and two moments
+
+        def begin() -> None:
+            if self.ranks.is_main:
+                self._before_saving()
+                checkpoint.begin(folder, step, num_bytes)
+
+        def complete() -> None:
+            if self.ranks.is_main:
+                checkpoint.complete(beside, step, state)
+                checkpoint.prune(folder, self.settings.keep, step)
+
+        for act in (begin, lambda: write(beside / checkpoint.PARTS), complete):
+            self._together(f"the state after step {step}", beside, act)
+
+    def _before_saving(self) -> None:
+        """What a resume takes from the curve is on the disk before the checkpoint is there.
+
+        Raises:
+            RunError: the step had no finite loss and gradients; in fp16 the next one may, and the weights are looked at.
+        """
+        if self._lost_in_a_row and self.settings.precision != "fp16":
+            raise RunError("its loss or gradients are not finite")
+        self._board.flush()
+        os.fsync(self._metrics.fileno())
+
+    def _together(self, what: str, beside: Path, act: Callable[[], object]) -> None:
+        """All ranks act, and wait for each other.
+
+        Raises:
+            RunError: on all ranks, when one of them could not write; what it had written to `beside` is removed.
+        """
+        said = ""
+        try:
+            act()
+        except Exception as error:
+            if not (isinstance(error, OSError | RunError) or getattr(error, "one_line", False)):
+                raise
+            said = str(error)
+        failed = self.ranks.max(self.ranks.num_ranks - self.ranks.rank if said else 0)  # the first of those that could not
+        if not failed:
+            return
         if self.ranks.is_main:
-            checkpoint.begin(folder, step)
-        self.ranks.barrier()
-        write(checkpoint.beside_of(folder, step) / checkpoint.PARTS)
-        if self.ranks.is_main:
-            checkpoint.complete(checkpoint.beside_of(folder, step), step, self._state(step, extra))
-        self.ranks.barrier()
+            shutil.rmtree(beside, ignore_errors=True)
+        said = said or f"rank {self.ranks.num_ranks - int(failed)} could not write"
+        raise RunError(f"{what} is not saved: {said}; {self._last_good()}")
 
     def _state(self, step: int, extra: dict[str, Any] | None) -> dict[str, Any]:
         settings = self.settings
@@ -320,27 +368,34 @@ class Run:
             weights: all of them on rank 0 (other ranks may pass anything), or what all ranks call with the path of a file
                 to write them to, model.safetensors.
             table: rows of the chapter's own, printed in the summary.
+
+        After a signal it only says how to go on; what final/ an earlier run may have left stays.
         """
+        if self._last_step < self.settings.max_steps:
+            self._say_stopped()
+            return
         own = torch.zeros(self.ranks.num_ranks, dtype=torch.int64)
         own[self.ranks.rank] = peak_bytes(self.ranks.device)
         peaks = self.ranks.sum(own).tolist()
         settings, final = self.settings, self.directory / "final"
-        if callable(weights):
+        about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
+        about["peak_bytes_by_rank"] = peaks
+        beside = checkpoint.beside_final(final)
+
+        def begin() -> None:
             if self.ranks.is_main:
-                checkpoint.begin_final(final)
-            self.ranks.barrier()
-            weights(checkpoint.beside_final(final) / "model.safetensors")
+                checkpoint.begin_final(final, checkpoint.BYTES_EACH * settings.model.num_parameters())
+
+        def complete() -> None:
+            vocabulary = settings.vocab, about, settings.vocab_profile
+            if self.ranks.is_main and callable(weights):
+                checkpoint.complete_final(beside, final, settings.model, *vocabulary)
+            elif self.ranks.is_main:
+                checkpoint.export_final(final, settings.model, weights, *vocabulary)
+
+        for act in (begin, lambda: weights(beside / "model.safetensors"), complete) if callable(weights) else (complete,):
+            self._together("final/", beside, act)
         if self.ranks.is_main:
-            about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
-            about["peak_bytes_by_rank"] = peaks
-            if callable(weights):
-                checkpoint.complete_final(
-                    checkpoint.beside_final(final), final, settings.model, settings.vocab, about, settings.vocab_profile
-                )
-            else:
-                checkpoint.export_final(
-                    final, settings.model, weights, settings.vocab, about, settings.vocab_profile
-                )
             self._print_samples(final)
             memory = ", ".join(f"rank {rank} {peak / 2**20:.0f} MiB" for rank, peak in enumerate(peaks))
             self._print_summary([("peak memory", memory)], table or [])
@@ -349,6 +404,16 @@ class Run:
                 {f"hparam/{k}": v for k, v in self.last_evaluation.items()},
                 run_name=".",
             )
+            self._board.close()
+            self._metrics.close()
+        self.ranks.barrier()
+        self.ranks.close()
+
+    def _say_stopped(self) -> None:
+        if self.ranks.is_main:
+            saved = display(self.directory / "checkpoints" / f"step_{self._last_step:06d}")
+            by = stopping.asked() or "a signal to another rank"
+            print(f"\nStopped by {by} after step {self._last_step}: the same command goes on from {saved}", flush=True)
             self._board.close()
             self._metrics.close()
         self.ranks.barrier()
@@ -382,13 +447,6 @@ class Run:
         print(f"\nTo go on:\n{self.settings.what_next()}", flush=True)
 
 
-def print_rows(rows: Rows) -> None:
-    """Prints (name, value) rows in two columns."""
-    width = max(len(str(name)) for name, _ in rows)
-    for name, value in rows:
-        print(f"  {name!s:<{width}}  {value}")
-
-
 def peak_bytes(device: torch.device) -> int:
     """Most memory held so far: by torch on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
@@ -396,14 +454,6 @@ def peak_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('h') else 's'}"
-
-
-def _name(model_config: str) -> str:
-    return model_config if not os.path.exists(model_config) else str(display(Path(model_config)))
 
 
 def _evaluation(row: Mapping[str, Any]) -> dict[str, float]:

@@ -76,6 +76,7 @@ class Settings:
     epochs: float | None = flag(None, "Passes over the corpus; with --max-steps, what ends first.", shown="no limit")
     eval_every: int | None = flag(None, "Steps between evaluations.", shown="by config, tiny: 200")
     save_every: int | None = flag(None, "Steps between checkpoints.", shown="by config, tiny: 200")
+    keep: int = flag(3, "Newest complete checkpoints that stay, 0 for all.")
     log_every: int | None = flag(None, "Steps between lines of metrics.jsonl.", shown="by config, tiny: 1")
     output_dir: str | Path | None = flag(None, "Where the run writes all it writes.", shown="runs/NN_name")
     init_from: str | None = flag(
@@ -312,6 +313,11 @@ class Settings:
         return self.nproc
 
     @property
+    def in_step(self) -> bool:
+        """True when all ranks take each step together, so that they can agree in each to stop after it."""
+        return True
+
+    @property
     def resume_step(self) -> int:
         """The step that the checkpoint to go on from has done, 0 without one."""
         goes_on = self.resume_from is not None and self.resume_from.is_dir()
@@ -364,6 +370,7 @@ _LEAST = {
     "max_steps": 1,
     "eval_every": 1,
     "save_every": 1,
+    "keep": 0,
     "log_every": 1,
     "seed": 0,
 }

@@ -197,7 +197,7 @@ def export(
         keys = [key for key in ("dtype", "torch_dtype") if key in config.extra] or ["torch_dtype"]
         config.extra |= dict.fromkeys(keys, dtype)
     try:
-        beside = checkpoint.begin_final(output)
+        beside = checkpoint.begin_final(output, sum(tensor.nbytes for tensor in weights.values()))
         _save(weights, beside, form)
         about = {"exported_from": str(path)}
         return checkpoint.complete_final(beside, output, config, vocabulary.file.path, about, vocabulary.profile)

@@ -85,7 +85,10 @@ class Part:
         box, span = self._boxes[offsets]
         if self._read is not None:
             first = box.start - span.param_offset
-            return self._read(span)[first : first + box.numel].view(box.sizes)
+            values = self._read(span)[first : first + box.numel].view(box.sizes)
+            if not torch.isfinite(values).all():
+                raise CheckpointError(f"{index.fqn} holds numbers that are not finite: it is not saved")
+            return values
         if offsets not in self._loaded:
             self._loaded[offsets] = torch.empty(box.sizes, dtype=self._dtype)
         return self._loaded[offsets]
@@ -325,6 +328,8 @@ def _verify(path: Path, rank: int, num_ranks: int) -> None:
     """Raises CheckpointError unless every file is as the manifest says; the ranks share the files."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not {STATE, ".metadata"} <= set(manifest):
+            raise ValueError("a manifest that vouches for nothing")
         entries = sorted(manifest.items())[rank::num_ranks]
         wrong = [name for name, entry in entries if not (path / name).is_file() or _digest(path / name) != entry]
     except (OSError, ValueError, AttributeError):

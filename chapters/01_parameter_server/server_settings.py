@@ -16,6 +16,11 @@ class Settings(ParallelSettings):
     slow_worker_s: float = flag(0.0, "Seconds rank 1 idles in each of its steps: what a straggler does to the others.")
     num_devices: int = field(default=0, init=False)  # of --backend torch: one process, --nproc GPUs
 
+    @property
+    def in_step(self) -> bool:
+        """Asynchronous ranks meet only where they evaluate and save."""
+        return self.mode == "sync"
+
     def validate(self) -> None:
         super().validate()
         if self.staleness < 0:

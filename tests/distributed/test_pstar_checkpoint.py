@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 from pathlib import Path
@@ -157,6 +158,25 @@ def test_a_damaged_checkpoint_is_refused(saved, tmp_path, name, how):
         (path / name).write_bytes(content if how == "flip" else content[:-7])
     model, _, _ = build(SMALL)
     with pytest.raises(pstar.CheckpointError, match="manifest|checksum" if name == "manifest.json" else re.escape(name)):
+        model.load_checkpoint(path)
+
+
+def test_two_hundred_flips_and_cuts_are_refused(saved, tmp_path):
+    path, draw = tmp_path / "checkpoint", random.Random(5)
+    shutil.copytree(saved[0], path)
+    model, _, _ = build(SMALL)
+    files = sorted(path.iterdir())
+    for number in range(200):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        at, harmed = draw.randrange(len(content)), bytearray(content)
+        harmed[at] ^= 1 << draw.randrange(8)
+        file.write_bytes(content[:at] if number % 3 == 0 else harmed)
+        with pytest.raises(pstar.CheckpointError):
+            model.load_checkpoint(path)
+        file.write_bytes(content)
+    (path / "manifest.json").write_text("{}")
+    with pytest.raises(pstar.CheckpointError, match="no complete checkpoint"):
         model.load_checkpoint(path)
 
 

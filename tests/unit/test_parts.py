@@ -43,7 +43,8 @@ def test_a_checkpoint_with_parts_is_loaded_as_any(folder: Path) -> None:
     os.rename(folder, folder.parent / "step_000003" / checkpoint.PARTS)
     path = folder.parent / "step_000003"
     checkpoint.write_json(path / "state.json", {"step": 3})
-    checkpoint._seal(path)
+    checkpoint.write_json(path / "config.json", {})
+    checkpoint.seal(path)
     weights, moments, state = checkpoint.load(path)
     assert torch.equal(weights["b"], torch.zeros(5)) and state["step"] == 3
     content = bytearray((path / "parts" / "__0_0.distcp").read_bytes())

@@ -17,7 +17,7 @@ PROGRAM = str(ROOT / "chapters" / "00_single" / "train.py")
 CONTRACT = [
     *("nproc", "model-config", "train-data", "valid-data", "vocab", "vocab-profile", "seq-len", "batch-size", "grad-accum"),
     *("lr", "warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every"),
-    *("save-every", "log-every", "output-dir", "init-from", "resume", "seed", "device"),
+    *("save-every", "keep", "log-every", "output-dir", "init-from", "resume", "seed", "device"),
 ]
 
 

@@ -1,0 +1,201 @@
+"""Programs that are killed, told to stop, or have no room: what was saved stays, and the curve goes on as if nothing was.
+
+KILL_ROUNDS=25 runs as many rounds of SIGKILL with one process, and as many with two; two each without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gpt2_chinese.checkpoint import candidates, load, newest_complete
+from tests.chapters.inside import train
+from tests.chapters.program import SMALL, Chapter, environment, run
+from tests.unit.test_survival import mounted
+
+ROUNDS = int(os.environ.get("KILL_ROUNDS", 2))
+STEPS = 60 * ROUNDS
+
+
+def descendants(pid: int) -> list[int]:
+    table = [tuple(map(int, line.split())) for line in
+             subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()]  # fmt: skip
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in table if of == parent]
+    return found
+
+
+def rows_in(chapter: Chapter) -> int:
+    metrics = chapter.output / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def started(chapter: Chapter, *flags: object, rows: int = 2) -> subprocess.Popen[str]:
+    """A program that has taken some steps of its own."""
+    metrics = chapter.output / "metrics.jsonl"
+    before = metrics.stat().st_ino if metrics.exists() else 0  # a program that goes on makes a new file of the rows it keeps
+    found = newest_complete(chapter.output / "checkpoints")
+    begin, deadline = (load(found)[2]["step"] if found else 0), time.monotonic() + 60
+    process = subprocess.Popen(chapter.command(*flags), env=environment(), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.stat().st_ino != before and rows_in(chapter) >= begin + rows:
+            return process
+        time.sleep(0.02)
+    raise AssertionError(process.communicate()[0])
+
+
+def board(chapter: Chapter) -> list[tuple[int, float]]:
+    """(step, loss) as TensorBoard shows them."""
+    events = EventAccumulator(str(chapter.output / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "nproc"), [("00_single", 1), ("02_ddp", 2)])
+def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int) -> None:
+    flags = ("--max-steps", STEPS, "--eval-every", 10_000, "--save-every", 1, "--nproc", nproc)
+    chapter, draw = Chapter(name, tmp_path), random.Random(nproc)
+    seen = 0
+    for number in range(ROUNDS):
+        process = started(chapter, *flags, rows=1)
+        deadline = time.monotonic() + draw.uniform(0, 1.2)
+        while time.monotonic() < deadline:
+            seen = max([seen, *(step for step, folder in candidates(chapter.output / "checkpoints"))])
+            time.sleep(0.002)
+        for pid in descendants(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        found = newest_complete(chapter.output / "checkpoints")
+        step = load(found)[2]["step"] if found else 0
+        assert step >= seen, f"round {number}: step {seen} was complete, {found} is what is left"
+        seen = step
+        if seen == STEPS:
+            break
+    assert seen > ROUNDS, "the kills came before the saves"
+    assert "Done." in chapter.train(*flags)
+
+    straight = Chapter(name, tmp_path / "straight")
+    straight.folder.mkdir()
+    train(ranks, nproc, straight, *flags[:-2], "--save-every", 10_000)
+    assert chapter.losses() == straight.losses(), "bit for bit, and no step twice"
+    steps = [step for step, _ in board(chapter)]
+    assert steps == list(range(1, STEPS + 1))
+    assert [loss for _, loss in board(chapter)] == pytest.approx(straight.losses(), rel=1e-6), "TensorBoard holds float32"
+    assert {f.name for f in (chapter.output / "checkpoints").iterdir()} == {f"step_{STEPS - n:06d}" for n in range(3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "nproc", "to", "number"), [
+    ("00_single", 1, 0, signal.SIGTERM), ("02_ddp", 2, 0, signal.SIGTERM), ("06_zero", 2, -1, signal.SIGUSR1),
+])  # fmt: skip
+def test_a_signal_saves_and_ends_with_status_0(ranks, tmp_path: Path, name: str, nproc: int, to: int, number: int) -> None:
+    """To the program itself, to the launcher, to the last rank; the ranks agree about the step."""
+    flags = ("--max-steps", 5000, "--eval-every", 10_000, "--save-every", 10_000, "--nproc", nproc)
+    chapter = Chapter(name, tmp_path)
+    process = started(chapter, *flags)
+    os.kill(descendants(process.pid)[to], number)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    step = len(chapter.metrics())
+    saved = chapter.output / "checkpoints" / f"step_{step:06d}"
+    assert newest_complete(saved.parent) == saved and not (chapter.output / "final").exists()
+    who = "a signal to another rank" if to else "SIGTERM"
+    assert f"Stopped by {who} after step {step}: the same command goes on from {saved}" in said
+    assert "rror" not in said and "Done" not in said
+    assert [found for found, _ in board(chapter)] == list(range(1, step + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "status"), [(1, -signal.SIGTERM), (2, 130)])
+def test_a_second_signal_ends_at_once(tmp_path: Path, nproc: int, status: int) -> None:
+    chapter = Chapter("02_ddp", tmp_path)
+    # steps of seconds: it could not end otherwise so soon
+    process = started(chapter, "--nproc", nproc, "--batch-size", 2400, "--max-steps", 50, "--eval-every", 100, rows=0)
+    while rows_in(chapter) < 1:
+        time.sleep(0.05)
+    begin = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == status, said
+    assert time.monotonic() - begin < 5
+    assert newest_complete(chapter.output / "checkpoints") is None and "Stopped" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "save_every", "line"), [
+    ("00_single", 100, "5 steps in a row, up to step {}, had no finite loss and gradients"),
+    ("07_patrickstar", 1, "the state after step {} is not saved: its loss or gradients are not finite"),
+])  # fmt: skip
+def test_a_loss_without_a_number_ends_the_run(ranks, tmp_path: Path, name: str, save_every: int, line: str) -> None:
+    chapter, nproc = Chapter(name, tmp_path), 1 if name == "00_single" else 2
+    quiet = ("--eval-every", 1000, "--nproc", nproc, "--warmup-steps", 0)
+    train(ranks, nproc, chapter, *quiet[:2], "--max-steps", 3, "--save-every", 2, "--warmup-steps", 0)
+    (chapter.output / "final" / "run.json").unlink()  # that no later one is written shows below
+    said = chapter.train(*quiet, "--max-steps", 300, "--save-every", save_every, "--lr", 1e38, status=1)
+    [error] = [text for text in said.splitlines() if text.startswith("error:") and "what it said" not in text]
+    assert re.search(line.format(r"\d+"), error), said
+    good = newest_complete(chapter.output / "checkpoints")
+    assert error.endswith(f"the last good checkpoint is {good}"), said
+    assert all(weight.isfinite().all() for weight in load(good)[0].values())
+    assert not (chapter.output / "final" / "run.json").exists() and "Traceback" not in said
+    assert sum(row["loss"] is None for row in chapter.metrics()) <= 5
+
+
+def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    with mounted(tmp_path, "size=6m") as folder:
+        chapter = Chapter("02_ddp", tmp_path)
+        flags = ("--max-steps", 50, "--eval-every", 100, "--save-every", 2, "--output-dir", folder / "run")
+        said = run(chapter.command(*flags), status=1)
+        [error] = [text for text in said.splitlines() if text.startswith("error:") and "what it said" not in text]
+        good = newest_complete(folder / "run" / "checkpoints")
+        assert f"no room to write {folder}/run/checkpoints: " in error and " needed, " in error and " free" in error
+        assert error.endswith(f"the last good checkpoint is {good}") and "Traceback" not in said
+
+
+@pytest.mark.parametrize(("name", "nproc"), [("00_single", 1), ("02_ddp", 2), ("05_model_parallel", 2), ("06_zero", 2),
+                                             ("07_patrickstar", 2)])  # fmt: skip
+def test_it_goes_on_bit_for_bit_with_dropout_and_accumulation(ranks, tmp_path: Path, name: str, nproc: int) -> None:
+    config = tmp_path / "dropout.json"
+    config.write_text(json.dumps({**SMALL, "resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2}))
+    flags = ("--model-config", config, "--grad-accum", 2, "--max-steps", 10, "--eval-every", 100, "--save-every", 5)
+    straight, again = Chapter(name, tmp_path / "straight"), Chapter(name, tmp_path / "again")
+    for chapter in (straight, again):
+        chapter.folder.mkdir()
+    train(ranks, nproc, straight, *flags)
+    train(ranks, nproc, again, *flags, "--resume", straight.output / "checkpoints" / "step_000005")
+    assert [row["step"] for row in again.metrics()] == list(range(6, 11))
+    assert again.losses() == straight.losses()[5:]
+    ours, theirs = (load_file(chapter.output / "final" / "model.safetensors") for chapter in (again, straight))
+    assert all(ours[key].equal(theirs[key]) for key in theirs)
+
+
+def test_chapters_go_on_from_each_other(ranks, tmp_path: Path) -> None:
+    """00 -> 02 -> 06 -> 07 -> 02 -> 00: each takes three steps on the curve of the first one, within 1e-4."""
+    flags = ("--max-steps", 18, "--eval-every", 100, "--save-every", 3, "--keep", 0)
+    expected, saved = [], None
+    for number, name in enumerate(("00_single", "02_ddp", "06_zero", "07_patrickstar", "02_ddp", "00_single")):
+        chapter = Chapter(name, tmp_path / str(number))
+        chapter.folder.mkdir()
+        resume = ("--resume", saved) if saved else ()
+        train(ranks, 1 if name == "00_single" else 2, chapter, *flags, *resume)
+        expected = expected or chapter.losses()
+        gaps = [abs(ours / theirs - 1) for ours, theirs in zip(chapter.losses(), expected[3 * number :], strict=True)]
+        assert max(gaps) < 1e-4 and math.isfinite(chapter.losses()[-1]), (name, gaps)
+        print(f"{number} {name}: largest gap {max(gaps):.1e}")
+        saved = chapter.output / "checkpoints" / f"step_{3 * number + 3:06d}"

@@ -1,0 +1,212 @@
+"""Checkpoints under kills, bit flips, truncations and full disks: what was complete stays, what is damaged is not loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2_chinese import checkpoint, parts
+from gpt2_chinese.errors import RunError, UserError
+from gpt2_chinese.launch import Ranks
+from gpt2_chinese.sealed_folder import damage, seal
+
+ROUNDS = 200
+WRITER = """
+import os, random, signal, sys, time, torch
+from pathlib import Path
+from gpt2_chinese import checkpoint
+import safetensors.torch
+folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+draw = random.Random(7)
+torch.set_num_threads(1)
+
+def write(first, said):
+    for step in range(first, first + 1000):
+        weights = {"a": torch.full((50,), float(step))}
+        checkpoint.save(folder, step, weights, {"step.a": torch.tensor(1.0)}, {"model": {}})
+        checkpoint.prune(folder, 2, step)
+        os.write(said, step.to_bytes(4, "big"))
+
+last, span = 0, 0.04
+for number in range(rounds):
+    hear, said = os.pipe()
+    # every other writer begins at a step that is complete, and replaces it
+    child = os.fork()
+    if child == 0:
+        write(max(1, last + number % 2), said)
+    os.close(said)
+    time.sleep(draw.uniform(0, span))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    heard = b""
+    while piece := os.read(hear, 4096):
+        heard += piece
+    os.close(hear)
+    announced = int.from_bytes(heard[-4:], "big") if heard else last
+    found = checkpoint.newest_complete(folder)
+    if found is None:
+        assert last == announced == 0
+        continue
+    weights, _, state = checkpoint.load(found)
+    assert state["step"] >= max(last, announced), (state["step"], last, announced, os.listdir(folder))
+    assert torch.equal(weights["a"], torch.full((50,), float(state["step"])))
+    last = state["step"]
+print("last", last)
+"""
+
+
+def test_two_hundred_kills_while_saving(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, str(tmp_path), str(ROUNDS)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = int(done.stdout.split()[-1])
+    assert last >= ROUNDS / 8, f"the kills came before the saves: {done.stdout}"
+    assert "damaged" not in done.stdout, "what a kill leaves is never under the name of a checkpoint"
+
+
+def written(folder: Path, step: int, value: float = 1.0) -> Path:
+    weights = {"a": torch.full((40,), value), "b": torch.zeros(3)}
+    moments = {"exp_avg.a": torch.ones(40), "exp_avg_sq.a": torch.ones(40), "step.a": torch.tensor(3.0)}
+    return checkpoint.save(folder, step, weights, moments, {"model": {"n_layer": 2}})
+
+
+def written_in_parts(folder: Path, step: int) -> Path:
+    beside = checkpoint.begin(folder, step, 0)
+    names = ("model.a", "exp_avg.a", "exp_avg_sq.a")
+    whole = {name: parts.Part((4, 6), {(0, 0): torch.randn(4, 6)}) for name in names}
+    parts.write_parts(beside / checkpoint.PARTS, whole, {"a": 1}, Ranks())
+    return checkpoint.complete(beside, step, {"model": {}})
+
+
+def harmed(content: bytes, draw: random.Random) -> bytes:
+    """One bit flipped, or cut somewhere."""
+    if draw.random() < 0.3:
+        return content[: draw.randrange(len(content))]
+    at = draw.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize("write", [written, written_in_parts])
+def test_two_hundred_flips_and_cuts_are_never_loaded(tmp_path: Path, write, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = write(tmp_path, 1), write(tmp_path, 2)
+    draw, files = random.Random(3), sorted(f for f in newer.rglob("*") if f.is_file())
+    for number in range(ROUNDS):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        file.write_bytes(harmed(content, draw))
+        capsys.readouterr()
+        if damage(newer) is None:  # a bit of the manifest's white space, at most: then nothing it says has changed
+            assert file.name == "manifest.json" and json.loads(file.read_text()) == json.loads(content)
+        else:
+            assert checkpoint.newest_complete(tmp_path) == older
+            assert capsys.readouterr().out.count(f"passing over the damaged checkpoint {newer}") == 1
+            with pytest.raises(UserError, match="cannot be used"):
+                checkpoint.load(newer)
+        file.write_bytes(content)
+    assert checkpoint.newest_complete(tmp_path) == newer
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        ({}, "missing or unreadable"),
+        ({"files": {}}, "does not list config.json"),
+        ({"files": {"../1/config.json": None}}, "outside of the folder"),
+        ({"files": {"/etc/hostname": None}}, "outside of the folder"),
+        ({"files": {"state.json": None, "config.json": None}}, "does not list model.safetensors"),
+        ([], "missing or unreadable"),
+    ],
+)
+def test_manifests_that_vouch_for_nothing(tmp_path: Path, manifest, said: str) -> None:
+    path = written(tmp_path, 2)
+    if "files" in manifest:
+        entries = json.loads((path / "manifest.json").read_text())["files"]
+        manifest["files"] = {name: entries.get(name) for name in manifest["files"]}
+        digest = __import__("hashlib").sha256(json.dumps(manifest["files"], sort_keys=True).encode())
+        manifest["sha256"] = digest.hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert said in damage(path)
+
+
+def test_files_that_are_not_listed_are_not_read(tmp_path: Path) -> None:
+    path = written(tmp_path, 2)
+    (path / "parts").mkdir()
+    (path / "parts" / ".metadata").write_bytes(b"no metadata")
+    assert torch.equal(checkpoint.load(path)[0]["a"], torch.ones(40))
+
+
+def test_a_state_without_a_step_is_damage(tmp_path: Path) -> None:
+    path = written(tmp_path, 2)
+    (path / "state.json").write_text("[]")
+    seal(path)
+    assert damage(path) is not None
+
+
+def test_keep(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        written(tmp_path, step)
+    (tmp_path / "step_000004" / "config.json").write_text("{}")
+    checkpoint.prune(tmp_path, 2, 5)
+    assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000004", "step_000003"}, "4 does not count"
+    written(tmp_path, 1)  # after --resume of an older one
+    checkpoint.prune(tmp_path, 1, 1)
+    assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000001"}, "what was just written stays"
+    (tmp_path / "step_000005").rename(tmp_path / "step_000005.old")
+    assert checkpoint.newest_complete(tmp_path) == tmp_path / "step_000005.old"
+    written(tmp_path, 5)
+    checkpoint.prune(tmp_path, 0, 5)
+    assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000001"}, "0 keeps all but leftovers"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_saved(tmp_path: Path, value: float) -> None:
+    kept = written(tmp_path, 1)
+    with pytest.raises(RunError, match="a holds numbers that are not finite"):
+        written(tmp_path, 2, value)
+    beside = checkpoint.begin(tmp_path, 2, 0)
+    with pytest.raises(RunError, match=r"model\.a holds numbers that are not finite"):
+        parts.write_parts(beside / "parts", {"model.a": parts.Part((2,), {(0,): torch.full((2,), value)})}, {}, Ranks())
+    assert checkpoint.newest_complete(tmp_path) == kept
+
+
+@contextmanager
+def mounted(tmp_path: Path, options: str):
+    """A small file system of its own; skipped where this user may not mount one."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "survival", folder], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("may not mount a file system here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with mounted(tmp_path, "size=3m") as folder:
+        kept = written(folder, 1)
+        with pytest.raises(RunError, match=rf"no room to write {folder}: 5\.0 MB needed, 3\.\d MB free"):
+            checkpoint.save(folder, 2, {"a": torch.zeros(1_000_000)}, {}, {"model": {}})
+        assert [f.name for f in folder.iterdir()] == ["step_000001"]
+        assert checkpoint.newest_complete(folder) == kept
+
+
+def test_a_disk_that_fills_up_meanwhile(tmp_path: Path) -> None:
+    with mounted(tmp_path, "size=20m,nr_inodes=14") as folder:  # room for bytes, not for files
+        kept = written(folder, 1)
+        with pytest.raises(OSError, match="[Nn]o space left"):
+            for step in (2, 3):
+                written(folder, step)
+        assert checkpoint.newest_complete(folder).name in ("step_000001", "step_000002") and damage(kept) is None
+        shutil.rmtree(checkpoint.newest_complete(folder))
