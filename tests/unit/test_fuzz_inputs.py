@@ -14,7 +14,8 @@ import pytest
 from gpt2_chinese.config import ModelConfig, resolve_model_config
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.vocabulary import Vocabulary, vocabulary_size
+from gpt2_chinese.vocabulary import Vocabulary
+from gpt2_chinese.vocabulary_files import vocabulary_size
 from tests.unit.chapter_settings import CHAPTERS, settings_of
 from tests.unit.mutations import ODD, SNIPPETS, break_bytes, break_json, judge
 
