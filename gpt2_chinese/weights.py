@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2_chinese import checkpoint
 from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.errors import UserError, exit_on_user_error
+from gpt2_chinese.sealed_folder import MANIFEST
 from gpt2_chinese.vocabulary_files import vocabulary_file
 
 if TYPE_CHECKING:
@@ -67,12 +68,8 @@ def _folder_of(file: Path) -> Path:
 
 
 def _state_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's state.json says; nothing where there is none that can be read."""
-    try:
-        state = checkpoint.read_state(folder)
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+    """What a checkpoint's state.json says; nothing in a folder that is no checkpoint."""
+    return checkpoint.read_state(folder) if (folder / "state.json").is_file() else {}
 
 
 def find_vocabulary(folder: Path) -> Path | None:
@@ -224,7 +221,7 @@ def begin_from(path: Path | str) -> tuple[Path, Path | None]:
     """What --init-from means: the file with the weights, and the vocabulary beside them. Raises UserError."""
     file = find_weights(path)
     folder = _folder_of(file)
-    if (folder / checkpoint.MANIFEST).is_file() and (reason := checkpoint.damage(folder)):
+    if (folder / MANIFEST).is_file() and (reason := checkpoint.damage(folder)):
         raise UserError(f"--init-from {path}: {folder} cannot be used: {reason}")
     return file, find_vocabulary(folder)
 

@@ -306,14 +306,17 @@ class DiskTier:
 
 
 def check_disk_path(folder: Path | str) -> None:
-    """Makes the folder if it is missing, and a file in it for a moment. Raises ConfigError where that cannot be done.
+    """Makes the folder, if it is missing, and a file in it, for a moment. Raises ConfigError where that cannot be done.
 
-    For the start of a program, before there are processes that would all fail alike.
+    For the start of a program, before there are processes that would all fail alike. Leaves nothing.
     """
     try:
+        missing = [each for each in (Path(folder), *Path(folder).parents) if not each.exists()]
         _make_folder(Path(folder))
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(ALIGN))
+        for each in missing:
+            each.rmdir()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--disk-path {folder}: {reason}; give a folder that this user may write to") from error

@@ -118,8 +118,8 @@ def counted(function):
 # dies before the n-th thing that touches the disk
 checkpoint._save_tensors = counted(checkpoint._save_tensors)
 for name in ("write_json", "flush"):
-    setattr(sealed, name, counted(getattr(sealed, name)))
-    setattr(checkpoint, name, getattr(sealed, name))
+    setattr(sealed_folder, name, counted(getattr(sealed_folder, name)))
+    setattr(checkpoint, name, getattr(sealed_folder, name))
 shutil.rmtree = counted(shutil.rmtree)
 os.rename = counted(os.rename)
 checkpoint.save(Path(sys.argv[1]), 2, {"a": torch.ones(5)}, {"step.a": torch.ones(())}, {"model": {}})

@@ -16,12 +16,23 @@ import pytest
 
 from gpt2_chinese import corpus as corpus_module
 from gpt2_chinese import files as files_module
+from gpt2_chinese.sealed_folder import seal
 from gpt2_chinese.settings import ROOT
 from tests.unit.chapter_settings import settings_of
 from tests.unit.mutations import in_time
 
 SMALL = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16}
 VOCAB = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"今天气很好我们去河边走了步，。0123456789"])
+
+
+def folder_of(path: Path, *names: str) -> None:
+    """A sealed folder with these files, each an empty JSON object."""
+    path.mkdir()
+    for name in names:
+        (path / name).write_text("{}")
+    seal(path)
+
+
 GOOD = json.dumps(["今天天气很好，我们去河边走了17步。"] * 100, ensure_ascii=False)
 
 
@@ -40,7 +51,7 @@ FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     "a folder of pipes": (
         lambda p: (p.mkdir(), os.mkfifo(p / "a.json")), "train-data", r"corpus folder x holds no \.json file: put array-JS"),
     "a folder of .txt": (
-        lambda p: (p.mkdir(), (p / "a.txt").write_text("今")), "train-data", r"corpus folder x holds no \.json file: put"),
+        lambda p: (p.mkdir(), (p / "a.txt").write_text("今")), "train-data", r"corpus folder x holds no \.json file: conv"),
     "one bad file of a folder": (
         lambda p: (p.mkdir(), (p / "a.json").write_text(GOOD), (p / "b.json").write_text('["今", 3]')),
         "train-data", r"x/b\.json: item 2 is no string: '3\]'; every item is one paragraph"),
@@ -48,14 +59,14 @@ FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     "UTF-16": ('["中文"]'.encode("utf-16"), "train-data", r"x is not UTF-8 text: save it as UTF-8"),
     "comments above": ("// mine\n" + GOOD, "train-data", r"x is not a JSON array .* '// mine.*'; JSON has no comments: rem"),
     "comments inside": ('["今", // one\n"天"]', "train-data", r"x: item 2 is no string: '// one.*'; JSON has no comments"),
-    "JSON lines": ('{"text": "今"}\n{"text": "天"}\n', "train-data", r"x is not a JSON array of strings: .* give the text"),
-    "strings as lines": ('"今"\n"天"\n', "train-data", r"x is not a JSON array .* write it as \[paragraph, paragraph"),
-    "objects in an array": ('[{"text": "今"}]', "train-data", r"x: item 1 is no string: .*; give the text of each object a"),
+    "JSON lines": ('{"text": "今"}\n{"text": "天"}\n', "train-data", r"x is not a JSON array of strings: .*; convert it"),
+    "strings as lines": ('"今"\n"天"\n', "train-data", r"x is not a JSON array of strings: .*; convert it firs"),
+    "objects in an array": ('[{"text": "今"}]', "train-data", r"x: item 1 is no string: .*; convert it first with `python"),
     "nested arrays": ('[["今"], ["天"]]', "train-data", r"x: item 1 is no string: .* every item is one paragraph in quotat"),
     "deep nesting": ("[" * 200_000, "train-data", r"x: item 1 is no string: .* every item is one paragraph in quotation ma"),
     "a number": ("[1e999]", "train-data", r"x: item 1 is no string: '1e999\]'; every item is one paragraph"),
     "NaN": ('["今", NaN]', "train-data", r"x: item 2 is no string: 'NaN\]'; every item"),
-    "plain text": ("今天天气\n\n很好", "train-data", r"x is not a JSON array of strings: it begins with '今天天气.*; write"),
+    "plain text": ("今天天气\n\n很好", "train-data", r"x is not a JSON array of strings: it begins with '今天天气.*; conv"),
     "no byte": (b"", "train-data", r"x is not a JSON array of strings: .*it is empty"),
     "blanks": (" \n\t", "train-data", r"x is not a JSON array of strings: .*it is empty"),
     "an archive": (b"PK\x03\x04\x14\0", "train-data", r"x is not a JSON array of strings: it begins with 'PK"),
@@ -94,7 +105,7 @@ FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     "config: of something else": ('{"seq_len": 3}', "model-config", r"x lacks n_layer, n_embd, n_head, n_positions: give a"),
     "config: NaN": (json.dumps(SMALL | {"layer_norm_epsilon": float("nan")}), "model-config", r"x: layer_norm_epsilon must"),
     "config: 400 digits": (json.dumps(SMALL | {"initializer_range": 10**400}), "model-config", r"x: initializer_range must"),
-    "config: huge": (json.dumps(SMALL | {"n_layer": 2**31}), "model-config", r"x: n_layer must be .* below 2\^31, not"),
+    "config: huge": (json.dumps(SMALL | {"n_layer": 2**31}), "model-config", r"x: n_layer 2147483648 is above 1,000, which"),
     "config: text": (json.dumps(SMALL | {"n_head": "2"}), "model-config", r"x: n_head must be a whole number .* not '2'"),
     "config: true": (json.dumps(SMALL | {"resid_pdrop": True}), "model-config", r"x: resid_pdrop must be at least 0 and be"),
     "config: bos": (json.dumps(SMALL | {"bos_token_id": [1]}), "model-config", r"x: bos_token_id must be a whole number or"),
@@ -104,9 +115,9 @@ FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     "resume: a file": ("", "resume", r"--resume x is no checkpoint: give auto, never, or a folder step_NNNNNN"),
     "resume: a folder": (Path.mkdir, "resume", r"--resume x cannot be used: manifest\.json is missing .*; give a whole fol"),
     "resume: final/": (
-        lambda p: (p.mkdir(), (p / "manifest.json").write_text("{}")), "resume", r"--resume x holds weights, but nothing o"),
+        lambda p: folder_of(p, "config.json", "run.json", "model.safetensors"), "resume", r"--resume x holds weights, but no"),
     "resume: no step": (
-        lambda p: (p.mkdir(), (p / "manifest.json").write_text("{}"), (p / "state.json").write_text("{}")),
+        lambda p: folder_of(p, "config.json", "state.json", "model.safetensors", "optimizer.safetensors"),
         "resume", r"--resume x cannot be used: its state\.json names no step"),
     # -- the output folder
     "output: a pipe": (os.mkfifo, "output-dir", r"--output-dir x cannot be written: .*x is a file"),

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401  --init-from loads torch: before the clocks run
 
 from gpt2_chinese.config import ModelConfig, resolve_model_config
 from gpt2_chinese.corpus import read_paragraphs

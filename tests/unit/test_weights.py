@@ -379,7 +379,7 @@ def test_a_checkpoint_in_parts_with_a_payload_is_refused(folder: Path, tmp_path:
 
     target = tmp_path / "written"
     config = ModelConfig(**SIZES, vocab_size=Vocabulary.load(vocab).size)
-    beside = checkpoint.begin(tmp_path / "checkpoints", 5)
+    beside = checkpoint.begin(tmp_path / "checkpoints", 5, 0)
     (beside / "parts").mkdir()
     (beside / "parts" / ".metadata").write_bytes(pickle.dumps(Payload(target)))
     (beside / "parts" / "state.json").write_text('{"steps": {}}')
