@@ -61,11 +61,13 @@ def damage(path: Path) -> str | None:
             if (path / name).stat().st_size != entry["bytes"] or _digest(path / name) != entry["sha256"]:
                 return f"{name} does not match its checksum"
         about = "state.json" if "state.json" in entries else "run.json"
-        weights = next((name for name in entries if name.startswith("parts/")), "model.safetensors")
+        of_weights = [name for name in entries if name.startswith("parts/") or name == "pytorch_model.bin"]
+        weights = of_weights[0] if of_weights else "model.safetensors"
         for name in ("config.json", about, weights):
             if name not in entries:
                 return f"{MANIFEST} does not list {name}"
-        if not isinstance(json.loads((path / about).read_text(encoding="utf-8"))["step"], int):
+        content = json.loads((path / about).read_text(encoding="utf-8"))
+        if about == "state.json" and not isinstance(content.get("step"), int):
             return f"{about} names no step"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable"

@@ -115,10 +115,10 @@ FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     "resume: a file": ("", "resume", r"--resume x is no checkpoint: give auto, never, or a folder step_NNNNNN"),
     "resume: a folder": (Path.mkdir, "resume", r"--resume x cannot be used: manifest\.json is missing .*; give a whole fol"),
     "resume: final/": (
-        lambda p: folder_of(p, "config.json", "run.json", "model.safetensors"), "resume", r"--resume x holds weights, but no"),
+        lambda p: folder_of(p, "config.json", "run.json", "model.safetensors"), "resume", r"--resume x holds weights, but"),
     "resume: no step": (
         lambda p: folder_of(p, "config.json", "state.json", "model.safetensors", "optimizer.safetensors"),
-        "resume", r"--resume x cannot be used: its state\.json names no step"),
+        "resume", r"--resume x cannot be used: state\.json names no step; give"),
     # -- the output folder
     "output: a pipe": (os.mkfifo, "output-dir", r"--output-dir x cannot be written: .*x is a file"),
     "output: a circle": (lambda p: p.symlink_to(p), "output-dir", r"--output-dir x cannot be written: Too many levels of s"),

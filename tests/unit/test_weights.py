@@ -133,6 +133,7 @@ def test_a_folder_goes_in_and_out_unchanged(theirs, folder: Path, tmp_path: Path
     before = json.loads((folder / "config.json").read_text())
     main(["export", str(folder), "--output", str(tmp_path / "out"), "--format", form])
     file = find_weights(tmp_path / "out")
+    assert begin_from(tmp_path / "out") == (file, tmp_path / "out" / "vocab.txt"), "what was exported can be begun from"
     written = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)
     assert set(written) - {"lm_head.weight"} == {f"transformer.{name}" for name in stored}
     assert {tensor.dtype for tensor in written.values()} == {dtype}
