@@ -160,7 +160,8 @@ def by_kind(words: Words, rows: list[Row], size: str, name: str) -> str:
                       f"**{bytes_text(formulas.device_bytes(one))}**", bytes_text(host)])  # fmt: skip
     names = {"optimizer": "optimizer states"}
     first = words("by kind, p = {ranks}").format(ranks=ranks)
-    head = [first, *(_dot(words, names.get(kind, kind), kind) for kind in formulas.KINDS), words("in all"), words("on the host")]
+    kinds = [_dot(words, names.get(kind, kind), kind) for kind in formulas.KINDS]
+    head = [first, *kinds, words("in all"), words("on the host")]
     if not on_host:
         head, found = head[:-1], [cells[:-1] for cells in found]
     return table(head, found, right=len(head) - 1)
@@ -192,7 +193,7 @@ def sent(words: Words, rows: list[Row], size: str) -> str:
             if formulas.refusal(job):
                 cells.append("—")
                 continue
-            one = _of_rank(row, job, formulas.traffic, lambda each: formulas.sent_bytes(each) + formulas.received_bytes(each))
+            one = _of_rank(row, job, formulas.traffic, lambda it: formulas.sent_bytes(it) + formulas.received_bytes(it))
             out, back = bytes_text(formulas.sent_bytes(one)), bytes_text(formulas.received_bytes(one))
             cells.append(out if out == back else f"{out} ↑ {back} ↓")
         found.append(cells)

@@ -106,7 +106,7 @@ def value_bytes(precision: str) -> int:
 
 
 def refusal(job: Job) -> str:
-    """Why the course's programs do not run the job: ranks, precision, length, batch, layers, heads, micros; '' if they do."""
+    """Why no program of the course runs the job: ranks, precision, length, batch, layers, heads, micros; '' if one does."""
     p, m, strategy = job["ranks"], job["micro_batches"], job["strategy"]
     split = strategy in PIPELINES or strategy == "tensor"
     if strategy == "single" and p != 1:
@@ -203,9 +203,9 @@ def zero_states(job: Job) -> Bytes:
     offload, own = job["strategy"].endswith("_offload"), sharded_parameters(job)
     masters = 4 if offload and stage < 3 else costs["masters"]
     found = no_bytes()
-    found["host_parameters" if offload and stage == 3 else "parameters"] = costs["parameters"] * (own if stage == 3 else p * own)
-    found["host_gradients" if offload and stage > 1 else "gradients"] = costs["gradients"] * (
-        num_parameters(job) if stage == 1 else own)
+    parameters, gradients = (own if stage == 3 else p * own), (num_parameters(job) if stage == 1 else own)
+    found["host_parameters" if offload and stage == 3 else "parameters"] = costs["parameters"] * parameters
+    found["host_gradients" if offload and stage > 1 else "gradients"] = costs["gradients"] * gradients
     found["host_optimizer" if offload else "optimizer"] = (masters + costs["moments"]) * own
     # At work: gradients of two units under way; at stage 3 also the parameters of two blocks and of what lies in none.
     outside, block = outside_parameters(job), block_parameters(job["n_embd"])
@@ -366,7 +366,7 @@ def traffic(job: Job, rank: int = 0) -> Bytes:
     found = {f"{way}_{kind}": 0 for way in ("sent", "received") for kind in ("gradients", "parameters", "activations")}
     found["host_out"] = found["host_in"] = 0
     if strategy == "server":
-        others = p - 1 if rank == 0 else 1 if p > 1 else 0
+        others = p - 1 if rank == 0 else 1
         up, down = ("received", "sent") if rank == 0 else ("sent", "received")
         found[f"{up}_gradients"] = found[f"{down}_parameters"] = others * 4 * total
         return found
@@ -393,7 +393,8 @@ def traffic(job: Job, rank: int = 0) -> Bytes:
         away, states_bytes = pstar_away(job), costs["masters"] + costs["moments"]
         parameters = costs["parameters"] * (total + away * (2 * m - 1)) * (p - 1) // p
         far, back = pstar_states(job)["host_optimizer"] // states_bytes, ceil_div(away, p)
-        found["host_out"], found["host_in"] = costs["gradients"] * far, costs["parameters"] * (max(far, back) + back * (2 * m - 1))
+        found["host_out"] = costs["gradients"] * far
+        found["host_in"] = costs["parameters"] * (max(far, back) + back * (2 * m - 1))
     else:
         gradients = ring_bytes(costs["gradients"] * total, p)
     found["sent_gradients"] = found["received_gradients"] = gradients

@@ -124,7 +124,7 @@ def test_pstar_states_are_those_of_its_budgets(formulas) -> None:
 
 
 def test_traffic_of_pstar_lies_where_its_own_prediction_does(formulas) -> None:
-    """With room for all parameters each is gathered once, else again in each pass; its layout adds padding of some per cent."""
+    """With room for all parameters each is gathered once, else again in each pass; chunks add padding of some per cent."""
     from pstar.gpt_shape import GptShape
     from pstar.layout import make_layout
     from pstar.predict import Job, moved_bytes
