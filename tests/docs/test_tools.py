@@ -27,8 +27,9 @@ OF_A_JOB = ("outside_parameters", "num_parameters", "num_tensors", "refusal", "s
 OF_A_RANK = ("held_parameters", "states", "live_micro_batches", "activations", "memory", "boundaries", "traffic")
 OF_BYTES = {"device_bytes": "memory", "host_bytes": "memory", "sent_bytes": "traffic", "received_bytes": "traffic"}
 PAGE = """<!doctype html><meta charset="utf-8"><pre id="out"></pre><script src="{folder}/formulas.js"></script>
-<script src="{folder}/schedules.js"></script><script src="cases.js"></script><script>
-const all = {{ ...courseFormulas, ...courseSchedules }};
+<script src="{folder}/schedules.js"></script><script src="{folder}/controls.js"></script>
+<script src="cases.js"></script><script>
+const all = {{ ...courseFormulas, ...courseSchedules, PRESETS: courseTools.PRESETS }};
 const value = (x) => typeof all[x.name] === "function" ? all[x.name](...x.arguments) : all[x.name];
 document.getElementById("out").textContent = JSON.stringify(cases.map(value));
 </script>"""
@@ -145,6 +146,21 @@ def test_names_and_lists_are_the_same(formulas, schedules, tmp_path: Path) -> No
 
 
 @needs_browser
+def test_presets_are_those_of_the_configuration(tmp_path: Path) -> None:
+    """Tiny with the shipped vocabulary, the others with GPT-2's, each at its default batch and length."""
+    from gpt2_chinese.config import PRESETS, RUN_DEFAULTS
+    from gpt2_chinese.vocabulary import vocabulary_size
+
+    (found,) = in_the_browser(tmp_path, [{"name": "PRESETS", "arguments": []}])
+    assert list(found) == list(PRESETS)
+    for name, preset in found.items():
+        run, config = RUN_DEFAULTS[name], PRESETS[name]
+        vocabulary = vocabulary_size(ROOT / "cache/vocab.txt") if name == "tiny" else 50257
+        assert preset == {**{key: getattr(config, key) for key in ("n_layer", "n_embd", "n_head", "n_positions")},
+                          "vocab_size": vocabulary, "batch": run.batch_size, "seq_len": run.seq_len}  # fmt: skip
+
+
+@needs_browser
 def test_the_player_s_schedules_are_those_of_chapter_05(schedules, tmp_path: Path) -> None:
     plans = [(name, p, m, 1) for name in ("naive", "gpipe", "1f1b") for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 8, 13)]
     plans += [("interleaved", p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 3 * p) for v in (1, 2, 3)]
@@ -172,7 +188,9 @@ def test_the_player_s_schedules_are_those_of_chapter_05(schedules, tmp_path: Pat
     ("formulas.js", "(number - (number % divisor)) / divisor", "number / divisor"),
     ("schedules.js", '"1f1b": p - rank', '"1f1b": p'),
 ])  # fmt: skip
-def test_a_wrong_formula_is_found(formulas, schedules, tmp_path: Path, monkeypatch, file: str, right: str, wrong: str) -> None:
+def test_a_wrong_formula_is_found(
+    formulas, schedules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str
+) -> None:
     tools = shutil.copytree(TOOLS, tmp_path / "tools")
     text = (tools / file).read_text()
     assert text.count(right) == 1
@@ -182,3 +200,60 @@ def test_a_wrong_formula_is_found(formulas, schedules, tmp_path: Path, monkeypat
     with pytest.raises(AssertionError):
         test_the_formulas_in_the_browser_are_python_s(formulas, tmp_path)
         test_the_player_s_schedules_are_those_of_chapter_05(schedules, tmp_path)
+
+
+# ---- in the built pages
+
+SMALL = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "batch": 16, "seq_len": 512,
+         "micro_batches": 1, "checkpointing": False, "virtual_stages": 2, "near_percent": 25}  # fmt: skip
+LANGUAGES = pytest.mark.parametrize("below", ["", "en/"])
+
+
+def answer(site: Path, page: str, attribute: str, **setting: Any) -> float:
+    """The number that a calculator shows, for a setting in the address."""
+    text = dumped(f"{(site / page).as_uri()}/index.html#{urlencode(setting)}")
+    found = re.search(rf'id="tool-answer" {attribute}="([^"]+)"', text)
+    assert found, f"{page} shows no answer"
+    return float(found[1])
+
+
+@needs_browser
+@LANGUAGES
+@pytest.mark.parametrize("changes", [
+    {"strategy": "zero3", "precision": "bf16", "ranks": 8},
+    {"strategy": "1f1b", "precision": "O1", "ranks": 4, "micro_batches": 8},
+    {"strategy": "pstar", "precision": "bf16", "ranks": 2, "near_percent": 40},
+])  # fmt: skip
+def test_the_memory_page_answers(formulas, site: Path, below: str, changes: dict[str, Any]) -> None:
+    job = {**SMALL, **changes}
+    expected = max(formulas.device_bytes(formulas.memory(job, rank)) for rank in range(job["ranks"]))
+    assert answer(site, f"{below}tools/memory", "data-bytes", model="small", **changes) == expected
+
+
+@needs_browser
+@LANGUAGES
+def test_the_traffic_page_answers(formulas, site: Path, below: str) -> None:
+    changes = {"strategy": "server", "precision": "fp32", "ranks": 8}
+    expected = formulas.sent_bytes(formulas.traffic({**SMALL, **changes}))
+    assert answer(site, f"{below}tools/traffic", "data-bytes", model="small", **changes) == expected
+    own = {"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 1000, "n_positions": 64, "seq_len": 32}
+    changes = {"strategy": "tensor", "precision": "fp32", "ranks": 2, "checkpointing": 1, **own}
+    expected = formulas.sent_bytes(formulas.traffic({**SMALL, **changes}))
+    assert answer(site, f"{below}tools/traffic", "data-bytes", model="custom", **changes) == expected
+
+
+@needs_browser
+@LANGUAGES
+def test_the_player_answers(schedules, site: Path, below: str) -> None:
+    events = schedules.simulate(schedules.orders("interleaved", 4, 8, 2))
+    setting = {"schedule": "interleaved", "stages": 4, "micros": 8, "virtual": 2}
+    shown = answer(site, f"{below}tools/bubble", "data-share", **setting)
+    assert shown == pytest.approx(schedules.bubble(events, 4), rel=1e-12)
+
+
+@needs_browser
+def test_what_no_program_runs_is_refused_and_a_wrong_address_is_the_default(formulas, site: Path) -> None:
+    address = (site / "en/tools/memory").as_uri()
+    assert "heads do not divide" in dumped(f"{address}/index.html#model=small&strategy=tensor&precision=fp32&ranks=5")
+    default = formulas.device_bytes(formulas.memory({**SMALL, "strategy": "ddp", "precision": "O2", "ranks": 4}))
+    assert answer(site, "en/tools/memory", "data-bytes", ranks=-3, strategy="none", batch="x", model='">') == default

@@ -2,7 +2,7 @@
 "use strict";
 
 courseTools.start("bubble-tool", (root) => {
-  const { say, element, three } = courseTools, S = courseSchedules;
+  const { say, element, dot, three } = courseTools, S = courseSchedules;
   const SVG = "http://www.w3.org/2000/svg", CELL = 30, ROW = 32, LEFT = 62, TOP = 22;
   const NAMES = { naive: say("朴素：一次一个微批次", "naive: one micro-batch at a time"), gpipe: "GPipe", "1f1b": "1F1B",
     interleaved: say("交错", "interleaved") };
@@ -26,7 +26,8 @@ courseTools.start("bubble-tool", (root) => {
 
   // The grid up to a time; what comes later is empty.
   function grid(events, p, span, now) {
-    const picture = svg("svg", { width: LEFT + span * CELL + 4, height: TOP + p * ROW + 4, class: "tool-grid", role: "img",
+    const width = LEFT + span * CELL + 4, height = TOP + p * ROW + 4;
+    const picture = svg("svg", { class: "tool-grid", role: "img", style: `width:${width}px;height:${height}px`,
       "aria-label": say("流水线时间表", "timetable of the pipeline") });
     for (let at = 0; at < span; at += span > 40 ? 5 : 1) {
       picture.append(svg("text", { x: LEFT + at * CELL + CELL / 2, y: 14, class: "tool-axis" }, at));
@@ -38,7 +39,8 @@ courseTools.start("bubble-tool", (root) => {
     }
     for (const { rank, work, begin, end } of events.filter((event) => event.begin < now)) {
       const x = LEFT + begin * CELL, y = TOP + rank * ROW, chunk = Math.floor(work.stage / p);
-      const box = svg("g", { class: `tool-work tool-${work.kind} tool-chunk-${Math.min(chunk, 3)}${end >= now ? " tool-now" : ""}` });
+      const box = svg("g", { class: [`tool-work tool-${work.kind} tool-chunk-${Math.min(chunk, 3)}`,
+        end >= now ? "tool-now" : ""].join(" ") });
       box.append(svg("rect", { x: x + 1, y: y + 2, width: (end - begin) * CELL - 2, height: ROW - 4, rx: 3 }));
       box.append(svg("text", { x: x + (end - begin) * CELL / 2, y: y + 20 }, work.kind + work.micro + "'".repeat(chunk)));
       box.append(svg("title", {}, say(`微批次 ${work.micro}，第 ${work.stage} 段，${work.kind === "F" ? "前向" : "反向"}`,
@@ -86,8 +88,10 @@ courseTools.start("bubble-tool", (root) => {
     const button = (text, title, where) => element("button", { type: "button", title, "aria-label": title,
       onclick: () => { stop(); go(where()); } }, text);
     const player = element("div", { class: "tool-player" },
-      button("⏮", say("到开头", "to the beginning"), () => 0), button("◀", say("后退一步", "a step back"), () => time - 1), play,
-      button("▶", say("前进一步", "a step on"), () => time + 1), button("⏭", say("到结尾", "to the end"), () => span), slider, clock);
+      button("|◀", say("到开头", "to the beginning"), () => 0),
+      button("◀", say("后退一步", "a step back"), () => time - 1), play,
+      button("▶", say("前进一步", "a step on"), () => time + 1),
+      button("▶|", say("到结尾", "to the end"), () => span), slider, clock);
 
     function toggle() {
       if (timer) { stop(); return go(time); }
@@ -111,14 +115,15 @@ courseTools.start("bubble-tool", (root) => {
           `${say("进程", "rank")} ${rank}: ${now} / ${peaks[rank]}`)));
     }
 
+    const percent = `${three(100 * formula)} %`;
     output.replaceChildren(
-      element("p", { class: "tool-said" }, say("气泡 ", "bubble "), element("b", { id: "tool-answer", "data-share": bubble },
-        `${three(100 * bubble)} %`), say(`，公式 ${rule} = ${three(100 * formula)} %`, `, by ${rule} ${three(100 * formula)} %`),
-      say(`；共 ${span} 个单位时间`, `; ${span} units of time`)),
-      player, frame, element("p", { class: "tool-legend" }, element("span", {}, element("span", { class: "kind kind-activations" }),
-        say("F 前向", "F forward")), element("span", {}, element("span", { class: "kind kind-gradients" }), say("B 反向", "B backward")),
-      element("span", {}, element("span", { class: "kind kind-idle" }), say("等待", "waiting")),
-      ...(v > 1 ? [element("span", {}, say("' 进程的第二段，更浅", "' the rank's second stage, lighter"))] : [])), live);
+      element("p", { class: "tool-said" }, say("气泡 ", "bubble "),
+        element("b", { id: "tool-answer", "data-share": bubble }, `${three(100 * bubble)} %`),
+        say(`；公式：${rule} = ${percent}；共 ${span} 个单位时间`, `; the formula: ${rule} = ${percent}; ${span} units of time`)),
+      player, frame, element("p", { class: "tool-legend" },
+        dot("activations", say("F 前向", "F forward")), dot("gradients", say("B 反向", "B backward")),
+        dot("idle", say("等待", "waiting")),
+        ...(v > 1 ? [element("span", {}, say("' 进程的第二段，更浅", "' the rank's second stage, lighter"))] : [])), live);
     go(time);
   }
 

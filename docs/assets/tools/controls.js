@@ -155,7 +155,8 @@ const courseTools = (() => {
           min: field.min, max: field.max, step: field.step || 1, required: true, oninput: change });
       input.name = field.name;
       inputs[field.name] = input;
-      boxes[field.name] = element("label", { class: field.check ? "tool-check" : "" }, element("span", {}, field.label), input);
+      boxes[field.name] = element("label", { class: field.check ? "tool-check" : "" },
+        element("span", {}, field.label), input);
       (field.small ? more : main).append(boxes[field.name]);
     }
     root.replaceChildren(main);

@@ -33,7 +33,8 @@ courseTools.start("traffic-tool", (root) => {
       const line = (way, label, total) => [`${name}${say("，", ", ")}${label}`,
         ...kinds.map((kind) => bytes_text(found[`${way}_${kind}`])), element("b", {}, bytes_text(total)),
         seconds_text(total / (state.link * 1e9))];
-      return [line("sent", say("发送", "sent"), F.sent_bytes(found)), line("received", say("接收", "received"), F.received_bytes(found))];
+      return [line("sent", say("发送", "sent"), F.sent_bytes(found)),
+        line("received", say("接收", "received"), F.received_bytes(found))];
     });
     const host = rows.map(({ found }) => say(
       `设备与主机之间：移出 ${bytes_text(found.host_out)}，移入 ${bytes_text(found.host_in)}。`,
