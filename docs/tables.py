@@ -164,7 +164,7 @@ def arithmetic(words: Words) -> str:
         return f"{format_bytes(one.near_budget)} ({one.near_budget / model_data_bytes(one.layout, one.costs):.1%})"
 
     rows = [
-        ("parameters", "M", *(f"{one.layout.num_params:,}" for one in quarter)),
+        ("number of parameters", "M", *(f"{one.layout.num_params:,}" for one in quarter)),
         ("elements in a chunk, searched", "S", *(f"{one.layout.chunk_elems:,}" for one in quarter)),
         ("groups, of p pieces each", "g", *(len(one.layout.groups) for one in quarter)),
         ("elements of all chunks, with padding", "E", *(f"{one.layout.total_elems:,}" for one in quarter)),

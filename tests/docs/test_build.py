@@ -81,10 +81,24 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
 
     for name in build.tables.TABLES:
         build.tables.TABLES[name](words)
+    for name in build.arithmetic.CHAPTERS:
+        build.arithmetic.chapter(words, name)
     for name in build.wanted():
         if name.startswith("zh/results/"):
             build.tables.result(words, (ROOT / "benchmarks" / name.removeprefix("zh/")).read_text(encoding="utf-8"))
     assert set(known) - used == {"Captured on {date}: Python {python}, torch {torch}, {cores} CPU cores."}
+
+
+def test_every_chapter_has_its_arithmetic(build) -> None:
+    """Rows for each chapter, in both languages; the totals of a line are the sums of what stands before them."""
+    for name in build.arithmetic.CHAPTERS:
+        english = build.fragment(f"en/arithmetic/{name}.md")
+        assert english.count("|") == build.fragment(f"zh/arithmetic/{name}.md").count("|")
+        assert "124,439,808" in english and "—" not in english.split("in all, a rank")[0]
+    with pytest.raises(SystemExit, match="no rows for 99_none"):
+        build.fragment("en/arithmetic/99_none.md")
+    assert [build.arithmetic.bytes_text(n) for n in (0, 5 << 20, 50 << 20, 1023 << 20, 3 << 29)] == [
+        "0", "5.00 MiB", "50.0 MiB", "1,023 MiB", "1.50 GiB"]  # fmt: skip
 
 
 def test_every_entry_of_the_repository_has_its_purpose(build) -> None:

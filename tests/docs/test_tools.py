@@ -1,0 +1,259 @@
+"""The calculators in the pages: what a real headless browser computes is what Python computes, also in the built pages."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from tests.chapters.technique import ROOT, technique
+
+TOOLS = ROOT / "docs/assets/tools"
+BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the calculators cannot be run")
+
+# formulas of a job alone, of a job and a rank, and of what one of those returned
+OF_A_JOB = ("outside_parameters", "num_parameters", "num_tensors", "refusal", "stages_of", "sharded_parameters",
+            "micro_tokens", "tensor_bytes", "step_flops")  # fmt: skip
+OF_A_RANK = ("held_parameters", "states", "live_micro_batches", "activations", "memory", "boundaries", "traffic")
+OF_BYTES = {"device_bytes": "memory", "host_bytes": "memory", "sent_bytes": "traffic", "received_bytes": "traffic"}
+PAGE = """<!doctype html><meta charset="utf-8"><pre id="out"></pre><script src="{folder}/formulas.js"></script>
+<script src="{folder}/schedules.js"></script><script src="{folder}/controls.js"></script>
+<script src="cases.js"></script><script>
+const all = {{ ...courseFormulas, ...courseSchedules, PRESETS: courseTools.PRESETS }};
+const value = (x) => typeof all[x.name] === "function" ? all[x.name](...x.arguments) : all[x.name];
+document.getElementById("out").textContent = JSON.stringify(cases.map(value));
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def formulas():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        yield importlib.import_module("formulas")
+
+
+@pytest.fixture(scope="module")
+def schedules():
+    return technique("05_model_parallel", "schedules")
+
+
+def dumped(address: str, *flags: str) -> str:
+    """The document at an address after its scripts have run."""
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+               "--allow-file-access-from-files", "--virtual-time-budget=4000", *flags, "--dump-dom", address]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
+    return done.stdout
+
+
+def in_the_browser(folder: Path, cases: list[dict[str, Any]], tools: Path = TOOLS) -> list[Any]:
+    """What the scripts answer to {name, arguments} each."""
+    (folder / "cases.js").write_text(f"const cases = {json.dumps(cases)};", encoding="utf-8")
+    (folder / "cases.html").write_text(PAGE.format(folder=tools.as_uri()), encoding="utf-8")
+    found = re.search(r'<pre id="out">(.*?)</pre>', dumped((folder / "cases.html").as_uri()), re.DOTALL)
+    assert found and found[1], "the scripts ended with an error"
+    return json.loads(html.unescape(found[1]))
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whole numbers exactly, as far as a double holds them; others to 1e-12."""
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(value, theirs[key]) for key, value in ours.items())
+    if isinstance(ours, float) or (isinstance(ours, int) and abs(ours) >= 2**53):
+        return theirs == pytest.approx(ours, rel=1e-12, abs=1e-300)
+    return ours == theirs
+
+
+def random_job(formulas, chance: random.Random) -> dict[str, Any]:
+    """Any job: also ones that the programs refuse, for what is shown then must not be wrong either."""
+    strategy = chance.choice(formulas.STRATEGIES)
+    heads = chance.choice([1, 2, 4, 12, 16, 25])
+    ranks = 1 if strategy == "single" else chance.choice([1, 2, 3, 4, 7, 8, 16, 64, 512])
+    micros = chance.choice([1, 2, 3, 4, 8, 32])
+    fitting = chance.random() < 0.7
+    layers = (ranks if fitting and ranks <= 64 else 1) * chance.choice([1, 2, 3, 4, 12])
+    return {"n_layer": layers, "n_embd": heads * chance.choice([8, 64, 100, 128]), "n_head": heads,
+            "n_positions": chance.choice([128, 1024, 2048]), "vocab_size": chance.choice([3980, 21128, 50257, 100_003]),
+            "strategy": strategy, "precision": chance.choice(formulas.precisions_of(strategy)), "ranks": ranks,
+            "batch": (ranks * micros if fitting else 1) * chance.choice([1, 2, 5, 24]),
+            "seq_len": chance.choice([1, 64, 127, 128, 1024]), "micro_batches": micros,
+            "checkpointing": chance.random() < 0.4, "virtual_stages": chance.choice([1, 2, 3]),
+            "near_percent": chance.choice([0, 1, 10, 25, 60, 99, 100])}  # fmt: skip
+
+
+def written_cases(formulas, number: int = 400) -> list[tuple[dict[str, Any], Any]]:
+    """({name, arguments}, Python's answer)."""
+    chance, found = random.Random(8), []
+
+    def add(name: str, *arguments: Any) -> Any:
+        answer = getattr(formulas, name)(*arguments)
+        found.append(({"name": name, "arguments": arguments}, answer))
+        return answer
+
+    for strategy in formulas.STRATEGIES:
+        found.append(({"name": "precisions_of", "arguments": [strategy]}, list(formulas.precisions_of(strategy))))
+        for precision in formulas.precisions_of(strategy):
+            add("parameter_costs", strategy, precision)
+            add("activation_costs", precision)
+    for _ in range(number):
+        job = random_job(formulas, chance)
+        rank = chance.randrange(job["ranks"])
+        for name in OF_A_JOB:
+            add(name, job)
+        answers = {name: add(name, job, rank) for name in OF_A_RANK}
+        for name, of in OF_BYTES.items():
+            add(name, answers[of])
+        if job["strategy"] == "pstar":
+            add("near_budget", job)
+            add("pstar_away", job)
+        add("compute_seconds", job, chance.uniform(1e9, 1e15))
+        add("link_seconds", answers["traffic"], chance.uniform(1e6, 1e12))
+        p, m = job["ranks"], job["micro_batches"]
+        add("bubble_fraction", job["strategy"], p, m, chance.choice([1, 2, 3]))
+        add("ring_bytes", chance.randrange(2**40), p)
+        add("usable_bytes", chance.choice([8, 16, 24, 40, 80]))
+    return found
+
+
+@needs_browser
+def test_the_formulas_in_the_browser_are_python_s(formulas, tmp_path: Path) -> None:
+    cases = written_cases(formulas)
+    answers = in_the_browser(tmp_path, [case for case, _ in cases])
+    wrong = [(case, expected, got) for (case, expected), got in zip(cases, answers, strict=True) if not same(expected, got)]
+    assert not wrong, f"{len(wrong)} of {len(cases)}, the first: {wrong[0]}"
+    assert len(cases) > 5000 and {case["arguments"][0]["strategy"] for case, _ in cases if case["name"] == "memory"} == set(
+        formulas.STRATEGIES)  # fmt: skip
+
+
+@needs_browser
+def test_names_and_lists_are_the_same(formulas, schedules, tmp_path: Path) -> None:
+    lists = ("PIPELINES", "ZERO", "REPLICAS", "STRATEGIES", "KINDS", "HOST_KINDS")
+    found = in_the_browser(tmp_path, [{"name": name, "arguments": []} for name in (*lists, "NAMES")])
+    assert found == [*(list(getattr(formulas, name)) for name in lists), list(schedules.NAMES)]
+    public = {name for name, what in vars(formulas).items() if callable(what) and what.__module__ == "formulas"}
+    text = (TOOLS / "formulas.js").read_text()
+    assert all(re.search(rf"(function|const) {name}\b", text) for name in public), "function by function"
+
+
+@needs_browser
+def test_presets_are_those_of_the_configuration(tmp_path: Path) -> None:
+    """Tiny with the shipped vocabulary, the others with GPT-2's, each at its default batch and length."""
+    from gpt2_chinese.config import PRESETS, RUN_DEFAULTS
+    from gpt2_chinese.vocabulary import vocabulary_size
+
+    (found,) = in_the_browser(tmp_path, [{"name": "PRESETS", "arguments": []}])
+    assert list(found) == list(PRESETS)
+    for name, preset in found.items():
+        run, config = RUN_DEFAULTS[name], PRESETS[name]
+        vocabulary = vocabulary_size(ROOT / "cache/vocab.txt") if name == "tiny" else 50257
+        assert preset == {**{key: getattr(config, key) for key in ("n_layer", "n_embd", "n_head", "n_positions")},
+                          "vocab_size": vocabulary, "batch": run.batch_size, "seq_len": run.seq_len}  # fmt: skip
+
+
+@needs_browser
+def test_the_player_s_schedules_are_those_of_chapter_05(schedules, tmp_path: Path) -> None:
+    plans = [(name, p, m, 1) for name in ("naive", "gpipe", "1f1b") for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 8, 13)]
+    plans += [("interleaved", p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 3 * p) for v in (1, 2, 3)]
+    cases, expected = [], []
+    for name, p, m, v in plans:
+        order = schedules.orders(name, p, m, v)
+        cases.append({"name": "orders", "arguments": [name, p, m, v]})
+        expected.append([[work._asdict() for work in works] for works in order])
+        for backward in (1, 2):
+            events = schedules.simulate(order, 1, backward)
+            cases.append({"name": "simulate", "arguments": [expected[-1] if backward == 1 else expected[-3], 1, backward]})
+            expected.append([{**event._asdict(), "work": event.work._asdict()} for event in events])
+            cases.append({"name": "bubble", "arguments": [expected[-1], p]})
+            expected.append(schedules.bubble(events, p))
+    answers = in_the_browser(tmp_path, cases)
+    for case, mine, theirs in zip(cases, expected, answers, strict=True):
+        assert theirs == (pytest.approx(mine, abs=1e-12) if isinstance(mine, float) else mine), case
+    assert len(plans) > 100
+
+
+@needs_browser
+@pytest.mark.parametrize("file, right, wrong", [
+    ("formulas.js", "12 * n_embd ** 2 + 13 * n_embd", "12 * n_embd ** 2 + 12 * n_embd"),
+    ("formulas.js", "2 * num_bytes * (p - 1)", "2 * num_bytes * p"),
+    ("formulas.js", "(number - (number % divisor)) / divisor", "number / divisor"),
+    ("schedules.js", '"1f1b": p - rank', '"1f1b": p'),
+])  # fmt: skip
+def test_a_wrong_formula_is_found(
+    formulas, schedules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str
+) -> None:
+    tools = shutil.copytree(TOOLS, tmp_path / "tools")
+    text = (tools / file).read_text()
+    assert text.count(right) == 1
+    (tools / file).write_text(text.replace(right, wrong))
+    monkeypatch.setattr("tests.docs.test_tools.in_the_browser", lambda folder, cases, real=in_the_browser: real(
+        folder, cases, tools))  # fmt: skip
+    with pytest.raises(AssertionError):
+        test_the_formulas_in_the_browser_are_python_s(formulas, tmp_path)
+        test_the_player_s_schedules_are_those_of_chapter_05(schedules, tmp_path)
+
+
+# ---- in the built pages
+
+SMALL = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "batch": 16, "seq_len": 512,
+         "micro_batches": 1, "checkpointing": False, "virtual_stages": 2, "near_percent": 25}  # fmt: skip
+LANGUAGES = pytest.mark.parametrize("below", ["", "en/"])
+
+
+def answer(site: Path, page: str, attribute: str, **setting: Any) -> float:
+    """The number that a calculator shows, for a setting in the address."""
+    text = dumped(f"{(site / page).as_uri()}/index.html#{urlencode(setting)}")
+    found = re.search(rf'id="tool-answer" {attribute}="([^"]+)"', text)
+    assert found, f"{page} shows no answer"
+    return float(found[1])
+
+
+@needs_browser
+@LANGUAGES
+@pytest.mark.parametrize("changes", [
+    {"strategy": "zero3", "precision": "bf16", "ranks": 8},
+    {"strategy": "1f1b", "precision": "O1", "ranks": 4, "micro_batches": 8},
+    {"strategy": "pstar", "precision": "bf16", "ranks": 2, "near_percent": 40},
+])  # fmt: skip
+def test_the_memory_page_answers(formulas, site: Path, below: str, changes: dict[str, Any]) -> None:
+    job = {**SMALL, **changes}
+    expected = max(formulas.device_bytes(formulas.memory(job, rank)) for rank in range(job["ranks"]))
+    assert answer(site, f"{below}tools/memory", "data-bytes", model="small", **changes) == expected
+
+
+@needs_browser
+@LANGUAGES
+def test_the_traffic_page_answers(formulas, site: Path, below: str) -> None:
+    changes = {"strategy": "server", "precision": "fp32", "ranks": 8}
+    expected = formulas.sent_bytes(formulas.traffic({**SMALL, **changes}))
+    assert answer(site, f"{below}tools/traffic", "data-bytes", model="small", **changes) == expected
+    own = {"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 1000, "n_positions": 64, "seq_len": 32}
+    changes = {"strategy": "tensor", "precision": "fp32", "ranks": 2, "checkpointing": 1, **own}
+    expected = formulas.sent_bytes(formulas.traffic({**SMALL, **changes}))
+    assert answer(site, f"{below}tools/traffic", "data-bytes", model="custom", **changes) == expected
+
+
+@needs_browser
+@LANGUAGES
+def test_the_player_answers(schedules, site: Path, below: str) -> None:
+    events = schedules.simulate(schedules.orders("interleaved", 4, 8, 2))
+    setting = {"schedule": "interleaved", "stages": 4, "micros": 8, "virtual": 2}
+    shown = answer(site, f"{below}tools/bubble", "data-share", **setting)
+    assert shown == pytest.approx(schedules.bubble(events, 4), rel=1e-12)
+
+
+@needs_browser
+def test_what_no_program_runs_is_refused_and_a_wrong_address_is_the_default(formulas, site: Path) -> None:
+    address = (site / "en/tools/memory").as_uri()
+    assert "heads do not divide" in dumped(f"{address}/index.html#model=small&strategy=tensor&precision=fp32&ranks=5")
+    default = formulas.device_bytes(formulas.memory({**SMALL, "strategy": "ddp", "precision": "O2", "ranks": 4}))
+    assert answer(site, "en/tools/memory", "data-bytes", ranks=-3, strategy="none", batch="x", model='">') == default
