@@ -39,7 +39,7 @@ def train_step(model: nn.Module, optimizer: Any, micro_batches: list[tuple[Tenso
         - synchronize() returns when all gradients are averages. Clipped before, each rank would clip gradients of its own
           by a norm of its own, while another thread is averaging them;
         - step() synchronizes by itself, unless it is called inside `with optimizer.skip_synchronize():`. Averaged twice,
-          clipped gradients are no longer what was clipped, and everything travels twice.
+          everything travels twice.
 
     Args:
         model: model(inputs, targets) is the mean loss over the rows.

@@ -26,8 +26,8 @@ def one_f_one_b(rank: int, num_ranks: int, num_micros: int) -> list[tuple[str, i
     back. Then it does one backward and one forward in turns, while there are forwards left; then the other backwards. So
     it never keeps the activations of more than p - r micro-batches, however many there are. p = 2, m = 3:
 
-        rank 0   F0 F1 .  B0 F2 .  B1 .  B2
-        rank 1   .  F0 B0 F1 B1 F2 B2
+        rank 0   F0 F1 .  B0 F2 B1 .  B2
+        rank 1   .  F0 B0 F1 B1 F2 B2 .
 
     Args:
         rank: r, 0 is the first stage.
