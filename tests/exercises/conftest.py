@@ -22,6 +22,7 @@ import pytest
 
 from tests.exercises.exercise import HOLE, Exercise, holes, load, path_of
 from tests.exercises.say import short
+from tests.harness.pool import preload
 
 HERE = Path(__file__).resolve().parent
 NOT_FOR_STUDENTS = "test_grader.py"
@@ -30,6 +31,11 @@ PATIENCE_S = 120.0  # of our own code, on a busy machine
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--solved", action="store_true", help="tests/exercises: judge the graders, not your exercises")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not grading(config):
+        preload("tests.exercises.preloaded")  # each rank would import it anew, which takes seconds
 
 
 def grading(config: pytest.Config) -> bool:

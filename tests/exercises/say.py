@@ -37,7 +37,9 @@ def _place(frames: list[tuple[str, int, str]], path: Path) -> str:
     """The innermost line of the student's file among frames, the innermost last."""
     for file, line, name in reversed(frames):
         if Path(file) == path:
-            return f"{path.parent.name}/{path.name}, line {line}, in {name}:   {linecache.getline(file, line).strip()}"
+            text = linecache.getline(file, line).strip()
+            where = f"{path.parent.name}/{path.name}, line {line}, in {name}"
+            return where if text.startswith("raise NotImplementedError") else f"{where}:   {text}"
     return ""
 
 

@@ -29,43 +29,50 @@ def test_wait(exercise):
         same(what, expected, bool(wait(step, works_on, bound)))
 
 
-def step_of(rank, num_ranks, exercise):
+def start():
     torch.manual_seed(0)
     model = Small()
-    del model.scale
+    del model.scale  # no buffers, as the exercise promises
     model.scale = 1.0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    steps = []
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def steps_of(rank, num_ranks, exercise):
+    model, optimizer = start()
+    num_steps, after = [], []
+    optimizer.register_step_post_hook(lambda *_: num_steps.append(1))
     for step in (1, 2):
         optimizer.zero_grad()
         model(*rows(step, rank, num_ranks)).backward()
         with only_point_to_point():
             exercise.module.synchronous_step(model, optimizer, rank, num_ranks)
-    return len(steps), {name: p.detach() for name, p in model.named_parameters()}
+        after.append(weights_of(model))
+    return len(num_steps), after
 
 
 def one_process():
-    torch.manual_seed(0)
-    model = Small()
-    del model.scale
-    model.scale = 1.0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = start()
     for step in (1, 2):
         optimizer.zero_grad()
         model(*rows(step)).backward()
         optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+        yield weights_of(model)
 
 
 def test_step(exercise, ranks):
-    expected = one_process()
     for num_ranks in (2, 3):
-        results = on_ranks(ranks, num_ranks, step_of, exercise)
-        for rank, (num_steps, weights) in enumerate(results):
+        results = on_ranks(ranks, num_ranks, steps_of, exercise)
+        for step, expected in enumerate(one_process()):
+            for rank, (_, after) in enumerate(results):
+                for name, weight in expected.items():
+                    what = f"{num_ranks} ranks: {name} on rank {rank} after step {step + 1}"
+                    # Adam's first steps are the gradients' signs: where one is near zero, rounding shows
+                    same(f"{what}, against one process", weight, after[step][name], 1e-4)
+                    same_bits = torch.equal(after[step][name], results[0][1][step][name])
+                    check(same_bits, f"{what} has other bits than the server's")
+        for rank, (num_steps, _) in enumerate(results):
             same(f"{num_ranks} ranks: steps that rank {rank}'s optimizer took in 2 steps", 0 if rank else 2, num_steps)
-            for name, weight in expected.items():
-                # Adam's first steps are the gradients' signs: where one is near zero, rounding shows
-                what = f"{num_ranks} ranks: {name} on rank {rank} after 2 steps"
-                same(f"{what}, against one process", weight, weights[name], 1e-4)
-                check(torch.equal(weights[name], results[0][1][name]), f"{what} is not bit for bit that of the server")
