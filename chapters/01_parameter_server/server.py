@@ -45,6 +45,22 @@ def parameter_server(model: nn.Module, ranks: Any, settings: Any) -> ParameterSe
     return ParameterServer(model, ranks.rank, ranks.num_ranks, ranks.group, bound, settings.resume_step, idle_s)
 
 
+def must_wait(step: int, works_on: int, bound: int | None) -> bool:
+    """Whether the server may not take `step` without a worker that computes with the weights of step `works_on`.
+
+    The staleness of its gradient is step - 1 - works_on now, and one more in the next step. Bound None: it always waits.
+    """
+    return bound is None or step - 1 - works_on >= bound
+
+
+def mean_of(vectors: list[Tensor]) -> Tensor:
+    """Their mean; each is divided before the sum, which might overflow."""
+    total = vectors[0] / len(vectors)
+    for vector in vectors[1:]:
+        total += vector / len(vectors)
+    return total
+
+
 class ParameterServer:
     """One rank's side of it; the same calls on all ranks.
 
@@ -137,18 +153,14 @@ class ParameterServer:
         """Waits for whom it must, in the synchronous mode for all, and takes what has arrived, in order of rank."""
 
         def must(worker: int) -> bool:
-            return meet or self.bound is None or step - 1 - self._works_on[worker] >= self.bound
+            return meet or must_wait(step, self._works_on[worker], self.bound)
 
         wait([future for worker, future in self._arriving.items() if must(worker)])
         here = sorted(worker for worker, future in self._arriving.items() if future.done())
-        total, num = own.clone(), 1 + len(here)
-        total /= num  # divided before the sum, which might overflow
-        self.staleness = [0]
-        for worker in here:
-            message = self._arriving.pop(worker).result()
-            self.received_bytes += message.nbytes
-            self.staleness.append(step - 1 - int(message[-1]))
-            total += message / num
+        messages = [self._arriving.pop(worker).result() for worker in here]
+        self.received_bytes += sum(message.nbytes for message in messages)
+        self.staleness = [0, *(step - 1 - int(message[-1]) for message in messages)]
+        total = mean_of([own, *messages])
         self.loss, self._answer = float(total[-2]), here
         pieces = total[: self.num_gradients].split([p.numel() for p in self.parameters])
         used = total[self.num_gradients : -2].tolist()

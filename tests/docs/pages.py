@@ -25,7 +25,7 @@ def commands(text: str) -> list[str]:
     """The commands of a page: each line of its shell blocks, and inline code that begins with a program."""
     lines = [line.strip() for _, block in SHELL_BLOCK.findall(text) for line in block.splitlines()]
     prose = OTHER_BLOCK.sub("", text)
-    lines += re.findall(r"`((?:bash|python|pip|conda|tensorboard|pstar) [^`\n]+)`", prose)
+    lines += re.findall(r"`((?:bash|python|pytest|pip|conda|tensorboard|pstar) [^`\n]+)`", prose)
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -45,6 +45,8 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         if not (root / f"{module.replace('.', '/')}.py").is_file():
             return [f"{command}: there is no module {module}"]
         return _unknown_flags(command, rest[2:], known_flags(f"-m {module}"))
+    if program == "pytest":
+        return [f"{command}: there is no {word}" for word in rest if word.startswith(PLACES) and not (root / word).exists()]
     if program == "pip":
         wanted = re.findall(r"\[([\w,]+)\]", command)
         extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -77,6 +77,7 @@ def test_both_languages_are_written_from_the_same_fragments() -> None:
     ("tensorboard runs", "--logdir is missing"),
     ("pstar configure", "no command configure"),
     ("pstar trace profile.json --output x", "--output is in no --help"),
+    ("pytest tests/exercise -k 02", "there is no tests/exercise"),
     ("make all", "make is no program that the pages know"),
 ])  # fmt: skip
 def test_a_wrong_command_is_found(command: str, complaint: str) -> None:

@@ -1,0 +1,60 @@
+"""Exercise 02: the ring all-reduce, and the buckets that it carries. Two functions, about 30 lines in all.
+
+    pytest tests/exercises -k 02                  # all of it
+    pytest tests/exercises -k "02 and ring"       # one function: buckets, ring
+
+The grader runs the ring on 1, 2, 3 and 4 real processes, with lengths that do not divide by them, compares the sums, asks
+for the same bits on all ranks, and counts the bytes that each rank says it has sent. A ring that waits for ever is stopped
+after ten seconds, and you are told at which line each rank waited.
+
+When you have tried: `cut_into_buckets` in ddp.py and `ring_all_reduce` in ring.py, beside this file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch  # noqa: F401  (yours to use)
+import torch.distributed as dist  # noqa: F401  (yours to use)
+from torch import Tensor, nn
+
+
+def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters in the order in which backward makes their gradients, in buckets of at most `bucket_bytes`.
+
+    Backward begins at the end of the model, so the last parameter comes first. A bucket takes the next parameter while it
+    has room for it; then it is closed for good. A parameter larger than a bucket has one to itself.
+
+    Args:
+        parameters: in the order of forward, all of one type and on one device.
+        bucket_bytes: may be 0: every parameter has its own bucket.
+
+    Hint: parameter.nbytes
+    """
+    raise NotImplementedError("cut_into_buckets is yours to write: from the last parameter on, while there is room")
+
+
+def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
+    """Sums a tensor over the ranks, in place; a rank sends to the next one and receives from the one before, no others.
+
+    Cut the tensor into p chunks (flat.tensor_split(p) gives views, and some may be empty). Then go round twice:
+
+        reduce-scatter, p - 1 turns     pass a chunk on, ADD the one that comes to your own
+        all-gather,     p - 1 turns     pass a chunk on, which is a whole sum by now, COPY the one that comes
+
+    In the first turn rank r sends chunk r. p = 3, what ranks 0, 1, 2 send in each turn, x* being a whole sum:
+
+        reduce-scatter   a  b  c    then   c  a  b        all-gather   b* c* a*   then   a* b* c*
+
+    Args:
+        flat: (n,), contiguous; n need not divide by the number of ranks, and may be smaller.
+        group: of torch.distributed; None is the default one.
+
+    Returns:
+        the bytes that this rank has sent: about 2 (p - 1) / p of flat.nbytes. All chunks that it passes on count.
+
+    Hint: which chunk in which turn is arithmetic modulo p; write it down for p = 3 first. If every rank first sends and
+    then receives, all of them wait for each other: dist.batch_isend_irecv([dist.P2POp(dist.isend, ...), ...]) starts both
+    at once. Receive into a buffer when you have to add.
+    """
+    raise NotImplementedError("ring_all_reduce is yours to write: p - 1 turns that add, then p - 1 turns that copy")
