@@ -160,7 +160,9 @@ def _draw(chapters: Sequence[str], target: Path) -> None:
                   xytext=(0, -3), textcoords="offset points")  # fmt: skip
     axes.set(xlabel="step", ylabel="training loss, nats per token", xlim=(0, STEPS + 1))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left" if others > 1 else "center right", handlelength=3)
+    whole = [pyplot.Line2D([], [], color=COLOURS[chapter], linewidth=8 if chapter == BASE else 2.5) for chapter in chapters]
+    handles = {"handles": whole, "labels": chapters} if others > 1 else {}  # of such long dashes a sample would show a gap
+    axes.legend(**handles, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92), labelspacing=0.3)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=160, metadata={"Software": None})
     pyplot.close(figure)
