@@ -31,6 +31,8 @@ TREE = {
     "constraints.txt": "the exact versions that CI runs",
     "environment.yml": "the same for conda",
     "mkdocs.yml": "the site's frame",
+    "zensical.en.yml": "the English pages for Zensical",
+    "zensical.zh.yml": "the Chinese pages for Zensical",
     "CONTRIBUTING.md": "the rules, each with the test that holds it",
     "CHANGELOG.md": "what changed",
     "LICENSE": "BSD-3-Clause",

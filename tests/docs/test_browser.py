@@ -14,6 +14,8 @@ from tests.docs.browser import Browser, missing, serve
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 WIDTHS = (1280, 390)
+# The theme's language switch takes the other language's page for the root of a site, asks there, and does without.
+ASKED_IN_VAIN = "/sitemap.xml"
 
 # Sources of the images that cannot be decoded; those further down are loaded too.
 BROKEN_IMAGES = """Promise.all([...document.images].map(image => {
@@ -61,7 +63,7 @@ def problems(browser: Browser, url: str) -> list[str]:
     for width in WIDTHS:
         browser.resize(width)
         found += [f"wider than {width}: {what}" for what in browser.evaluate(TOO_WIDE)]
-    return found + [f"script: {complaint}" for complaint in browser.complaints]
+    return found + [f"script: {complaint}" for complaint in browser.complaints if not complaint.endswith(ASKED_IN_VAIN)]
 
 
 def test_every_page_is_whole_on_a_desktop_and_on_a_phone(browser: Browser, address: str, site: Path) -> None:
@@ -86,8 +88,9 @@ def test_search_finds_in_the_language_of_the_page(
         box.dispatchEvent(new Event("input", {{bubbles: true}}));
         box.dispatchEvent(new KeyboardEvent("keyup", {{bubbles: true}}));
     }})()""")
-    browser.wait_for('document.querySelectorAll("a.md-search-result__link").length > 0')
-    found = browser.evaluate('[...document.querySelectorAll("a.md-search-result__link")].map(link => link.pathname)')
+    shown = '[...document.querySelectorAll("a.md-search-result__link")].filter(link => link.getClientRects().length)'
+    browser.wait_for(f"{shown}.length > 0")
+    found = browser.evaluate(f"{shown}.map(link => link.pathname)")
     assert f"/{page}" in found
     assert all(one.startswith("/en/") == (start == "en/") for one in found), "another language is found too"
 
