@@ -1,8 +1,10 @@
 """Writes what the pages include into docs/_generated/: nothing on a page is typed that a program can print.
 
-    python docs/build.py               the fragments that the pages ask for, about half a minute when a run is needed
+    python docs/build.py               the fragments that the pages ask for, and the figures
     python docs/build.py --readme      also the generated parts of README.md and README.zh.md, except the captured run
     python docs/build.py --capture     also the captured run: the README's first command, for real, some minutes
+    python docs/build.py --capture-chapters [NN ...]
+                                       also what chapters print and learn, all or some of them: docs/captured/, by git
 
 A page includes a fragment with a snippet line; its name says what it is:
 
@@ -10,7 +12,8 @@ A page includes a fragment with a snippet line; its name says what it is:
     file/FILE.md             a whole file; of a chapter's train.py the lines that are new against its PARENT are marked
     diff/CHAPTER.md          train.py against its PARENT
     help/CHAPTER.md          what --help prints
-    said/CHAPTER.md          what the measured run printed
+    said/CHAPTER.md          what the captured run printed
+    en/captured/CHAPTER.md   the same to unfold, with command, versions and date; zh/captured/CHAPTER.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
     en/arithmetic/CHAPTER.md memory and traffic of a chapter, worked with docs/formulas.py; zh/arithmetic/CHAPTER.md
     en/TABLE.md, zh/TABLE.md one of TABLES below; Chinese words come from zh.json, and one that is missing is an error
@@ -31,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import arithmetic
+import captures
 import measured
+import pictures
 import readme
 import tables
 from measured import GENERATED, REPO, write_whole
@@ -63,7 +68,9 @@ def fragment(name: str) -> str:
     if kind == "help":
         return fence(measured.help_of(rest), "text")
     if kind == "said":
-        return fence(measured.measure()["runs"][rest]["said"], "text")
+        return fence(captures.captured(rest)["said"], "text")
+    if kind in ("en", "zh") and rest.startswith("captured/"):
+        return captures.block(Words(kind), rest.removeprefix("captured/"))
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest.startswith("arithmetic/"):
@@ -158,7 +165,10 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="renew the generated parts of both READMEs as well")
     parser.add_argument("--capture", action="store_true", help="and run their first command, for the captured output")
     parser.add_argument("--log", type=Path, help="take the captured output from what that command printed into this file")
+    parser.add_argument("--capture-chapters", nargs="*", metavar="NN", help="and run these chapters, all without NN")
     arguments = parser.parse_args()
+    if arguments.capture_chapters is not None:
+        captures.capture(arguments.capture_chapters)
     if arguments.readme or arguments.capture or arguments.log:
         readme.renew(Words, arguments.log, arguments.capture)
     sys.path.insert(0, str(REPO))  # the tables ask pstar and gpt2_chinese
@@ -168,10 +178,12 @@ def main() -> None:
         except (OSError, SystemExit) as error:
             raise SystemExit(f"{error} (included by {', '.join(pages)})") from error
         write_whole(GENERATED / name, text)
-    measured.draw_losses(measured.measure(), GENERATED / "figures" / "loss_00_07.png")
-    measured.draw_profile(GENERATED / "figures")
+    figures = GENERATED / "figures"
+    captures.draw(figures)
+    pictures.write(Words, figures)
+    measured.draw_profile(figures)
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
-        shutil.copyfile(picture, GENERATED / "figures" / picture.name)
+        shutil.copyfile(picture, figures / picture.name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of the pages and of the READMEs: from the repository, from pstar's own functions, and from measured runs."""
+"""The tables of the pages and of the READMEs: from the repository, from pstar's own functions, and from captured runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
+import captures
 import measured
-from measured import CHAPTERS, REPO
+from measured import REPO
 
 Words = Callable[[str], str]
 
@@ -30,6 +31,8 @@ TREE = {
     "constraints.txt": "the exact versions that CI runs",
     "environment.yml": "the same for conda",
     "mkdocs.yml": "the site's frame",
+    "zensical.en.yml": "the English pages for Zensical",
+    "zensical.zh.yml": "the Chinese pages for Zensical",
     "CONTRIBUTING.md": "the rules, each with the test that holds it",
     "CHANGELOG.md": "what changed",
     "LICENSE": "BSD-3-Clause",
@@ -62,6 +65,9 @@ MEMORY = {
     "gather": "received when groups are gathered, in the last step",
     "reduce": "received when gradients are reduced, in the last step",
 }
+
+# The baseline and the engine, which the tables of losses hold side by side.
+COMPARED = ("00_single", "07_patrickstar")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int = 0) -> str:
@@ -110,31 +116,29 @@ def configuration(words: Words) -> str:
 
 
 def circumstances(words: Words) -> str:
-    """One sentence on how the numbers of the measured run came about."""
-    run = measured.measure()
+    """One sentence on how the numbers of the captured runs came about."""
     return words("Measured on {date}: {steps} steps, Python {python}, torch {torch}, {cores} CPU cores.").format(
-        **run, steps=measured.STEPS) + "\n"  # fmt: skip
+        **captures.captured(COMPARED[1]), steps=captures.STEPS) + "\n"  # fmt: skip
 
 
 def losses(words: Words) -> str:
-    """Losses of both chapters at a few steps, and the largest difference over all of them."""
-    run = measured.measure()
-    first, second = (run["runs"][chapter]["losses"] for chapter in CHAPTERS)
+    """Losses of two chapters at a few steps, and the largest difference over all of them."""
+    first, second = (captures.captured(chapter)["losses"] for chapter in COMPARED)
     rows = [(step, f"{first[step - 1]:.6f}", f"{second[step - 1]:.6f}",
              f"{abs(first[step - 1] - second[step - 1]) / first[step - 1]:.1e}")
-            for step in measured.shown_steps()]  # fmt: skip
-    rows.append((words("largest of all steps"), "", "", f"{measured.largest_difference(run):.1e}"))
-    return table([words("step"), *CHAPTERS, words("relative difference")], rows, right=3)
+            for step in captures.shown_steps()]  # fmt: skip
+    rows.append((words("largest of all steps"), "", "", f"{captures.largest_difference(COMPARED[1]):.1e}"))
+    return table([words("step"), *COMPARED, words("relative difference")], rows, right=3)
 
 
 def commands(words: Words) -> str:
-    """The two commands of the measured run."""
-    return "```bash\n" + "".join(f"{measured.command_of(chapter)}\n" for chapter in CHAPTERS) + "```\n"
+    """The two commands of the captured runs."""
+    return "```bash\n" + "".join(f"{captures.command_of(chapter)}\n" for chapter in COMPARED) + "```\n"
 
 
 def memory(words: Words) -> str:
-    """The chunk memory that chapter 07 printed at the end of the measured run, each row explained."""
-    said = measured.summary_rows(measured.measure()["runs"]["07_patrickstar"]["said"])
+    """The chunk memory that chapter 07 printed at the end of its captured run, each row explained."""
+    said = captures.summary_rows(captures.captured("07_patrickstar")["said"])
     rows = [(f"`{name}`", value, words(MEMORY[name])) for name, value in said]
     return table([words(word) for word in ("row", "printed", "meaning")], rows)
 

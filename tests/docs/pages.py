@@ -77,7 +77,7 @@ def known_flags(script: str) -> set[str] | None:
         target = [str(ROOT / "benchmarks" / f"{bench[1]}.py")]
     elif re.fullmatch(r"chapters/\w+/generate\.sh", script):
         target = ["-m", "gpt2_chinese.generate"]
-    elif script in ("tests/run.sh", "docs/build.sh", "docs/serve.sh"):
+    elif script in ("tests/run.sh", "docs/build.sh", "docs/serve.sh", "docs/zensical.sh"):
         return None
     elif script == "cache/make_vocab.sh":
         return set().union(*(known_flags(f"-m gpt2_chinese.vocabulary {command}") for command in ("train", "check")))

@@ -83,10 +83,12 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
         build.tables.TABLES[name](words)
     for name in build.arithmetic.CHAPTERS:
         build.arithmetic.chapter(words, name)
+    build.pictures.drawn(words)
+    build.captures.block(words, build.captures.BASE)
     for name in build.wanted():
         if name.startswith("zh/results/"):
             build.tables.result(words, (ROOT / "benchmarks" / name.removeprefix("zh/")).read_text(encoding="utf-8"))
-    assert set(known) - used == {"Captured on {date}: Python {python}, torch {torch}, {cores} CPU cores."}
+    assert set(known) == used
 
 
 def test_every_chapter_has_its_arithmetic(build) -> None:
@@ -116,17 +118,18 @@ def test_every_chapter_is_in_the_course(build) -> None:
     assert {path.parent.name for path in ROOT.glob("chapters/*/train.py")} <= set(build.tables.COURSE)
 
 
-def test_measurements_are_kept_until_a_source_changes(build, site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_kept_until_a_source_changes(build, site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured = build.measured
     ran: list[str] = []
-    monkeypatch.setattr(measured, "_run", lambda chapter: ran.append(chapter) or {})
-    monkeypatch.setattr(measured, "write_whole", lambda path, text: None)
-    assert measured.measure()["runs"]["00_single"]["losses"] and not ran
+
+    def call(command: list[str], variables: dict[str, str]) -> str:
+        ran.append(" ".join(command))
+        raise SystemExit("would run")
+
+    monkeypatch.setattr(measured, "call", call)
+    measured.draw_profile(measured.GENERATED / "figures")
+    assert not ran
     monkeypatch.setattr(measured, "SOURCES", (*measured.SOURCES, "README.md"))
-    measured.measure()
-    assert ran == list(measured.CHAPTERS)
-
-
-def test_the_measured_run_keeps_the_law_of_the_curve(build, site) -> None:
-    """The page says that the curves are equal; the law allows 1e-4 (tests/chapters)."""
-    assert build.measured.largest_difference(build.measured.measure()) < 1e-4
+    with pytest.raises(SystemExit, match="would run"):
+        measured.draw_profile(measured.GENERATED / "figures")
+    assert measured.PROFILED in ran[0]

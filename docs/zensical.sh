@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# bash docs/zensical.sh   builds the same pages with Zensical, the successor of mkdocs-material, into site/zensical/zh and /en
+# Figures and assets lie outside of a language's folder, where Zensical does not look: they are put beside the pages.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" docs
+cd "$REPO"
+"$PYTHON" docs/build.py
+rm -rf site/zensical
+for language in zh en; do
+    "$PYTHON" -m zensical build --clean --strict --config-file "zensical.$language.yml"
+    cp -R docs/assets/. "site/zensical/$language/assets/"
+done
+mkdir -p site/zensical/_generated
+cp -R docs/_generated/figures site/zensical/_generated/

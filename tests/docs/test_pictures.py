@@ -1,0 +1,80 @@
+"""docs/pictures*.py: every chapter has its two pictures, readable on a phone, and what does not fit is an error."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+PHONE = 358  # of 390 pixels, what the page leaves to a picture
+SMALLEST = 11
+
+
+@pytest.fixture(scope="module")
+def build():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        patch.syspath_prepend(str(ROOT))
+        import build
+
+        yield build
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_chapter_has_two_pictures_with_letters_that_a_phone_shows(build, language: str) -> None:
+    drawn = build.pictures.drawn(build.Words(language))
+    written = {path.parent.name for path in ROOT.glob("chapters/*/train.py")}
+    assert set(drawn) == written | {f"{name}_time" for name in written}
+    for name, svg in drawn.items():
+        root = ElementTree.fromstring(svg)
+        _, _, width, _ = map(float, root.get("viewBox").split())
+        sizes = {float(size) for size in re.findall(r'font-size="([\d.]+)"', svg)}
+        assert min(sizes) * PHONE / width >= SMALLEST, name
+        if language == "zh":
+            said = "".join(root.itertext())
+            assert re.search(r"[\u4e00-\u9fff]", said) and not re.search(r"forward|backward|messages|gradients", said), name
+
+
+def test_the_pictures_follow_the_data_of_the_repository(build) -> None:
+    import pictures_data
+
+    from gpt2_chinese.config import PRESETS
+
+    sizes = [sum(bucket) for bucket in pictures_data.buckets()]
+    assert sum(sizes) == sum(p.numel() for p in pictures_data.model().parameters()) and len(sizes) > 2
+    layers = PRESETS["tiny"].n_layer
+    drawn = build.pictures.drawn(build.Words("en"))
+    assert f"all-reduce of {len(sizes)} buckets" in " ".join(ElementTree.fromstring(drawn["02_ddp"]).itertext())
+    assert f"h.{layers - 1}" in drawn["05_model_parallel"]
+    boxes = [int(n) for n in re.findall(r">(\d)</text>", drawn["05_model_parallel_time"])]
+    assert boxes.count(7) == 2 * 2 * 4, "forward and backward of micro-batch 7 on four ranks, in two schedules with numbers"
+
+
+def test_the_slots_of_the_engine_hold_what_is_needed(build) -> None:
+    import pictures_data
+
+    from pstar.schedule import count_loads
+
+    order = [*range(6), *reversed(range(6))]
+    history, loads = pictures_data.slots_of(order, 3)
+    assert all(chunk in slots for chunk, slots in zip(order, history, strict=True))
+    assert len(loads) == count_loads(order, 3, "next_use")
+
+
+def test_what_does_not_fit_is_an_error(build) -> None:
+    drawing = build.pictures.Drawing(str, "test")
+    drawing.box(0, 0, 60, 20, "gradients", "short")
+    with pytest.raises(ValueError, match="does not fit"):
+        drawing.box(0, 0, 20, 20, "gradients", "much too long")
+    with pytest.raises(ValueError, match="too narrow"):
+        drawing.text(400, 10, "beyond the right edge")
+
+
+def test_chinese_lines_do_not_begin_with_a_stop(build) -> None:
+    wrapped = build.pictures.wrapped
+    lines = wrapped("权重相同、梯度相同，更新也就相同。", 14 * 4)
+    assert "".join(lines) == "权重相同、梯度相同，更新也就相同。" and not any(line[0] in "，。、" for line in lines)
+    assert wrapped("one two three", 60) == ["one two", "three"]
