@@ -77,6 +77,8 @@ def test_both_languages_are_written_from_the_same_fragments() -> None:
     ("tensorboard runs", "--logdir is missing"),
     ("pstar configure", "no command configure"),
     ("pstar trace profile.json --output x", "--output is in no --help"),
+    ("srun --nodes=2 bash -c 'RANK=$SLURM_PROCID bash chapters/99_none/train.sh'", "there is no chapters/99_none/train.sh"),
+    ("srun --nodes=2 bash chapters/00_single/train.sh --near 1", "--near is in no --help"),
     ("make all", "make is no program that the pages know"),
 ])  # fmt: skip
 def test_a_wrong_command_is_found(command: str, complaint: str) -> None:
