@@ -35,6 +35,11 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *rest = words
+    if program == "salloc":  # Slurm's own: the nodes that the next lines run on
+        return []
+    if program == "srun":  # what it starts in each task
+        inner = next(number for number, word in enumerate(rest) if not word.startswith("-"))
+        return wrong_with_command(rest[-1] if "-c" in rest[inner:] else shlex.join(rest[inner:]), root)
     if program in ("bash", "python") and rest and rest[0] != "-m":
         script, *arguments = rest
         if not (root / script).is_file():

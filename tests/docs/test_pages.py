@@ -70,6 +70,8 @@ def test_both_languages_are_written_from_the_same_fragments() -> None:
     ("bash chapters/00_single/train.sh --near-budget 25%", "--near-budget is in no --help"),
     ("OMP_NUM_THREADS=1 bash chapters/99_none/train.sh", "there is no chapters/99_none/train.sh"),
     ("bash chapters/00_single/generate.sh --prompts 今天", "--prompts is in no --help"),
+    ("srun --nodes=2 bash -c 'RANK=$SLURM_PROCID bash chapters/99_none/train.sh'", "there is no chapters/99_none/train.sh"),
+    ("srun --nodes=2 bash chapters/00_single/train.sh --near 1", "--near is in no --help"),
     ("python -m pstar.none", "there is no module pstar.none"),
     ("python data/split.py a.json --trian x", "--trian is in no --help"),
     ('pip install -e ".[doc]"', "there is no extra doc"),
