@@ -69,7 +69,7 @@ def _folder_of(file: Path) -> Path:
 def _state_of(folder: Path) -> dict[str, Any]:
     """What a checkpoint's state.json says; nothing where there is none that can be read."""
     try:
-        state = checkpoint.read_state(folder)
+        state = checkpoint.read_json(folder / "state.json")
     except (OSError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}
