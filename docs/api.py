@@ -58,7 +58,8 @@ def entry(name: str, thing: Any) -> list[str]:
 
 
 def signature(node: ast.FunctionDef, name: str) -> str:
-    """As the source has it, without self or cls, in lines of at most 90 columns; of a property, its type."""
+    """As the source has it, without self or cls; an argument a line where one line is too short; of a property, its type."""
+    node = _Unquoted().visit(node)
     arguments, returns = node.args, f" -> {ast.unparse(node.returns)}" if node.returns else ""
     decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
     if "property" in decorators:
@@ -66,8 +67,34 @@ def signature(node: ast.FunctionDef, name: str) -> str:
     first = (arguments.posonlyargs + arguments.args)[:1]
     if first and first[0].arg in ("self", "cls"):
         del (arguments.posonlyargs or arguments.args)[0]
-    text = f"{name}({ast.unparse(arguments)}){'' if returns == ' -> None' and name[0].isupper() else returns}"
-    return textwrap.fill(text, 90, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    after = "" if returns == " -> None" and name[0].isupper() else returns
+    text = ast.unparse(arguments)
+    if len(name) + len(text) + len(after) <= 88:
+        return f"{name}({text}){after}"
+    lines = "".join(f"    {argument},\n" for argument in _apart(text))
+    return f"{name}(\n{lines}){after}"
+
+
+class _Unquoted(ast.NodeTransformer):
+    """Annotations in quotes without them."""
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        """Called by visit."""
+        if isinstance(node.annotation, ast.Constant) and isinstance(node.annotation.value, str):
+            node.annotation = ast.parse(node.annotation.value, mode="eval").body
+        return node
+
+
+def _apart(arguments: str) -> list[str]:
+    """'a: dict[str, int], b' -> ['a: dict[str, int]', 'b']: cut at commas outside of brackets."""
+    parts, depth = [""], 0
+    for char in arguments:
+        depth += (char in "[({") - (char in "])}")
+        if char == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
 
 
 def markdown(doc: str) -> str:
