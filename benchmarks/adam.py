@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from facts import busy_seconds, processor, versions
+from facts import bullets, busy_seconds, processor, versions
 
 from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_steps, cpu, split_master
 from pstar.kernels.build import find_compiler
@@ -150,10 +150,13 @@ def report(found: list[Contender], numel: int, rounds: int, others: float) -> st
     deepspeed = {} if "DeepSpeed CPUAdam" in by_name else {"DeepSpeed": "not installed"}
     lines = [
         "# Adam on the CPU", "",
-        f"{numel / 1e6:g} million elements, {torch.get_num_threads()} threads, {rounds} rounds; "
-        f"{datetime.date.today()}; {processor()}; {versions(**deepspeed)}, "
-        f"path {cpu.paths()[-1]}.", "",
-        f"    python benchmarks/adam.py --numel {numel} --rounds {rounds}", "",
+        *bullets([
+            ("work", f"{numel / 1e6:g} million elements, {torch.get_num_threads()} threads, {rounds} rounds"),
+            ("processor", processor()),
+            ("versions", f"{versions(**deepspeed)}, path {cpu.paths()[-1]}"),
+            ("date", str(datetime.date.today())),
+            ("command", f"`python benchmarks/adam.py --numel {numel} --rounds {rounds}`"),
+        ]), "",
         "Share of the stream: median over the rounds of (time of a kernel that moves the same bytes / time), in the same "
         "round. GB/s: bytes that must move / median time.", "",
     ]

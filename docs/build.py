@@ -16,6 +16,8 @@ A page includes a fragment with a snippet line; its name says what it is:
     en/captured/CHAPTER.md   the same to unfold, with command, versions and date; zh/captured/CHAPTER.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
     en/arithmetic/CHAPTER.md memory and traffic of a chapter, worked with docs/formulas.py; zh/arithmetic/CHAPTER.md
+    en/results_all/NAME.md   the same with all its tables; zh/results_all/NAME.md
+    en/api.md, zh/api.md     what pstar exports, from its docstrings
     en/TABLE.md, zh/TABLE.md one of TABLES below; Chinese words come from zh.json, and one that is missing is an error
 """
 
@@ -33,6 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import api
 import arithmetic
 import captures
 import measured
@@ -75,6 +78,11 @@ def fragment(name: str) -> str:
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest.startswith("arithmetic/"):
         return arithmetic.chapter(Words(kind), rest.partition("/")[2])
+    if kind in ("en", "zh") and rest.startswith("results_all/"):
+        name = rest.partition("/")[2]
+        return tables.results(Words(kind), name, (REPO / "benchmarks/results" / f"{name}.md").read_text(encoding="utf-8"))
+    if kind in ("en", "zh") and rest == "api":
+        return api.reference(Words(kind))
     if kind in ("en", "zh") and rest in tables.TABLES:
         return tables.TABLES[rest](Words(kind))
     raise SystemExit(f"error: no fragment is called {name}; docs/build.py lists the kinds")

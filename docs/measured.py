@@ -1,6 +1,6 @@
 """What a build runs: programs asked for their --help, and chapter 07 with a profile, again only when its sources change.
 
-    draw_profile(folder) a run of chapter 07 with a profile, as `pstar trace` draws it
+    draw_profile(folder) a run of chapter 07 with a profile, as `pstar trace` draws it; profile() is the file itself
     help_of(chapter)     what --help prints
 """
 
@@ -26,6 +26,7 @@ PROFILED = "07_patrickstar"
 PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-len 64 --chunk-size 100000 "
                  "--near-budget 100% --near-memory 24MiB --device cpu")  # fmt: skip
 PROFILE_STEPS = "1-2"
+PROFILE = GENERATED / "profile.json"
 PICTURES = ("near.png", "blocks.png")
 SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "data/**/*.json", "cache/vocab.txt", "docs/measured.py",
            f"chapters/{PROFILED}/*.py")  # fmt: skip
@@ -51,10 +52,17 @@ def profile_commands() -> list[str]:
             f"pstar trace runs/profile.json --steps {PROFILE_STEPS} --out runs/trace"]  # fmt: skip
 
 
+def profile() -> Path:
+    """The profile that profile_commands write; they run again only when a source has changed."""
+    draw_profile(GENERATED / "figures")
+    return PROFILE
+
+
 def draw_profile(target: Path) -> None:
-    """Runs profile_commands and puts the two pictures into the folder; again only when a source has changed."""
+    """Runs profile_commands, keeps the profile and puts the two pictures into the folder; unless no source changed."""
     key, key_file = _hash_of_sources(), GENERATED / "profile.key"
-    if key_file.exists() and key_file.read_text() == key and all((target / name).exists() for name in PICTURES):
+    kept = [PROFILE, *(target / name for name in PICTURES)]
+    if key_file.exists() and key_file.read_text() == key and all(path.exists() for path in kept):
         return
     print(f"docs: running {PROFILED} with a profile", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +73,7 @@ def draw_profile(target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         for name in PICTURES:
             shutil.copyfile(f"{folder}/{name}", target / name)
+        shutil.copyfile(profile, PROFILE)
     write_whole(key_file, key)
 
 

@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 import captures
+import configuration
 import measured
+import steps
 from measured import REPO
 
 Words = Callable[[str], str]
@@ -94,25 +97,36 @@ def chapters(words: Words, link: str = "chapters/{}.md") -> str:
 
 def result(words: Words, text: str) -> str:
     """A committed result of benchmarks/: the facts it was measured with, and its table; what is prose there stays there."""
-    facts = [re.fullmatch(r"- ([a-z ]+): (.*)", line) for line in text.splitlines()]
-    lines = [f"- {words(fact[1])}: {fact[2]}" for fact in facts if fact and not fact[1].startswith("formula")]
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    head = [words(cell.strip()) if cell.strip() else "" for cell in rows[0].strip("|").split("|")]
-    return "\n".join([*lines, "", f"| {' | '.join(head)} |", *rows[1:], ""])
+    return "\n".join([*_facts(words, text), "", _head(words, rows[0]), *rows[1:], ""])
+
+
+def results(words: Words, name: str, text: str) -> str:
+    """The same with every table of the result, each below its heading where it has one; name is for the headings' ids."""
+    lines = _facts(words, text)
+    for before, line in pairwise(["", *text.splitlines()]):
+        if line.startswith("## "):
+            slug = re.sub(r"\W+", "-", line.removeprefix("## ").lower())
+            lines += ["", f"### {words(line.removeprefix('## '))} {{ #{name}-{slug} }}"]
+        elif line.startswith("|"):
+            lines += [line] if before.startswith("|") else ["", _head(words, line)]
+    return "\n".join([*lines, ""])
+
+
+def _facts(words: Words, text: str) -> list[str]:
+    facts = [re.fullmatch(r"- ([a-z ]+): (.*)", line) for line in text.splitlines()]
+    return [f"- {words(fact[1])}: {fact[2]}" for fact in facts if fact and not fact[1].startswith("formula")]
+
+
+def _head(words: Words, row: str) -> str:
+    cells = [words(cell.strip()) if cell.strip() else "" for cell in row.strip("|").split("|")]
+    return f"| {' | '.join(cells)} |"
 
 
 def tree(words: Words) -> str:
     """The repository, one purpose per entry."""
     width = max(map(len, TREE)) + 2
     return "```text\n" + "".join(f"{path:<{width}}{words(purpose)}\n" for path, purpose in TREE.items()) + "```\n"
-
-
-def configuration(words: Words) -> str:
-    """Every key of pstar's configuration, from pstar.config.reference()."""
-    from pstar.config import reference
-
-    rows = [(f"`{key}`", f"`{default}`", words(meaning)) for key, default, meaning in reference()]
-    return table([words(word) for word in ("key", "default", "meaning")], rows)
 
 
 def circumstances(words: Words) -> str:
@@ -250,7 +264,7 @@ def schedules(words: Words) -> str:
 
 
 TABLES: dict[str, Callable[[Words], str]] = {
-    "chapters": chapters, "tree": tree, "configuration": configuration, "circumstances": circumstances, "losses": losses,
-    "commands": commands, "memory": memory, "arithmetic": arithmetic, "loads": loads, "loop": loop,
-    "schedules": schedules, "profiled": profiled, "planned": planned, "paper": paper,
+    "chapters": chapters, "tree": tree, "configuration": configuration.reference, "steps": steps.view,
+    "circumstances": circumstances, "losses": losses, "commands": commands, "memory": memory, "arithmetic": arithmetic,
+    "loads": loads, "loop": loop, "schedules": schedules, "profiled": profiled, "planned": planned, "paper": paper,
 }  # fmt: skip

@@ -74,6 +74,8 @@ class ClientConfig:
 
 @dataclass
 class Config:
+    """The settings of a run, checked when they are made. load_config makes one from a dict or a JSON file."""
+
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Which optimizer, with which hyper-parameters."""
     bf16: Bf16Config = field(default_factory=Bf16Config)
@@ -282,19 +284,23 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def reference(cls: type = Config, prefix: str = "") -> list[tuple[str, Any, str]]:
-    """(key, default, meaning) of every key, from the dataclasses and the sentence under each field."""
+def sentences(cls: type) -> dict[str, str]:
+    """Field -> the sentence under it, of a dataclass of this file."""
     import ast
     import inspect
     import textwrap
 
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    meanings = {
+    return {
         first.target.id: " ".join(second.value.value.split())
         for first, second in zip(body, body[1:], strict=False)
         if isinstance(first, ast.AnnAssign) and isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
     }
-    rows, default, types = [], cls(), get_type_hints(cls)
+
+
+def reference(cls: type = Config, prefix: str = "") -> list[tuple[str, Any, str]]:
+    """(key, default, meaning) of every key, from the dataclasses and the sentence under each field."""
+    rows, default, types, meanings = [], cls(), get_type_hints(cls), sentences(cls)
     for item in fields(cls):
         if is_dataclass(types[item.name]):
             rows += reference(types[item.name], f"{prefix}{item.name}.")

@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT
 
 def example(language: str) -> str:
     """The code block of the section."""
-    page = (ROOT / f"docs/{language}/engine.md").read_text(encoding="utf-8")
+    page = (ROOT / f"docs/{language}/engine/index.md").read_text(encoding="utf-8")
     return re.search(r"\{ #from-patrickstar \}.*?```python\n(.*?)```", page, re.DOTALL).group(1)
 
 

@@ -51,7 +51,7 @@ def test_pages_show_what_the_files_say(site: Path) -> None:
     last = english["chapters/07_patrickstar/index.html"]
     assert "initialize_engine" in last and "--near-budget" in last and 'class="hll"' in last, "new lines are marked"
     assert 'class="hll"' not in english["chapters/00_single/index.html"], "the first chapter has no parent"
-    assert "eviction_policy" in english["engine/index.html"]
+    assert "eviction_policy" in english["engine/configuration/index.html"]
 
 
 def test_the_site_is_built_with_a_pinned_generator_of_the_line_that_works() -> None:
@@ -79,7 +79,7 @@ def copy(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("wrong", [
-    {"[gone](chapters/99_none.md)": "99_none.md", "[gone](engine.md#no-such-heading)": "no-such-heading",
+    {"[gone](chapters/99_none.md)": "99_none.md", "[gone](engine/index.md#no-such-heading)": "no-such-heading",
      "![gone](../_generated/figures/none.png)": "none.png"},
     {'--8<-- "code/none.md"': "none.md"},
 ], ids=["links", "fragment"])  # fmt: skip

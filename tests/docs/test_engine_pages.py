@@ -1,0 +1,193 @@
+"""The generated parts of the engine's pages: configuration, API, results, and the stepped view of a real profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import pstar
+from pstar import config
+from pstar.profile import Profile, Recording, load_profile
+from pstar.timeline import cut
+from tests.docs.pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def build():
+    """The module docs/build.py, with those beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import build
+
+        yield build
+
+
+# ---- configuration
+
+
+def test_every_field_of_the_configuration_is_in_the_table(build) -> None:
+    """Keys, also of nested objects; with type, default and sentence."""
+    rows = {row[0]: row[1:] for row in build.tables.configuration.rows(pstar.Config)}
+    assert {key for key, _, _ in config.reference()} < set(rows)
+    assert {field.name for field in dataclasses.fields(pstar.Config)} <= set(rows)
+    for key, default, meaning in config.reference():
+        assert rows[key] == (rows[key][0], json.dumps(default), meaning)
+    assert rows["near_budget"][:2] == ("int, str", '"auto"') and rows["disk_path"][:2] == ("str, null", "null")
+    assert rows["optimizer.params.betas"][:2] == ("[float, float]", "[0.9, 0.999]") and rows["bf16"][0] == "object"
+    for language in ("en", "zh"):
+        text = build.fragment(f"{language}/configuration.md")
+        assert all(text.count(f"| `{key}` |") == 1 for key in rows if "." in key or rows[key][0] != "object")
+        assert re.findall(r"\{ #(\S+) \}", text) == ["top-level", "optimizer", "bf16", "fp16", "client"]
+
+
+def test_a_new_field_without_chinese_or_without_a_sentence_is_an_error(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = config.sentences
+
+    def with_new(cls: type) -> dict[str, str]:
+        return said(cls) | ({"prefetch": "A sentence that nobody has translated."} if cls is pstar.Config else {})
+
+    monkeypatch.setattr(config, "sentences", with_new)
+    assert "nobody has translated" in build.fragment("en/configuration.md")
+    with pytest.raises(SystemExit, match="no Chinese for 'A sentence that nobody"):
+        build.fragment("zh/configuration.md")
+    monkeypatch.setattr(config, "sentences", lambda cls: {})
+    with pytest.raises(SystemExit, match=r"Config.optimizer of pstar/config.py has no sentence"):
+        build.fragment("en/configuration.md")
+
+
+# ---- API
+
+
+def test_every_exported_name_is_in_the_reference(build) -> None:
+    text = build.fragment("en/api.md")
+    assert sorted(re.findall(r"^### `(\w+)`", text, re.MULTILINE)) == sorted(pstar.__all__)
+    for method in ("backward", "save_checkpoint", "load_checkpoint", "export_weights", "step_scalars"):
+        assert f"#### `Engine.{method}` {{ #Engine-{method} }}" in text
+    assert "Builds the model, moves it into chunks" in text and "- `local_rank`: number of this process" in text
+    assert "initialize_engine(\n    model_func: Callable[[], torch.nn.Module],\n    local_rank: int=0,\n" in text
+    assert not [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "self" in one or "'dict" in one]
+    chinese = build.fragment("zh/api.md")
+    assert re.findall(r"\{ #(\S+) \}", chinese) == re.findall(r"\{ #(\S+) \}", text) and chinese != text
+
+
+def test_a_name_that_is_exported_and_not_placed_is_an_error(build) -> None:
+    module = SimpleNamespace(__all__=[*pstar.__all__, "surprise"])
+    with pytest.raises(SystemExit, match=r"differ in \['surprise'\]"):
+        build.api.reference(str, module)
+
+
+def test_docstrings_become_markdown(build) -> None:
+    doc = "One line.\n\nArgs:\n    a, b: what\n        goes on.\n    c: more.\n\nRaises E.\n\nRaises:\n    E: when."
+    assert build.api.markdown(doc).splitlines() == [
+        "One line.", "", "**Args**", "", "- `a`, `b`: what", "    goes on.", "- `c`: more.", "", "Raises E.", "",
+        "**Raises**", "", "- `E`: when."]  # fmt: skip
+
+
+# ---- results
+
+
+def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) -> None:
+    results = ROOT / "benchmarks/results"
+    for name in ("memory_speed", "disk_model", "plan_memory", "adam", "ranks", "rank_memory", "zero", "zero_pays"):
+        source = (results / f"{name}.md").read_text(encoding="utf-8")
+        rows = [line.replace(" ", "") for line in source.splitlines() if line.startswith("|")]
+        text = build.fragment(f"en/results_all/{name}.md")
+        assert [line.replace(" ", "") for line in text.splitlines() if line.startswith("|")] == rows
+        assert "- date: " in text and "- command: `" in text and "- versions: " in text
+        chinese = build.fragment(f"zh/results_all/{name}.md")
+        assert chinese.count("\n|") == len(rows) and "- 日期" in chinese
+    assert "### A slow link { #memory_speed-a-slow-link }" in build.fragment("en/results_all/memory_speed.md")
+
+
+# ---- the stepped view
+
+
+def content_of(text: str) -> dict:
+    """The JSON inside the view's fragment."""
+    return json.loads(re.search(r'<script type="application/json">(.*)</script>', text).group(1))
+
+
+@pytest.fixture(scope="module")
+def recording(build, site) -> Recording:
+    """The profile that the site was built from."""
+    return load_profile(build.measured.PROFILE)
+
+
+def test_the_view_agrees_with_the_profile(build, recording: Recording) -> None:
+    data = content_of(build.fragment("en/steps.md"))
+    part = cut(recording, build.tables.steps.STEP, build.tables.steps.STEP)
+    levels = [sample for sample in part.used if sample.tier == "near"]
+    assert max(frame["near"] for frame in data["frames"]) == max(sample.num_bytes for sample in levels)
+    assert max(frame["other"] for frame in data["frames"]) == max(sample.num_bytes for sample in part.non_model)
+    assert all(frame["near"] + frame["other"] <= data["budget"] for frame in data["frames"])
+    assert data["budget"] == recording.budget("near") and data["frames"][0]["said"] == "start"
+    moves = [tuple(move) for frame in data["frames"] for move in frame["moves"]]
+    assert len(moves) == sum(event.at > part.begin for event in part.blocks)
+    copied = [span for span in part.spans if span.lane == "far to near"]
+    assert sum(frame["said"] == "in" for frame in data["frames"]) == len(copied)
+    assert [name for name, _, _ in data["stages"] if name != "idle"] == ["forward", "backward", "adam"]
+
+
+def test_both_languages_show_the_same_step(build, recording: Recording) -> None:
+    english, chinese = (content_of(build.fragment(f"{language}/steps.md")) for language in ("en", "zh"))
+    assert english["frames"] == chinese["frames"] and english["blocks"] == chinese["blocks"]
+    assert english["words"].keys() == chinese["words"].keys() and chinese["kinds"]["grad"] == "梯度"
+    assert {frame["said"] for frame in english["frames"]} <= set(english["words"])
+
+
+def test_a_frame_says_what_happened_to_its_block(build) -> None:
+    profile = Profile(about={"budgets": {"near": 100}})
+    profile.enter(("param", 0), "far", 40)
+    profile.step(0)
+    profile.stage("forward")
+    for report in (lambda: profile.enter(("param", 0), "near", 40), lambda: profile.leave(("param", 0), "near"),
+                   lambda: profile.enter(("grad", 0), "near", 40), lambda: profile.enter(("grad", 0), "far", 40),
+                   lambda: profile.leave(("grad", 0), "near"), lambda: profile.leave(("grad", 0), "far")):  # fmt: skip
+        report()
+    data = build.tables.steps.step(profile.recording(), 0)
+    assert [frame["said"] for frame in data["frames"]] == ["start", "in", "drop", "made", "out", "gone"]
+    assert [frame["near"] for frame in data["frames"]] == [0, 40, 0, 40, 0, 0]
+    assert data["blocks"] == [["param", 0, 40], ["grad", 0, 40]] and data["held"] == [[0, "far"]]
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PROBE = """<script>
+const said = [], root = () => document.querySelector(".chunk-steps");
+window.addEventListener("error", (event) => said.push("error: " + event.message));
+window.addEventListener("load", () => {
+  const press = (key) => root().dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+  const at = () => root().dataset.frame;
+  said.push(at()); press("ArrowRight"); press("ArrowRight"); said.push(at()); press("ArrowLeft"); said.push(at());
+  press("End"); said.push(at()); press("Home"); said.push(at());
+  root().querySelectorAll("button")[3].click(); said.push(at());
+  said.push(root().querySelectorAll(".cs-here").length, root().querySelectorAll(".cs-moved").length);
+  said.push(document.documentElement.scrollWidth <= window.innerWidth);
+  document.title = "probe " + JSON.stringify(said);
+});
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.parametrize("address", ["engine/design", "en/engine/design"])
+def test_the_view_opens_and_answers_in_a_browser(build, site: Path, address: str, tmp_path: Path) -> None:
+    data = content_of(build.fragment("en/steps.md"))
+    page = site / address / "index.html"
+    probe = page.with_name("probe.html")
+    probe.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}", 1), encoding="utf-8")
+    try:
+        done = subprocess.run([CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=390,2000",
+                               f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", "--dump-dom",
+                               probe.as_uri()], capture_output=True, text=True, encoding="utf-8", timeout=120)  # fmt: skip
+    finally:
+        probe.unlink()
+    said = re.search(r"<title>probe (.*?)</title>", done.stdout)
+    assert said, done.stderr[-2000:]
+    last = str(len(data["frames"]) - 1)
+    assert json.loads(said[1]) == ["0", "2", "1", last, "0", "1", len(data["held"]) + 1, 1, True]
