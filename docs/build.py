@@ -11,6 +11,8 @@ A page includes a fragment with a snippet line; its name says what it is:
     diff/CHAPTER.md          train.py against its PARENT
     help/CHAPTER.md          what --help prints
     said/CHAPTER.md          what the measured run printed
+    ran/NAME.md              what docs/programs/NAME.py printed, below the command that starts it
+    en/basics/TABLE.md       one of TABLES of basics_tables.py; zh/basics/TABLE.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
     en/TABLE.md, zh/TABLE.md one of TABLES below; Chinese words come from zh.json, and one that is missing is an error
 """
@@ -29,7 +31,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import basics_pictures
+import basics_tables
 import measured
+import programs_run
 import readme
 import tables
 from measured import GENERATED, REPO, write_whole
@@ -62,6 +67,10 @@ def fragment(name: str) -> str:
         return fence(measured.help_of(rest), "text")
     if kind == "said":
         return fence(measured.measure()["runs"][rest]["said"], "text")
+    if kind == "ran":
+        return fence(f"$ {programs_run.command_of(rest)}\n{programs_run.outputs()[rest]}", "text")
+    if kind in ("en", "zh") and rest.removeprefix("basics/") in basics_tables.TABLES and rest.startswith("basics/"):
+        return basics_tables.TABLES[rest.removeprefix("basics/")](Words(kind))
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest in tables.TABLES:
@@ -165,6 +174,7 @@ def main() -> None:
             raise SystemExit(f"{error} (included by {', '.join(pages)})") from error
         write_whole(GENERATED / name, text)
     measured.draw_losses(measured.measure(), GENERATED / "figures" / "loss_00_07.png")
+    basics_pictures.write(Words, GENERATED / "figures")
     measured.draw_profile(GENERATED / "figures")
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
         shutil.copyfile(picture, GENERATED / "figures" / picture.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tomllib
@@ -40,6 +41,9 @@ def test_only_pages_and_what_they_need_are_published(site: Path) -> None:
     kinds = {path.suffix for path in site.rglob("*") if path.is_file()}
     assert not kinds & {".py", ".sh", ".md"} and not (site / "zh.json").exists() and not (site / "zh").exists()
     drawn = {"loss_00_07.png", "near.png", "blocks.png"}
+    pages_of_basics = (ROOT / "docs/en/basics/collectives.md").read_text()
+    drawn |= {f"basics_{name}_{lang}.svg" for name in re.findall(r"/basics_(\w+)_en\.svg", pages_of_basics)
+              for lang in ("en", "zh")}
     figures = {*drawn, *(path.name for path in (ROOT / "benchmarks/results").glob("*.png"))}
     assert {path.name for path in (site / "_generated").rglob("*") if path.is_file()} == figures
 
