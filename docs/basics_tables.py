@@ -78,7 +78,7 @@ def floats(words: Words) -> str:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         info = torch.finfo(dtype)
         fraction = round(-torch.log2(torch.tensor(info.eps, dtype=torch.float64)).item())
-        rows.append((name, info.bits // 8, info.bits - 1 - fraction, fraction, f"{info.max:.3g}", f"{info.tiny:.2g}",
+        rows.append((name, info.bits // 8, info.bits - 1 - fraction, fraction, f"{info.max:.5g}", f"{info.tiny:.2g}",
                      f"{info.eps:.2g}"))  # fmt: skip
     head = ["format", "bytes", "bits of exponent", "bits of fraction", "largest", "least normal", "step after 1"]
     return table([words(word) for word in head], rows, right=6)
