@@ -14,6 +14,8 @@ A page includes a fragment with a snippet line; its name says what it is:
     help/CHAPTER.md          what --help prints
     said/CHAPTER.md          what the captured run printed
     en/captured/CHAPTER.md   the same to unfold, with command, versions and date; zh/captured/CHAPTER.md
+    ran/NAME.md              what docs/programs/NAME.py printed, below the command that starts it
+    en/basics/TABLE.md       one of TABLES of basics_tables.py; zh/basics/TABLE.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
     en/arithmetic/CHAPTER.md memory and traffic of a chapter, worked with docs/formulas.py; zh/arithmetic/CHAPTER.md
     en/results_all/NAME.md   the same with all its tables; zh/results_all/NAME.md
@@ -37,9 +39,12 @@ from typing import Any
 
 import api
 import arithmetic
+import basics_pictures
+import basics_tables
 import captures
 import measured
 import pictures
+import programs_run
 import readme
 import tables
 from measured import GENERATED, REPO, write_whole
@@ -74,6 +79,10 @@ def fragment(name: str) -> str:
         return fence(captures.captured(rest)["said"], "text")
     if kind in ("en", "zh") and rest.startswith("captured/"):
         return captures.block(Words(kind), rest.removeprefix("captured/"))
+    if kind == "ran":
+        return fence(f"$ {programs_run.command_of(rest)}\n{programs_run.outputs()[rest]}", "text")
+    if kind in ("en", "zh") and rest.removeprefix("basics/") in basics_tables.TABLES and rest.startswith("basics/"):
+        return basics_tables.TABLES[rest.removeprefix("basics/")](Words(kind))
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest.startswith("arithmetic/"):
@@ -189,6 +198,7 @@ def main() -> None:
     figures = GENERATED / "figures"
     captures.draw(figures)
     pictures.write(Words, figures)
+    basics_pictures.write(Words, figures)
     measured.draw_profile(figures)
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
         shutil.copyfile(picture, figures / picture.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tomllib
@@ -42,6 +43,9 @@ def test_only_pages_and_what_they_need_are_published(site: Path) -> None:
     courses = [path.parent.name for path in ROOT.glob("chapters/*/train.py")]
     drawn = {"loss_00_07.png", "near.png", "blocks.png", "curves_all.png", *(f"curve_{name}.png" for name in courses),
              *(f"{name}{kind}_{lang}.svg" for name in courses for kind in ("", "_time") for lang in ("en", "zh"))}
+    pages_of_basics = (ROOT / "docs/en/basics/collectives.md").read_text()
+    drawn |= {f"basics_{name}_{lang}.svg" for name in re.findall(r"/basics_(\w+)_en\.svg", pages_of_basics)
+              for lang in ("en", "zh")}
     figures = {*drawn, *(path.name for path in (ROOT / "benchmarks/results").glob("*.png"))}
     assert {path.name for path in (site / "_generated").rglob("*") if path.is_file()} == figures
 

@@ -1,0 +1,12 @@
+"""torchrun --standalone --nproc-per-node 4 docs/programs/broadcast.py"""
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.tensor([1, 2, 3, 4]) if rank == 0 else torch.zeros(4, dtype=torch.int64)
+before = x.tolist()
+dist.broadcast(x, src=0)
+print(f"rank {rank}: {before} -> {x.tolist()}")
+dist.destroy_process_group()
