@@ -11,6 +11,7 @@ A page includes a fragment with a snippet line; its name says what it is:
     diff/CHAPTER.md          train.py against its PARENT
     help/CHAPTER.md          what --help prints
     said/CHAPTER.md          what the measured run printed
+    seen/NAME.md             a command of docs/seen.py and what it printed
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
     en/TABLE.md, zh/TABLE.md one of TABLES below; Chinese words come from zh.json, and one that is missing is an error
 """
@@ -30,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import measured
+import overview
 import readme
+import seen
 import tables
 from measured import GENERATED, REPO, write_whole
 
@@ -62,6 +65,8 @@ def fragment(name: str) -> str:
         return fence(measured.help_of(rest), "text")
     if kind == "said":
         return fence(measured.measure()["runs"][rest]["said"], "text")
+    if kind == "seen":
+        return fence(seen.block(rest), "text")
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest in tables.TABLES:
@@ -165,6 +170,7 @@ def main() -> None:
             raise SystemExit(f"{error} (included by {', '.join(pages)})") from error
         write_whole(GENERATED / name, text)
     measured.draw_losses(measured.measure(), GENERATED / "figures" / "loss_00_07.png")
+    overview.write(Words, GENERATED / "figures")
     measured.draw_profile(GENERATED / "figures")
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
         shutil.copyfile(picture, GENERATED / "figures" / picture.name)
