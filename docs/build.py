@@ -15,6 +15,7 @@ A page includes a fragment with a snippet line; its name says what it is:
     said/CHAPTER.md          what the captured run printed
     en/captured/CHAPTER.md   the same to unfold, with command, versions and date; zh/captured/CHAPTER.md
     ran/NAME.md              what docs/programs/NAME.py printed, below the command that starts it
+    seen/NAME.md             a command of docs/seen.py and what it printed
     en/basics/TABLE.md       one of TABLES of basics_tables.py; zh/basics/TABLE.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
     en/arithmetic/CHAPTER.md memory and traffic of a chapter, worked with docs/formulas.py; zh/arithmetic/CHAPTER.md
@@ -43,9 +44,11 @@ import basics_pictures
 import basics_tables
 import captures
 import measured
+import overview
 import pictures
 import programs_run
 import readme
+import seen
 import tables
 from measured import GENERATED, REPO, write_whole
 
@@ -83,6 +86,8 @@ def fragment(name: str) -> str:
         return fence(f"$ {programs_run.command_of(rest)}\n{programs_run.outputs()[rest]}", "text")
     if kind in ("en", "zh") and rest.removeprefix("basics/") in basics_tables.TABLES and rest.startswith("basics/"):
         return basics_tables.TABLES[rest.removeprefix("basics/")](Words(kind))
+    if kind == "seen":
+        return fence(seen.block(rest), "text")
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest.startswith("arithmetic/"):
@@ -199,6 +204,7 @@ def main() -> None:
     captures.draw(figures)
     pictures.write(Words, figures)
     basics_pictures.write(Words, figures)
+    overview.write(Words, figures)
     measured.draw_profile(figures)
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
         shutil.copyfile(picture, figures / picture.name)

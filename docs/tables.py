@@ -13,7 +13,9 @@ from itertools import pairwise
 import captures
 import configuration
 import measured
+import seen
 import steps
+import terms
 from measured import REPO
 
 Words = Callable[[str], str]
@@ -54,6 +56,9 @@ COURSE = {
     "07_patrickstar": ("the chunk-based engine pstar", "torchrun"),
     "08_param_efficient": ("gradient checkpointing, LoRA, int8 and int4 base weights", "torchrun"),
 }
+
+# The sentence of the table of profiles: a number that one profile keeps whole.
+PROFILED = "2019年，今天天气很好。"
 
 # What the rows of chapter 07's closing table mean.
 MEMORY = {
@@ -263,8 +268,39 @@ def schedules(words: Words) -> str:
     return "```text\n" + "\n".join(said) + "```\n"
 
 
+def profiles(words: Words) -> str:
+    """One sentence under both profiles of one vocab.txt: tokens and ids."""
+    from gpt2_chinese.vocabulary import Vocabulary
+    from gpt2_chinese.vocabulary_files import PROFILES
+
+    rows = []
+    for profile in PROFILES:
+        vocabulary = Vocabulary.load(REPO / "cache" / "vocab.txt", profile)
+        ids = [vocabulary.begin_id, *vocabulary.encode(PROFILED), vocabulary.end_id]
+        tokens = " ".join(f"`{vocabulary.entries[number]}`" for number in ids)
+        rows.append((f"`{profile}`", tokens, " ".join(map(str, ids))))
+    return f"「{PROFILED}」\n\n" + table([words(word) for word in ("profile", "tokens", "ids")], rows)
+
+
+def tried(words: Words) -> str:
+    """When and where the commands of the production pages ran."""
+    return words("Run on {date}: Python {python}, torch {torch}, {cores} CPU cores.").format(**seen.where_and_when()) + "\n"
+
+
+def glossary(words: Words) -> str:
+    """All terms, by their English names; each row has an anchor, and the name in the page's language comes first."""
+    language = 0 if words("meaning") == "meaning" else 1
+    rows = []
+    for term in sorted(terms.terms(), key=lambda term: term["en"].lower()):
+        names = (term["en"], term["zh"])
+        says = (term["says_en"], term["says_zh"])[language]
+        rows.append((f'<a id="{terms.anchor(term)}"></a>**{names[language]}**', names[1 - language], says))
+    return table([words(word) for word in ("term", "in the other language", "meaning")], rows)
+
+
 TABLES: dict[str, Callable[[Words], str]] = {
     "chapters": chapters, "tree": tree, "configuration": configuration.reference, "steps": steps.view,
     "circumstances": circumstances, "losses": losses, "commands": commands, "memory": memory, "arithmetic": arithmetic,
     "loads": loads, "loop": loop, "schedules": schedules, "profiled": profiled, "planned": planned, "paper": paper,
+    "profiles": profiles, "tried": tried, "glossary": glossary,
 }  # fmt: skip

@@ -64,6 +64,9 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         if rest[:1] not in ([], ["config"], ["trace"], ["plan"]):
             return [f"{command}: pstar has no command {rest[0]}"]
         return _unknown_flags(command, rest, known_flags(f"-m pstar.cli {' '.join(rest[:1])}"))
+    if program in ("sbatch", "torchrun"):
+        scripts = [word for word in rest if "/" in word and not word.startswith("--")]
+        return [] if scripts and (root / scripts[0]).is_file() else [f"{command}: {program} without a script that is there"]
     return [f"{command}: {program} is no program that the pages know; teach tests/docs/pages.py about it"]
 
 

@@ -1,0 +1,101 @@
+"""The pages of real use: their commands were run or say why not, and Chinese pages hold to the glossary."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs import pages
+from tests.docs.pages import ROOT
+
+PAGES = sorted(ROOT.glob("docs/en/production/*.md"))
+CHINESE = sorted([*ROOT.glob("docs/zh/**/*.md"), ROOT / "README.zh.md", ROOT / "docs/zh.json"])
+# Commands that stand on a page and are not in docs/seen.py word for word.
+NOT_RUN = {
+    "pstar plan": "the name of the program; docs/tables.py runs it for the engine's page",
+    "bash chapters/02_ddp/train.sh --train-data mine/text/train --valid-data mine/text/valid --vocab mine/vocab.txt "
+    "--output-dir runs/mine": "seen as `train`, with flags that make it short",
+    "bash chapters/00_single/train.sh --init-from mine/exported --train-data mine/text/train --valid-data mine/text/valid "
+    "--output-dir runs/begun": "seen as `init_from`, with flags that make it short",
+    "sbatch scripts/train.sbatch 02_ddp": "it needs Slurm; run once by hand, docs/captured/slurm.log",
+    "sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 scripts/train.sbatch 07_patrickstar --model-config small":
+        "it needs 32 GPUs",
+    "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=4 --master-addr=node1 --master-port=29500 chapters/02_ddp/train.py":
+        "it needs two machines; run once by hand with both on one",
+    "torchrun --nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr=node1 --master-port=29500 chapters/02_ddp/train.py":
+        "as the line above",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def docs():
+    """The modules docs/seen.py, docs/terms.py and docs/overview.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import overview
+        import seen
+        import terms
+
+        yield {"seen": seen, "terms": terms, "overview": overview}
+
+
+def test_every_command_of_the_pages_was_run_or_says_why_not(docs) -> None:
+    ran = {one.command for one in docs["seen"].SEEN.values()}
+    found = {command.split("#")[0].strip() for page in PAGES for command in pages.commands(page.read_text())}
+    assert found and found <= ran | set(NOT_RUN), found - ran - set(NOT_RUN)
+    assert set(NOT_RUN) <= found, "a reason for a command that no page has"
+
+
+def test_what_was_seen_is_what_the_list_says(docs) -> None:
+    stored = json.loads(docs["seen"].STORE.read_text(encoding="utf-8"))["commands"]
+    assert {name: (one.command, one.status) for name, one in docs["seen"].SEEN.items()} == {
+        name: (one["command"], one["status"]) for name, one in stored.items()}  # fmt: skip
+    assert all(one["said"] for one in stored.values())
+    assert not pages.beyond_the_repository(docs["seen"].STORE.read_text())
+    with pytest.raises(SystemExit, match="was never run"):
+        docs["seen"].seen("none")
+
+
+def test_the_commands_that_were_seen_still_exist(docs) -> None:
+    for one in docs["seen"].SEEN.values():
+        words = re.sub(r"--model-config \S+", "", one.command)
+        assert not pages.wrong_with_command(words), one.command
+
+
+def test_each_term_has_one_translation(docs) -> None:
+    terms = docs["terms"].terms()
+    assert len(terms) >= 60
+    for key in ("en", "zh"):
+        assert len({term[key] for term in terms}) == len(terms)
+    assert len({docs["terms"].anchor(term) for term in terms}) == len(terms)
+    for term in terms:
+        assert set(term) == {"en", "zh", "says_en", "says_zh", "avoid"} and all(term[key] for key in term if key != "avoid")
+        assert term["says_en"].endswith(".") and term["says_zh"].endswith("。"), term["en"]
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_chinese_pages_use_the_words_of_the_glossary(docs, page: Path) -> None:
+    assert not docs["terms"].discouraged(page.read_text(encoding="utf-8"))
+
+
+def test_no_term_is_made_of_a_discouraged_word(docs) -> None:
+    for term in docs["terms"].terms():
+        assert not docs["terms"].discouraged(term["zh"] + term["says_zh"]), term["en"]
+
+
+def test_another_word_is_found(docs) -> None:
+    discouraged = docs["terms"].discouraged
+    assert discouraged("这里做全规约。")[0].startswith("规约: the glossary says 归约 for reduce")
+    assert not discouraged("这里做全归约。") and not discouraged("```text\n全规约\n```\n")
+
+
+def test_the_picture_has_every_chapter_and_fits(docs) -> None:
+    overview = docs["overview"]
+    chapters = [path.parent.name[:2] for path in sorted(ROOT.glob("chapters/*/train.py"))]
+    assert [plan[0] for plan in overview.PLANS] == chapters
+    for _, _, _, ranks in overview.PLANS:
+        assert all(len(rank.rows) == 4 and all(len(row) == 4 for row in rank.rows) for rank in ranks)
+    assert overview.picture(str).count("<text") > 30
