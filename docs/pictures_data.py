@@ -17,7 +17,7 @@ from measured import REPO
 @cache
 def tiny() -> Any:
     from gpt2_chinese.config import PRESETS
-    from gpt2_chinese.vocabulary import vocabulary_size
+    from gpt2_chinese.vocabulary_files import vocabulary_size
 
     config = PRESETS["tiny"]
     config.vocab_size = vocabulary_size(REPO / "cache/vocab.txt")
