@@ -44,7 +44,8 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         module = rest[1]
         if not (root / f"{module.replace('.', '/')}.py").is_file():
             return [f"{command}: there is no module {module}"]
-        return _unknown_flags(command, rest[2:], known_flags(f"-m {module}"))
+        named = " ".join(word for word in rest[2:3] if word in ("convert", "train", "check", "export"))
+        return _unknown_flags(command, rest[2:], known_flags(f"-m {module} {named}".strip()))
     if program == "pip":
         wanted = re.findall(r"\[([\w,]+)\]", command)
         extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]

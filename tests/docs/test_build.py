@@ -81,6 +81,7 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
 
     for name in build.tables.TABLES:
         build.tables.TABLES[name](words)
+    build.overview.picture(words)
     for name in build.wanted():
         if name.startswith("zh/results/"):
             build.tables.result(words, (ROOT / "benchmarks" / name.removeprefix("zh/")).read_text(encoding="utf-8"))

@@ -39,7 +39,7 @@ def test_no_path_of_this_machine_is_on_a_page(site: Path) -> None:
 def test_only_pages_and_what_they_need_are_published(site: Path) -> None:
     kinds = {path.suffix for path in site.rglob("*") if path.is_file()}
     assert not kinds & {".py", ".sh", ".md"} and not (site / "zh.json").exists() and not (site / "zh").exists()
-    drawn = {"loss_00_07.png", "near.png", "blocks.png"}
+    drawn = {"loss_00_07.png", "near.png", "blocks.png", "overview_en.svg", "overview_zh.svg"}
     figures = {*drawn, *(path.name for path in (ROOT / "benchmarks/results").glob("*.png"))}
     assert {path.name for path in (site / "_generated").rglob("*") if path.is_file()} == figures
 
