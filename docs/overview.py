@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from measured import write_whole
 
+FAMILIES = "system-ui, 'PingFang SC', 'Microsoft YaHei', 'Noto Sans CJK SC', sans-serif"
 COLOURS = {"data": "#607d8b", "model parameters": "#3f51b5", "gradients": "#ef6c00", "optimizer states": "#2e7d32"}
 EMPTY, DARK = "#eeeeee", "#424242"
 WIDTH, FONT = 440, 14  # 14 units are more than 11 px on a phone of 390
@@ -88,8 +89,7 @@ def picture(words: Callable[[str], str]) -> str:
     body = "".join(parts)
     label = escape(words("What each rank of each chapter holds of the same model"))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" role="img" aria-label="{label}" '
-            f'font-size="{FONT}" '
-            "font-family=\"system-ui, 'PingFang SC', 'Microsoft YaHei', 'Noto Sans CJK SC', sans-serif\">"
+            f'font-size="{FONT}" font-family="{FAMILIES}">'
             f'<rect width="{WIDTH}" height="{y}" fill="#ffffff"/>{body}</svg>\n')  # fmt: skip
 
 

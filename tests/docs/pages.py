@@ -49,7 +49,8 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         module = rest[1]
         if not (root / f"{module.replace('.', '/')}.py").is_file():
             return [f"{command}: there is no module {module}"]
-        return _unknown_flags(command, rest[2:], known_flags(f"-m {module}"))
+        named = " ".join(word for word in rest[2:3] if word in ("convert", "train", "check", "export"))
+        return _unknown_flags(command, rest[2:], known_flags(f"-m {module} {named}".strip()))
     if program == "pytest":
         return [f"{command}: there is no {word}" for word in rest if word.startswith(PLACES) and not (root / word).exists()]
     if program == "pip":

@@ -86,6 +86,7 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
     build.pictures.drawn(words)
     build.captures.block(words, build.captures.BASE)
     build.api.reference(words)
+    build.overview.picture(words)
     for name in build.wanted():
         if name.startswith("zh/results_all/"):
             result = ROOT / "benchmarks/results" / name.rpartition("/")[2]

@@ -41,7 +41,8 @@ def test_only_pages_and_what_they_need_are_published(site: Path) -> None:
     kinds = {path.suffix for path in site.rglob("*") if path.is_file()}
     assert not kinds & {".py", ".sh", ".md"} and not (site / "zh.json").exists() and not (site / "zh").exists()
     courses = [path.parent.name for path in ROOT.glob("chapters/*/train.py")]
-    drawn = {"loss_00_07.png", "near.png", "blocks.png", "curves_all.png", *(f"curve_{name}.png" for name in courses),
+    drawn = {"loss_00_07.png", "near.png", "blocks.png", "curves_all.png", "overview_en.svg", "overview_zh.svg",
+             *(f"curve_{name}.png" for name in courses),
              *(f"{name}{kind}_{lang}.svg" for name in courses for kind in ("", "_time") for lang in ("en", "zh"))}
     pages_of_basics = (ROOT / "docs/en/basics/collectives.md").read_text()
     drawn |= {f"basics_{name}_{lang}.svg" for name in re.findall(r"/basics_(\w+)_en\.svg", pages_of_basics)
