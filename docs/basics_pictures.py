@@ -61,7 +61,7 @@ def barrier(words: Words, said: str) -> str:
     timeline = Timeline(drawing, lanes, max(times) * 1.25)
     for lane, arrives in zip(lanes, times, strict=True):
         if arrives:
-            timeline.block(lane, 0, arrives, "data", words("work"))
+            timeline.block(lane, 0, arrives, "data", words("at work"))
         timeline.block(lane, max(times), max(times) * 1.25, "data", words("goes on"))
     drawing.note(words("The last to arrive decides when all go on; grey is waiting."))
     return drawing.svg()

@@ -68,7 +68,7 @@ def test_every_collective_has_a_picture_of_its_output(docs, said: dict[str, str]
         for name in AFTER:
             drawn = re.findall(r">(\d+)</text>", docs.basics_pictures.collective(words, name, said[name]))
             rows = docs.basics_pictures.rows_of(said[name])
-            assert drawn == [cell for before_and_after in rows for cells in before_and_after for cell in cells]
+            assert drawn == [cell for both in rows for cells in both for cell in cells]
         assert docs.basics_pictures.barrier(words, said["barrier"]).count("<rect") > 8
 
 
@@ -79,8 +79,8 @@ def test_output_that_is_no_collective_is_not_drawn(docs) -> None:
 
 
 def test_all_wait_at_a_barrier_for_the_last(said: dict[str, str]) -> None:
-    arrive, leave = (list(map(float, re.findall(rf"{word} after ([\d.]+) s", said["barrier"])))
-                     for word in ("arrives", "on"))
+    times = (re.findall(rf"{word} after ([\d.]+) s", said["barrier"]) for word in ("arrives", "on"))
+    arrive, leave = (list(map(float, found)) for found in times)
     assert len(arrive) == 4 and min(leave) >= max(arrive) >= 0.9
 
 
