@@ -51,4 +51,5 @@ def _table(words: Callable[[str], str], found: list[Row]) -> str:
     from tables import table
 
     cells = [(f"`{key}`", kind, f"`{default}`" if default else "", words(said)) for key, kind, default, said in found]
-    return table([words(word) for word in ("key", "type", "default", "meaning")], cells)
+    inside = table([words(word) for word in ("key", "type", "default", "meaning")], cells)
+    return f'<div class="config-table" markdown>\n\n{inside}\n</div>\n'
