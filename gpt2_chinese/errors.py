@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-LONGEST_LINE = 1000  # characters
+LONGEST_LINE = 2000  # characters; a path of the system has up to 4096, a list of mismatches more
 
 
 class UserError(Exception):
