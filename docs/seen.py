@@ -25,10 +25,6 @@ from measured import REPO, circumstances, write_whole
 STORE = REPO / "docs" / "captured" / "seen.json"
 SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "scripts", "benchmarks")
 # Not run yet to their end: pages show the command alone. Run them and empty this.
-PENDING = (
-    "generate_json", "evaluate", "export", "init_from", "across", "resume_other", "damaged", "horovod",
-    "vocabulary_size",
-)
 LONGEST = 40  # lines of a block
 
 
@@ -114,8 +110,6 @@ def seen(name: str) -> dict[str, Any]:
 
 def block(name: str) -> str:
     """The command as a user types it and what it printed, as text."""
-    if name in PENDING:
-        return f"$ {SEEN[name].command}"
     found = seen(name)
     status = f"\n(status {found['status']})" if found["status"] else ""
     return f"$ {found['command']}\n{found['said']}{status}"
