@@ -55,7 +55,9 @@ def adopt_ranks() -> None:
                 os.environ[ours] = os.environ.get(theirs, "0" if "RANK" in ours else "1")
             host = os.environ.get("HOROVOD_HOSTNAME", "")
             if re.fullmatch(r"127\.0\.0\.0+1", host):  # each elastic worker here is alone on "its" host
-                os.environ["LOCAL_RANK"] = str(len(host) - len(LOOPBACK))
+                number = len(host) - len(LOOPBACK)
+                os.environ["LOCAL_RANK"] = str(number)
+                os.environ["LOCAL_WORLD_SIZE"] = str(max(number + 1, int(os.environ["WORLD_SIZE"])))
             return
 
 
