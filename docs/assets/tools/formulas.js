@@ -9,7 +9,7 @@ const courseFormulas = (() => {
   const STRATEGIES = ["single", "server", "ddp", "horovod", ...PIPELINES, "tensor", ...ZERO, "pstar"];
   const KINDS = ["parameters", "gradients", "optimizer", "activations", "buffers"];
   const HOST_KINDS = ["host_parameters", "host_gradients", "host_optimizer", "host_buffers"];
-  const HOROVOD_FUSION_BYTES = 128 * 2 ** 20;
+  const HOROVOD_FUSION_BYTES = 64 * 2 ** 20;
   const GIB = 2 ** 30;
 
   // a / b by division alone may be rounded up to a whole number that it does not reach
