@@ -74,7 +74,7 @@ def test_every_page_is_whole_on_a_desktop_and_on_a_phone(browser: Browser, addre
 
 
 @pytest.mark.parametrize(("start", "words", "page"), [
-    ("", "流水线", "chapters/05_model_parallel/"), ("en/", "all-reduce", "en/chapters/02_ddp/"),
+    ("", "流水线", "chapters/05_model_parallel/"), ("en/", "all-reduce", "en/basics/collectives/"),
 ])  # fmt: skip
 def test_search_finds_in_the_language_of_the_page(
     browser: Browser, address: str, start: str, words: str, page: str

@@ -87,6 +87,12 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
     build.captures.block(words, build.captures.BASE)
     build.api.reference(words)
     build.overview.picture(words)
+    for table in build.basics_tables.TABLES.values():
+        table(words)
+    said = build.programs_run.outputs()    # of the build
+    for name in build.basics_pictures.KINDS:
+        build.basics_pictures.collective(words, name, said[name])
+    build.basics_pictures.barrier(words, said["barrier"])
     for name in build.wanted():
         if name.startswith("zh/results_all/"):
             result = ROOT / "benchmarks/results" / name.rpartition("/")[2]
