@@ -216,7 +216,7 @@ def files(runs, tmp_path: Path) -> Path:
 
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.json").write_text("[]")
-    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n")
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[MASK]\n")
     shutil.copytree(runs["00_single"].output / "final", tmp_path / "nan")
     weights = load_file(tmp_path / "nan" / "model.safetensors")
     weights["transformer.ln_f.weight"][0] = math.nan
