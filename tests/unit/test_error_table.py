@@ -201,7 +201,7 @@ def refuses(
     said = capfd.readouterr()
     assert stop.value.code == 2 and said.out == ""
     assert re.fullmatch(rf"error: .*{line}.*\n", said.err), said.err
-    assert said.err[:-1].isprintable() and len(said.err) < 1100
+    assert said.err[:-1].isprintable() and len(said.err) < 2100
     assert seen(folder) == before and children() == started
 
 

@@ -139,7 +139,7 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
         except SystemExit as stop:
             said = capfd.readouterr()
             assert (stop.code, said.out) == (2, "") and said.err.startswith("error: "), (given, stop.code, said)
-            assert said.err.count("\n") == 1 and len(said.err) < 1100 and said.err[:-1].isprintable(), said.err
+            assert said.err.count("\n") == 1 and len(said.err) < 2100 and said.err[:-1].isprintable(), said.err
             raise UserError(said.err) from None
         finally:
             assert sorted(tmp_path.iterdir()) == before, given
