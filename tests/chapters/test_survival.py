@@ -147,7 +147,7 @@ def test_a_loss_without_a_number_ends_the_run(ranks, tmp_path: Path, name: str, 
     quiet = ("--eval-every", 1000, "--nproc", nproc, "--warmup-steps", 0)
     train(ranks, nproc, chapter, *quiet[:2], "--max-steps", 3, "--save-every", 2, "--warmup-steps", 0)
     (chapter.output / "final" / "run.json").unlink()  # that no later one is written shows below
-    said = chapter.train(*quiet, "--max-steps", 300, "--save-every", save_every, "--lr", 1e38, status=1)
+    said = chapter.train(*quiet, "--max-steps", 300, "--save-every", save_every, "--lr", 1e18, status=1)
     [error] = [text for text in said.splitlines() if text.startswith("error:") and "what it said" not in text]
     assert re.search(line.format(r"\d+"), error), said
     good = newest_complete(chapter.output / "checkpoints")
