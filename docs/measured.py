@@ -82,11 +82,6 @@ def help_of(chapter: str) -> str:
     return call([sys.executable, f"chapters/{chapter}/train.py", "--help"], {"COLUMNS": "100"})
 
 
-def help_of_module(module: str) -> str:
-    """What `python -m module --help` prints."""
-    return call([sys.executable, "-m", module, "--help"], {"COLUMNS": "100"})
-
-
 def call(command: list[str], variables: dict[str, str]) -> str:
     """Runs a command in the repository; returns its stdout, or raises with what it said."""
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -18,7 +18,7 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gpt2_chinese.cleaning import Seen, clean, content_hash, is_validation, split_long
 from gpt2_chinese.corpus_detect import ALL_FORMATS, TEXT_FORMATS, Decision, Head, detect, layout, take_head
@@ -36,7 +36,7 @@ from gpt2_chinese.corpus_output import PARTS, OutputFolder, Shards
 from gpt2_chinese.corpus_records import BadRecord, Choices, LeftOut, record_texts
 from gpt2_chinese.corpus_report import Report
 from gpt2_chinese.corpus_sources import Source, input_files, open_sources, shown
-from gpt2_chinese.errors import UserError, exit_on_user_error, fail
+from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
 from gpt2_chinese.progress import ByteProgress
 
 ENCODINGS = ("utf-8", "gb18030", "big5", "utf-16")
@@ -223,13 +223,6 @@ def _refuse_own_output(files: list[tuple[Path, Path]], final: Path) -> None:
             raise UserError(f"{shown(file)} lies in --output {shown(final)}: give another --output")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message.removeprefix('argument ')} (--help lists all flags)")
-
-
 def _number(kind: type, least: float, most: float = float("inf")) -> Any:
     def parse(text: str) -> Any:
         try:
@@ -246,9 +239,9 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = _Parser(prog="python -m gpt2_chinese.corpora", description=__doc__, allow_abbrev=False,
-                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    commands = top.add_subparsers(required=True, dest="command", parser_class=_Parser)
+    top = OneLineParser(prog="python -m gpt2_chinese.corpora", description=__doc__, allow_abbrev=False,
+                        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    commands = top.add_subparsers(required=True, dest="command", parser_class=OneLineParser)
     command = commands.add_parser("convert", help="convert to array-JSON", allow_abbrev=False, description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
 
@@ -279,9 +272,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line; errors are one line and status 2."""
-    options = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
     with exit_on_user_error():
+        options = parser().parse_args(argv)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
         try:
             convert(options)
         except KeyboardInterrupt:

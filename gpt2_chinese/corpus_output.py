@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.sealed_folder import flush
 
 PARTS = ("train", "valid")
 OURS = {*PARTS, "report.json"}
@@ -67,13 +68,13 @@ class OutputFolder:
     def finish(self) -> None:
         """Syncs the folder and gives it its name; what had that name before goes."""
         for path in sorted(self.beside.rglob("*"), reverse=True):
-            _sync(path)
-        _sync(self.beside)
+            flush(path)
+        flush(self.beside)
         _remove(self.old)
         if self.final.exists():
             os.rename(self.final, self.old)
         os.rename(self.beside, self.final)
-        _sync(self.final.parent)
+        flush(self.final.parent)
         _remove(self.old)
         os.close(self._lock)
 
@@ -113,14 +114,6 @@ class Shards:
             self._stream.write(b"\n]\n")
             self._stream.close()
             self._stream = None
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(path: Path) -> None:

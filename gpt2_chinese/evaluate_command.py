@@ -117,11 +117,9 @@ def evaluate_model(a: argparse.Namespace) -> dict[str, Any]:
     from tqdm import tqdm
 
     from gpt2_chinese.scoring import CLASS_ENDS, Windows, frequency_classes, score
-    from gpt2_chinese.weights import find_model, load_model
+    from gpt2_chinese.weights import find_model, load_model, pick_device
 
-    if a.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no GPU that torch can use")
-    device = torch.device("cuda" if a.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = pick_device(a.device)
     precision = a.precision or ("bf16" if device.type == "cuda" else "fp32")
     folder = find_model(a.model)
     model, vocabulary = load_model(folder, device, a.vocab)

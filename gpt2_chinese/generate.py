@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from gpt2_chinese.errors import UserError, exit_on_user_error
+from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
 from gpt2_chinese.sampling import Sampling, generator_of
 
 if TYPE_CHECKING:
@@ -247,14 +247,8 @@ def _holder(writer: Writer, name: str) -> Any:
     return writer if hasattr(writer, name) else writer.sampling
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        """Errors of one line."""
-        raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="generate.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -312,15 +306,9 @@ def main(argv: list[str] | None = None) -> None:
         writer.check()
         _check(a)
         prompts = read_prompts(a.prompt_file) if a.prompt_file else a.prompt or [PROMPT]
-        import torch
+        from gpt2_chinese.weights import load_model, pick_device
 
-        from gpt2_chinese.weights import load_model
-
-        cuda = torch.cuda.is_available()
-        if a.device == "cuda" and not cuda:
-            raise UserError("--device cuda: this machine has no GPU that torch can use")
-        device = torch.device("cuda" if cuda and a.device != "cpu" else "cpu")
-        writer.model, writer.vocabulary = load_model(a.model, device, a.vocab)
+        writer.model, writer.vocabulary = load_model(a.model, pick_device(a.device), a.vocab)
         if a.interactive:
             interact(writer, a.batch_size, a.json)
         else:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese.errors import library_errors
+from gpt2_chinese.sealed_folder import write_json
 from gpt2_chinese.vocabulary_files import BEGIN, END, OWN, PROFILE_KEY, VocabularyFile, read_vocabulary
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Vocabulary:
         template = {"type": "TemplateProcessing", "single": before + text + after, "special_tokens": marks,
                     "pair": before + text + after + [{"Sequence": {"id": "B", "type_id": 1}}] + after}  # fmt: skip
         content = {**content, "post_processor": template, "padding": None, "truncation": None}
-        _write_json(directory / "tokenizer.json", content)
+        write_json(directory / "tokenizer.json", content)
         special: dict[str, Any] = {"bos_token": begin, "eos_token": end}
         for key, i in (("pad_token", self.pad_id), ("unk_token", self.unk_id)):
             if i is not None:
@@ -123,8 +124,8 @@ class Vocabulary:
             kind["do_lower_case"] = True
             lines = "".join(entry + "\n" for entry in self.entries)
             (directory / "vocab.txt").write_text(lines, encoding="utf-8", newline="")
-        _write_json(directory / "special_tokens_map.json", special)
-        _write_json(directory / "tokenizer_config.json", {**kind, **special})
+        write_json(directory / "special_tokens_map.json", special)
+        write_json(directory / "tokenizer_config.json", {**kind, **special})
 
 
 def _own_tokenizer(file: VocabularyFile) -> Tokenizer:
@@ -135,10 +136,6 @@ def _own_tokenizer(file: VocabularyFile) -> Tokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
     return tokenizer
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 _LATIN = r"A-Za-z\u00c0-\u024f\u0370-\u052f"

@@ -138,6 +138,20 @@ def load_model(
     return model.to(device).eval(), vocabulary
 
 
+def pick_device(name: str) -> torch.device:
+    """The device of a command that works alone: what --device auto, cpu or cuda means here.
+
+    Raises:
+        UserError: cuda, where torch finds none.
+    """
+    import torch
+
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        raise UserError("--device cuda: this machine has no GPU that torch can use")
+    return torch.device("cuda" if found and name != "cpu" else "cpu")
+
+
 def _config_and_vocabulary(file: Path, vocab: Path | str | None) -> tuple[ModelConfig, Vocabulary]:
     """Of the weights in a file; the first has the size of the second."""
     from gpt2_chinese.vocabulary import Vocabulary
