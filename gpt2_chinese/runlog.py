@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -163,8 +164,8 @@ class Run:
         Raises:
             RunError: on all ranks, after too many steps without a finite loss.
         """
-        meets = self.settings.in_step or step in (1, self.first_step) or self.evaluate_now(step) or self.save_now(step)
-        if not meets:
+        # ranks that do not go in step have met after a step that evaluated or saved, not before the next one that will
+        if not (self.settings.in_step or step == self.first_step or self.evaluate_now(step - 1) or self.save_now(step - 1)):
             return
         patience = PATIENCE_FP16 if self.settings.precision == "fp16" else PATIENCE
         own = HOPELESS if self._lost_in_a_row >= patience else STOP if stopping.asked() else GO_ON
@@ -451,7 +452,10 @@ def peak_bytes(device: torch.device) -> int:
     """Most memory held so far: by torch on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
+    status = Path("/proc/self/status")
+    if status.exists() and (found := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
+        return 1024 * int(found[1])
+    import resource  # on Linux only the second choice: there its count begins with that of the process that started this one
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 

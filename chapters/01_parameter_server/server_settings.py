@@ -18,7 +18,7 @@ class Settings(ParallelSettings):
 
     @property
     def in_step(self) -> bool:
-        """Asynchronous ranks meet only where they evaluate and save."""
+        """Asynchronous ranks meet only after a step that evaluates or saves."""
         return self.mode == "sync"
 
     def validate(self) -> None:

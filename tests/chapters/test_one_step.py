@@ -66,6 +66,16 @@ def test_an_asynchronous_server_takes_one_clipped_step_a_logged_step(ranks, tmp_
     assert max(row["staleness_max"] for row in rows) <= 2
 
 
+def test_asynchronous_ranks_agree_where_they_have_met(ranks, tmp_path):
+    """Rank 1 is behind at the beginning of each step that evaluates or saves: who agreed there would wait for ever."""
+    chapter = Chapter("01_parameter_server", tmp_path)
+    behind = ("--mode", "async", "--staleness", 3, "--slow-worker-s", 0.5)
+    train(ranks, 3, chapter, *FLAGS, "--eval-every", 6, "--save-every", 8, *behind)
+    rows = chapter.metrics()
+    assert max(row["staleness_max"] for row in rows) == 3 and min(row["num_gradients"] for row in rows) < 3
+    assert [row["step"] for row in rows if "valid_loss" in row] == [6, 12]
+
+
 @needs_horovod
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_one_clipped_step_a_batch_under_horovod(tmp_path, nproc):

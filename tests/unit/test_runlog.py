@@ -1,0 +1,22 @@
+"""What a run says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SAYS_ITS_PEAK = "import torch; from gpt2_chinese.runlog import peak_bytes; print(peak_bytes(torch.device('cpu')))"
+STARTS_IT = f"""
+import subprocess, sys
+memory = b"x" * 2**30
+subprocess.run([sys.executable, "-c", {SAYS_ITS_PEAK!r}], check=True)
+"""
+
+
+def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
+    """ru_maxrss is: the child begins with it when it is started by vfork, as Python does."""
+    alone, started = (
+        int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout)
+        for code in (SAYS_ITS_PEAK, STARTS_IT)
+    )
+    assert 2**26 < alone < 2**30 and abs(started - alone) < 0.1 * alone
