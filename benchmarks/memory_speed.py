@@ -6,15 +6,16 @@ bash benchmarks/memory_speed.sh --only link --near 20%
 
 Everything fits: pstar with all model data near against the loop that everybody writes, with torch's fused AdamW.
 
-A slow link: near holds a part, copies take as long as over a link of a given speed (simulated_link), which is chosen so that
-the transfers of a step take a given multiple of its compute time. Compute is the step with everything near, transfer the
-bytes of the busier direction divided by the speed, and a step is reported as a share of the longer of the two. That bound
-lets loads run at any time of a step. But parameters that were updated far are needed in forward and gradients leave in
-backward, so a second bound is given: the same, taken for forward, backward and update each, and added up. What waits inside
-a pass is the engine's to hide; what lies between the two bounds is the work's own. For a parameter that was updated far can
-be loaded only after the update, which with clipping waits for the last gradient: its load has forward alone to hide in, a
-third of the computation. So with all states far the first bound can be met while transfers take up to a third of it, and by
-no exact schedule beyond.
+A slow link: near holds a part, and one core less than there are computes, for here it is a processor that copies, where a
+GPU has copy engines. Copies take as long as over a link of a given speed (simulated_link), which is chosen so that the
+transfers of a step take a given multiple of its compute time. Compute is the step with everything near, transfer the bytes
+of the busier direction divided by the speed, and a step is reported as a share of the longer of the two. That bound lets
+loads run at any time of a step. But parameters that were updated far are needed in forward and gradients leave in backward,
+so a second bound is given: the same, taken for forward, backward and update each, and added up. What waits inside a pass is
+the engine's to hide; what lies between the two bounds is the work's own. For a parameter that was updated far can be loaded
+only after the update, which with clipping waits for the last gradient: its load has forward alone to hide in, a third of the
+computation. So with all states far the first bound can be met while transfers take up to a third of it, and by no exact
+schedule beyond.
 
 All processes of a table stay alive and work in turns, in an order that rotates; a number is the median over the rounds of
 the ratio to another process in the SAME round. All variants of pstar must compute the same losses, bit for bit.
@@ -223,7 +224,7 @@ def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
 
 def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     """Near holds a part; links of several speeds; how far ahead is looked."""
-    size = size | {"vocab_size": min(LINK_VOCABULARY, size["vocab_size"])}
+    size = size | {"vocab_size": min(LINK_VOCABULARY, size["vocab_size"]), "threads": max(1, size["threads"] - 1)}
     layer = 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]
     small = {"near_budget": options.near, "default_chunk_size": layer}
     probes = [Runner("near", size, "pstar", {"default_chunk_size": layer}), Runner("no link", size, "pstar", small)]
@@ -234,7 +235,7 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
         raise SystemExit(f"error: --near {options.near}: nothing travels; give less")
     lines = ["## A slow link", "",
              f"Near {options.near} of the model data, vocabulary {size['vocab_size']}, chunks of a layer ({layer:,} "
-             "elements). Step: share of the longer of "
+             f"elements), {size['threads']} thread(s) compute. Step: share of the longer of "
              f"compute and transfer, goal at most {LINK_GOAL:.2f} with prefetch. By pass: share of that bound taken for "
              "forward, backward and update each. Waiting: for copies in the background; without prefetch "
              "they are made at once instead. All losses are bitwise those of everything near.", "",

@@ -248,6 +248,13 @@ class Chunks:
                 raise StateError(f"{slot.name} is in use (COMPUTE) and cannot be released")
             self.params[slot.name].data = self._placeholder.expand(self.shapes[slot.name])
 
+    def bind_all(self) -> None:
+        """RELEASED -> HOLD: all parameters come near, where nothing will make them leave. Between two steps, or in one."""
+        if len(self._bound) < len(self.units):
+            with self.residency.schedule.paused():    # which modules use them when is of no interest
+                for unit in self.units:
+                    self.fetch(unit.index)
+
     def release_all(self) -> None:
         """All parameters become placeholders: from now on their memory is in chunks."""
         for unit in self.units:

@@ -55,6 +55,7 @@ class Engine(torch.nn.Module):
         self.near = Tier(NEAR, device, plan.near_budget)
         self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=on_gpu)
         self._least_near, self._near_memory, self._most = plan.least_near, plan.near_memory, 0
+        self._stays_near = plan.stays_near
         self._profile = self._start_profile(plan, collectives)
         self.disk = None
         if plan.config.disk_path is not None:
@@ -102,7 +103,7 @@ class Engine(torch.nn.Module):
         self._chunks.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
-        self._hooks = Hooks(self.module, self._chunks, self._offload)
+        self._hooks = Hooks(self.module, self._chunks, self._offload, self._stays_near)
         self.ledger.reset()
         return self._optimizer
 
@@ -133,6 +134,8 @@ class Engine(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients it is part of a training step; without, it leaves the schedule alone."""
         training = torch.is_grad_enabled() and self.training
+        if self._stays_near:
+            self._chunks.bind_all()
         if training:
             self._begin_forward(args, kwargs)
         args, kwargs = self._cast(args), {name: self._cast(value) for name, value in kwargs.items()}

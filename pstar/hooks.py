@@ -59,16 +59,18 @@ class Hooks:
     Args:
         module, chunks: the model and its parameters.
         offload: where activations wait for backward; None: near.
+        stay: all parameters stay near, bound (Chunks.bind_all): only gradients are taken. Then nothing is said of modules
+            and their parameters, and the graph may hold what it likes, as in a model of torch alone.
     """
 
-    def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None):
+    def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False):
         self.module, self.chunks, self.offload = module, chunks, offload
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
         self._pairs: list[AbstractContextManager] = []
         names = {id(param): name for name, param in chunks.params.items()}
-        for child in module.modules():
+        for child in () if stay else module.modules():
             own = tuple(dict.fromkeys(names[id(p)] for p in child.parameters(recurse=False) if id(p) in names))
             if not own and not any(True for _ in child.children()):
                 continue    # a dropout or an activation: nothing to bring, and the pair of the module around it is in force

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from pstar.mover import Handle, Mover
@@ -31,6 +32,18 @@ class Movers:
         self._streams = {mover: torch.cuda.Stream(self._device) for mover in (self._in, self._out)} if self._device else {}
 
     now = staticmethod(time.perf_counter)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """What a job calls to copy a buffer to one of the same size and dtype.
+
+        In the background and in host memory it keeps to its own thread. torch would share a large copy among a team of
+        threads; with a team of its own in a worker, the process has more OpenMP threads than the machine has cores, and from
+        then on OpenMP lets the model's threads sleep between any two operators: 1,000 times a step, seen as 7 % of it.
+        """
+        if self.asynchronous and target.device.type == source.device.type == "cpu":
+            np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())    # releases Python's lock
+        else:
+            target.copy_(source)
 
     def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int) -> Handle:
         """Begins a copy of num_bytes between two tiers, after those that were submitted for the same link before."""

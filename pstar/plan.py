@@ -96,6 +96,9 @@ class Plan:
         if config.disk_path is not None:
             check_disk_path(Path(config.disk_path))
             least_far = streaming
+        self.stays_near = (num_ranks == 1 and self.near_memory is None and len(self.near_homes) == len(self.layout.groups)
+                           and self.near_budget >= whole and config.profile is None and not config.offload_activations)
+        """Whether nothing ever leaves near, so that nobody need be told what is in use."""
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
         may_fill = config.optimizer.params.use_hybrid_adam and config.near_memory == "auto"
         if self.far_budget is not None and self.far_budget < least_far and may_fill:

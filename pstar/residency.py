@@ -323,7 +323,7 @@ class Residency:
             elif source == DISK:
                 self.tiers[DISK].read(data, buffer)
             else:
-                buffer.copy_(data)
+                self.movers.copy(buffer, data)
 
         self.ledger.add(way, block.num_bytes)
         job = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)

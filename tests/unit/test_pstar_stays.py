@@ -1,0 +1,69 @@
+"""Where nothing ever leaves near nobody is told what is in use: the same bits, and nothing in the modules' way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pstar
+from tests import toy
+
+SILENT, TOLD = {}, {"near_budget": "min"}
+OTHERS = {"near_memory": "1GiB"}, {"offload_activations": True}, {"optimizer": {"params": {"use_hybrid_adam": False}}}
+
+
+def hooked(model: pstar.Engine) -> bool:
+    return any(child._forward_pre_hooks for child in model.module.modules())
+
+
+@pytest.mark.parametrize("config, silent", [(SILENT, True), (TOLD, False), *((config, False) for config in OTHERS)])
+def test_modules_have_hooks_only_where_something_may_leave(config, silent):
+    model, _ = toy.build(toy.Toy, **config)
+    assert hooked(model) is not silent
+
+
+def test_evaluation_saving_and_loading_in_between_change_no_bit():
+    silent, told = toy.build(toy.Toy, **SILENT), toy.build(toy.Toy, **TOLD)
+    inputs, _ = toy.batch(9)
+    assert toy.train(*silent, 3) == toy.train(*told, 3)
+    with torch.no_grad():    # before the first step, and after a load, parameters may lie far
+        assert torch.equal(silent[0](inputs), told[0](inputs))
+    kept = told[0].gather_state()
+    assert toy.train(*silent, 2, first=3) == toy.train(*told, 2, first=3)
+    fresh, optimizer = toy.build(toy.Toy, **SILENT)
+    fresh.load_state(*kept)
+    told[0].load_state(*kept)
+    with torch.no_grad():
+        assert torch.equal(fresh(inputs), told[0](inputs))
+    assert toy.train(fresh, optimizer, 3, first=3) == toy.train(*told, 3, first=3)
+    for name, param in told[0].gather_state()[0].items():
+        assert torch.equal(fresh.gather_state()[0][name], param)
+
+
+TEAMS = """
+import os, torch
+from pstar.movers import Movers
+torch.set_num_threads(2)
+a, b = torch.ones(2**22), torch.zeros(2**22)
+a.add_(1)
+before, movers = len(os.listdir("/proc/self/task")), Movers({asynchronous})
+for target, source in ((b, a), (a.bfloat16(), b.bfloat16())):
+    movers.submit("far", "near", lambda: {copy}, 2**24).wait()
+assert b.eq(2).all()
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+@pytest.mark.parametrize("copy, more", [("movers.copy(target, source)", 1), ("target.copy_(source)", 2)])
+def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more):
+    """One thread more, the worker's own; torch's copy_ there would bring a second one, as the second case shows."""
+    code = TEAMS.format(asynchronous=True, copy=copy)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"OMP_NUM_THREADS": "2"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == more
