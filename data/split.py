@@ -34,11 +34,17 @@ def main() -> None:
     parser.add_argument("--train", type=Path, required=True, help="folder for the training part")
     parser.add_argument("--valid", type=Path, required=True, help="folder for the validation part")
     parser.add_argument("--percent", type=float, default=5.0, help="size of the validation part (default: 5)")
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")
     arguments = parser.parse_args()
+    if not 0 <= arguments.percent <= 100:
+        parser.error(f"--percent must be from 0 to 100, not {arguments.percent:g}")
     for folder in (arguments.train, arguments.valid):
         folder.mkdir(parents=True, exist_ok=True)
     for file in arguments.files:
-        items = json.loads(file.read_text(encoding="utf-8-sig"))
+        try:
+            items = json.loads(file.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, RecursionError) as error:
+            parser.error(f"{file} cannot be read as JSON: {error}")
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
             parser.error(f"{file} is not a JSON array of strings")
         parts: dict[bool, list[str]] = {True: [], False: []}

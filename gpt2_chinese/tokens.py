@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_chinese.corpus import corpus_files
-from gpt2_chinese.errors import UserError, exit_on_user_error, notice
+from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error, notice
 from gpt2_chinese.sealed import file_digests, sealed, unsealed
 from gpt2_chinese.token_parts import tokenise, write_whole
 from gpt2_chinese.vocabulary import Vocabulary
@@ -181,7 +181,7 @@ def _is_still_there(handle: int, folder: Path) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m gpt2_chinese.tokens",
         description="Tokenises a corpus ahead of a run. Killed halfway, the same command goes on where it was.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -190,8 +190,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--corpus", required=True, type=Path, help="array-JSON file or folder")
     parser.add_argument("--vocab", type=Path, default=root / "cache/vocab.txt", help="vocab.txt, tokenizer.json or folder")
     parser.add_argument("--vocab-profile", choices=PROFILE_CHOICES, default="auto", help="how a vocab.txt is used")
-    arguments = parser.parse_args(argv)
     with exit_on_user_error():
+        arguments = parser.parse_args(argv)
         begin = time.perf_counter()
         tokens = load_tokens(arguments.corpus, arguments.vocab, arguments.vocab_profile)
         seconds = time.perf_counter() - begin

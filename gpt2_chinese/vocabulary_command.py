@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt2_chinese.corpus import read_paragraphs, stretches
-from gpt2_chinese.errors import UserError, exit_on_user_error
+from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
 from gpt2_chinese.vocabulary import Vocabulary
 from gpt2_chinese.vocabulary_files import PROFILE_CHOICES, PROFILES
 from gpt2_chinese.vocabulary_train import KINDS, train, train_bpe
@@ -86,8 +86,8 @@ def describe(vocabulary: Vocabulary, fit: Fit) -> list[tuple[str, str]]:
 
 def main(argv: list[str] | None = None) -> None:
     """The commands `train` and `check`; a wrong input is one line and exit status 2."""
-    arguments = _parse(argv)
     with exit_on_user_error():
+        arguments = _parse(argv)
         if arguments.command == "check":
             vocabulary = Vocabulary.load(arguments.vocab, arguments.vocab_profile)
             for name, value in describe(vocabulary, measure(vocabulary, arguments.corpus)):
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m gpt2_chinese.vocabulary", description="Trains a vocabulary, or tells how well one fits a corpus."
     )
     commands = parser.add_subparsers(required=True, dest="command")

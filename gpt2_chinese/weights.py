@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.errors import UserError, exit_on_user_error
+from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
 from gpt2_chinese.sealed_folder import MANIFEST
 from gpt2_chinese.vocabulary_files import vocabulary_file
 
@@ -255,7 +255,7 @@ def initial_state(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dic
 
 def main(argv: list[str] | None = None) -> None:
     """The command `export`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m gpt2_chinese.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command = parser.add_subparsers(required=True, dest="command").add_parser("export", help="write a Hugging Face folder")
@@ -265,8 +265,8 @@ def main(argv: list[str] | None = None) -> None:
                          help="of the weights (default: safetensors)")  # fmt: skip
     command.add_argument("--dtype", choices=DTYPES, help="of the numbers (default: as they are stored)")
     command.add_argument("--vocab", help="vocabulary, where the folder has none")
-    a = parser.parse_args(argv)
     with exit_on_user_error():
+        a = parser.parse_args(argv)
         written = export(a.model, a.output, a.format, a.dtype, a.vocab)
         config = ModelConfig.from_file(written)
         print(f"{written}: {config.num_parameters():,} parameters, vocabulary of {config.vocab_size:,}")

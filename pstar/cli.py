@@ -2,16 +2,24 @@
 
 import argparse
 import sys
+from typing import NoReturn
 
 from pstar import plan_command, trace_command
 from pstar.config import load_config, reference
 from pstar.errors import PstarError
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message.removeprefix('argument ')} (--help lists all flags)\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """`pstar config` prints every key with its default; `pstar config FILE` checks a file; `pstar plan` answers whether a
     model fits on a machine (exit status 1 where not). Exit status 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="pstar", description="PatrickStar: chunk-based training of large models")
+    parser = _Parser(prog="pstar", description="PatrickStar: chunk-based training of large models")
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="print the configuration keys, or check a configuration file")
     config.add_argument("file", nargs="?", help="a JSON file to check; without it the keys are printed")

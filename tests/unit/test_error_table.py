@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -240,3 +242,34 @@ def test_what_looks_odd_and_is_right(folder: Path) -> None:
     )  # fmt: skip
     assert settings.max_steps == 12
     assert settings.train_tokens.ids.tolist() == settings.valid_tokens.ids.tolist()
+
+
+COMMANDS = {  # of the programs beside the chapters: a command line, its one line
+    "tokens without a corpus": ("-m gpt2_chinese.tokens", "the following arguments are required: --corpus"),
+    "tokens of nothing": ("-m gpt2_chinese.tokens --corpus none.json", "none.json"),
+    "a profile that is none": ("-m gpt2_chinese.tokens --corpus corpus.json --vocab-profile x",
+                               "--vocab-profile: invalid choice: 'x'"),
+    "vocabulary: no command": ("-m gpt2_chinese.vocabulary", "the following arguments are required: command"),
+    "vocabulary: no number": ("-m gpt2_chinese.vocabulary train --corpus corpus.json --size x --output v.txt",
+                              "--size: invalid int value: 'x'"),
+    "weights: nothing to export": ("-m gpt2_chinese.weights export none --output out", "none"),
+    "weights: no folder": ("-m gpt2_chinese.weights export none", "the following arguments are required: --output"),
+    "evaluate: no model": ("-m gpt2_chinese.evaluate", "the following arguments are required: --model"),
+    "generate: no number": ("-m gpt2_chinese.generate --num x", "--num: invalid int value: 'x'"),
+    "convert: no output": ("-m gpt2_chinese.corpora convert corpus.json", "the following arguments are required: --output"),
+    "pstar: no command": ("-m pstar.cli", "the following arguments are required: command"),
+    "pstar: an unknown one": ("-m pstar.cli fly", "invalid choice: 'fly'"),
+    "pstar: no file": ("-m pstar.cli config none.json", "none.json"),
+    "split: nothing there": (f"{ROOT}/data/split.py none.json --train a --valid b", "none.json cannot be read as JSON"),
+    "split: no JSON": (f"{ROOT}/data/split.py vocab.txt --train a --valid b", "vocab.txt cannot be read as JSON"),
+    "split: too much": (f"{ROOT}/data/split.py corpus.json --train a --valid b --percent 101", "from 0 to 100, not 101"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_other_commands_answer_in_one_line(case: str, folder: Path) -> None:
+    command, line = COMMANDS[case]
+    done = subprocess.run([sys.executable, *command.split()], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
+    assert re.fullmatch(rf"error: .*{re.escape(line)}.*\n", done.stderr), done.stderr
