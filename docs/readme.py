@@ -72,7 +72,7 @@ def excerpt(said: str) -> str:
     """
     if "\nTo go on:\n" not in said:
         raise SystemExit("error: the captured run has not come to its end")
-    lines = [line for line in said.strip().splitlines() if not line.startswith("setup:")]
+    lines = [line for line in said.strip().splitlines() if not line.startswith(("setup:", "pstar: CPU kernels"))]
     progress = [number for number, line in enumerate(lines) if re.match(r"step \d+/\d+: ", line)]
     left_out = set(range(progress[1], progress[-1]))
     shown = []
