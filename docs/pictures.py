@@ -259,6 +259,7 @@ def drawn(words: Words) -> dict[str, str]:
     import pictures_time
 
     found = {chapter: getattr(pictures_ranks, name)(words) for chapter, name in CHAPTERS.items()}
+    found["05_model_parallel_tensor"] = pictures_ranks.tensor_parallel(words)
     return found | {f"{chapter}_time": getattr(pictures_time, f"{name}_time")(words) for chapter, name in CHAPTERS.items()}
 
 

@@ -157,6 +157,26 @@ def model_parallel(words: Words) -> str:
     ])  # fmt: skip
 
 
+def tensor_parallel(words: Words) -> str:
+    """Chapter 05: the MLP or the attention of one layer, on two tensor ranks."""
+    drawing = Drawing(words, words("Inside a layer: each rank holds half of both matrices"))
+    rows = []
+    for rank in range(2):
+        half = [int(rank == 0), int(rank == 1)]
+        rows.append([Row(words("input: all of it"), "activations", (1, 1), 0.5),
+                     Row(words("first matrix: columns"), "parameters", half),
+                     Row(words("GELU or heads: half"), "activations", half),
+                     Row(words("second matrix: rows"), "parameters", half),
+                     Row(words("output: a partial sum"), "activations", (2, 2), 0.5)])  # fmt: skip
+    y = _two(drawing, _ranks(words), *rows)
+    _across(drawing, y[0], "=")
+    _across(drawing, y[4], "=")
+    return _end(drawing, [
+        ("activations", "0 ⇄ 1", words("g, forward: all-reduce makes the whole output of the two parts")),
+        ("gradients", "0 ⇄ 1", words("f, backward: all-reduce of the input's gradient")),
+    ], words("Twice in every layer, for attention and for the MLP; between the two matrices nothing travels."))  # fmt: skip
+
+
 def zero(words: Words) -> str:
     """Chapter 06, stage 3."""
     drawing = Drawing(words, words("ZeRO stage 3: each rank keeps half of everything"))
