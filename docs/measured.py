@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
+SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "scripts", "benchmarks")  # what commands of pages name
 GENERATED = REPO / "docs" / "_generated"
 
 PROFILED = "07_patrickstar"
@@ -36,6 +37,16 @@ def circumstances() -> dict[str, Any]:
     """What a number from a run must be read with."""
     return {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(),
             "torch": importlib.metadata.version("torch").partition("+")[0]}  # fmt: skip
+
+
+def reader_in(folder: Path) -> dict[str, str]:
+    """Makes a folder look like the repository, with runs/ and whatever else is written in it its own; its environment."""
+    for entry in SHARED:
+        (folder / entry).symlink_to(REPO / entry)
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
+            "PYTHONIOENCODING": "utf-8", "GPT2_CHINESE_CACHE": str(folder / "tokens"), "COLUMNS": "100"}  # fmt: skip
 
 
 def _hash_of_sources() -> str:

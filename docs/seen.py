@@ -20,11 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from measured import REPO, circumstances, write_whole
+from measured import REPO, circumstances, reader_in, write_whole
 
 STORE = REPO / "docs" / "captured" / "seen.json"
-SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "scripts", "benchmarks")
-# Not run yet to their end: pages show the command alone. Run them and empty this.
 LONGEST = 40  # lines of a block
 
 
@@ -129,13 +127,12 @@ def run(names: list[str]) -> None:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
-        for entry in SHARED:
-            (base / entry).symlink_to(REPO / entry)
+        environment = reader_in(base)
         (base / "mine").mkdir()
         try:
             for name in names or SEEN:
                 try:
-                    stored[name] = _one(name, SEEN[name], base)
+                    stored[name] = _one(SEEN[name], base, environment)
                     _store(stored)
                     print(f"seen: {name}", file=sys.stderr, flush=True)
                 except (SystemExit, subprocess.SubprocessError) as error:
@@ -151,15 +148,11 @@ def _store(stored: dict[str, Any]) -> None:
     write_whole(STORE, json.dumps({"circumstances": circumstances(), "commands": kept}, ensure_ascii=False, indent=1) + "\n")
 
 
-def _one(name: str, one: Seen, base: Path) -> dict[str, Any]:
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-                   "PYTHONIOENCODING": "utf-8", "GPT2_CHINESE_CACHE": str(base / "tokens"), "COLUMNS": "100"}  # fmt: skip
+def _one(one: Seen, base: Path, environment: dict[str, str]) -> dict[str, Any]:
     if one.without:
         (base / "without").mkdir()
         (base / "without" / "sitecustomize.py").write_text(HIDE)
-        environment["PYTHONPATH"] = f"{base / 'without'}{os.pathsep}{path}"
+        environment = environment | {"PYTHONPATH": f"{base / 'without'}{os.pathsep}{environment['PYTHONPATH']}"}
     before = one.before.replace("{docs}", str(REPO / "docs"))
     subprocess.run(["bash", "-ec", before], cwd=base, env=environment, check=True, stdout=subprocess.DEVNULL)
     line = one.command if "=" in one.command.split()[0] else f"exec {one.command}"  # that $P is the program's

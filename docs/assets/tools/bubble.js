@@ -110,7 +110,7 @@ courseTools.start("bubble-tool", (root) => {
       clock.textContent = `${time} / ${span}`;
       play.textContent = timer ? say("暂停", "pause") : say("播放", "play");
       const peaks = order.map(S.peak_live);
-      live.replaceChildren(say("保留着激活值的微批次（现在 / 最多）：", "live micro-batches (now / at most): "),
+      live.replaceChildren(say("保留着激活的微批次（现在 / 最多）：", "live micro-batches (now / at most): "),
         ...live_at(events, p, time).map((now, rank) => element("span", { class: "tool-chip" },
           `${say("进程", "rank")} ${rank}: ${now} / ${peaks[rank]}`)));
     }

@@ -39,7 +39,7 @@ const courseTools = (() => {
   };
   const KIND_NAMES = {
     parameters: say("参数", "parameters"), gradients: say("梯度", "gradients"), optimizer: say("优化器状态", "optimizer states"),
-    activations: say("激活值", "activations"), buffers: say("缓冲区", "buffers"), host: say("主机内存", "host memory"),
+    activations: say("激活", "activations"), buffers: say("缓冲区", "buffers"), host: say("主机内存", "host memory"),
   };
   const REFUSALS = {
     ranks: say("单进程只有 1 个进程。", "One process is 1 rank."),
