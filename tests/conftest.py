@@ -14,14 +14,6 @@ from tests.harness import RankPool
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests go to one worker, which makes its fixtures once; those of the site, a whole folder's."""
-    for item in items:
-        folder, _, file = item.nodeid.partition("::")[0].rpartition("/")
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "tests/docs" else f"{folder}/{file}"))
-
-
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(n).run(case, *args)` runs a case on n gloo ranks that live as long as the session (see tests/harness)."""

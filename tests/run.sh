@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # bash tests/run.sh [PYTEST ARGUMENTS]: sets the environment up when it is missing, checks the style, runs the tests.
-# Without arguments everything runs, in two workers: much of a test is one process, or waiting. With arguments (a path,
-# -k WORDS, -m "not slow", -n 4) what they name.
+# Without arguments everything runs; with arguments (a path, -k WORDS, -m "not slow") what they name.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 source "$here/../scripts/setup.sh" dev,docs,horovod
@@ -13,7 +12,6 @@ style=0 tests=0 horovod=0
 bash scripts/build_horovod.sh || horovod=$?
 echo "style: ruff check"
 "$PYTHON" -m ruff check . || style=$?
-[ $# -gt 0 ] || set -- -n 2 --dist loadgroup
 echo "tests: pytest $*"
 "$PYTHON" -m pytest "$@" || tests=$?
 
