@@ -114,7 +114,7 @@ def markdown(doc: str) -> str:
             lines.append(f"- {names}: {found[2]}")
         else:
             lines.append(f"- {line.strip()}" if line.strip() else "")
-    return "\n".join(lines)
+    return re.sub(r"(?<![`\w])(__\w+__)(?![`\w])", r"`\1`", "\n".join(lines))    # else Markdown would make it bold
 
 
 def _said(node: Any, name: str) -> str:

@@ -15,6 +15,7 @@ A page includes a fragment with a snippet line; its name says what it is:
     said/CHAPTER.md          what the captured run printed
     en/captured/CHAPTER.md   the same to unfold, with command, versions and date; zh/captured/CHAPTER.md
     ran/NAME.md              what docs/programs/NAME.py printed, below the command that starts it
+    en/timed/CHAPTER.md      how long the commands of its first tab took; zh/timed/CHAPTER.md
     seen/NAME.md             a command of docs/seen.py and what it printed
     en/basics/TABLE.md       one of TABLES of basics_tables.py; zh/basics/TABLE.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
@@ -50,6 +51,7 @@ import programs_run
 import readme
 import seen
 import tables
+import timed
 from measured import GENERATED, REPO, write_whole
 
 DOCS = REPO / "docs"
@@ -86,8 +88,8 @@ def fragment(name: str) -> str:
         return fence(f"$ {programs_run.command_of(rest)}\n{programs_run.outputs()[rest]}", "text")
     if kind in ("en", "zh") and rest.removeprefix("basics/") in basics_tables.TABLES and rest.startswith("basics/"):
         return basics_tables.TABLES[rest.removeprefix("basics/")](Words(kind))
-    if kind == "seen":
-        return fence(seen.block(rest), "text")
+    if kind == "seen":    # messages are sentences, and break
+        return fence(seen.block(rest), "{ .text .said }")
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest.startswith("arithmetic/"):
@@ -95,6 +97,8 @@ def fragment(name: str) -> str:
     if kind in ("en", "zh") and rest.startswith("results_all/"):
         name = rest.partition("/")[2]
         return tables.results(Words(kind), name, (REPO / "benchmarks/results" / f"{name}.md").read_text(encoding="utf-8"))
+    if kind in ("en", "zh") and rest.startswith("timed/"):
+        return timed.line(Words(kind), rest.partition("/")[2])
     if kind in ("en", "zh") and rest == "api":
         return api.reference(Words(kind))
     if kind in ("en", "zh") and rest in tables.TABLES:

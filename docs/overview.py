@@ -39,9 +39,8 @@ def _replicas(first: str, second: str) -> list[Rank]:
 # chapter, technique, what travels between its ranks, ranks
 PLANS = (
     ("00", "one process", "", [Rank("0", ["####"] * 4)]),
-    ("01", "parameter server", "", [Rank("1", ["##..", "####", "####", "...."]),
-                                    Rank("server", ["....", "####", "####", "####"]),
-                                    Rank("2", ["..##", "####", "####", "...."])]),
+    ("01", "parameter server", "gradients, parameters", [Rank("server", ["##..", "####", "####", "####"]),
+                                                         Rank("1", ["..##", "####", "####", "...."])]),
     ("02", "data parallel", "gradients", _replicas("###", "###")),
     ("03", "Horovod", "gradients", _replicas("###", "###")),
     ("04", "mixed precision", "16-bit gradients", _replicas("--#", "--#")),

@@ -132,8 +132,8 @@ def apex(words: Words) -> str:
             for rank in range(2)]  # fmt: skip
     y = _two(drawing, _ranks(words), *rows)
     _across(drawing, y[2], "=")
-    note = words("Forward and backward work on the short bars; the optimizer works on the fp32 ones, and copies the masters "
-                 "back into the weights. B is bytes a parameter.")  # fmt: skip
+    note = words("Forward and backward work on the short bars; their gradients are given up as the fp32 ones are made, on "
+                 "which the optimizer works. It copies the masters back into the weights. B is bytes a parameter.")
     return _end(drawing, [("gradients", "0 ⇄ 1", words("all-reduce in 16 bit, of the scaled gradients"))], note)
 
 

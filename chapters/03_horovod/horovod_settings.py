@@ -35,7 +35,7 @@ class Settings(ParallelSettings):
         if self.nproc < 2 and "WORLD_SIZE" not in os.environ:
             raise UserError("--elastic --nproc 1: with one worker there is none to lose, give --nproc 2 or more")
         if self.adasum or self.precision == "fp16":
-            raise UserError(f"--elastic goes with neither {'--adasum' if self.adasum else '--precision fp16'}")
+            raise UserError(f"--elastic does not go with {'--adasum' if self.adasum else '--precision fp16'}")
         for fewer in range(self.nproc, 0, -1):
             if self.batch_size % (fewer * self.grad_accum):
                 raise UserError(

@@ -104,8 +104,8 @@ courseTools.start("bubble-tool", (root) => {
       time = Math.max(0, Math.min(span, when));
       const scrolled = frame.scrollLeft;
       frame.replaceChildren(grid(events, p, span, time));
-      const edge = LEFT + time * CELL - frame.clientWidth;
-      frame.scrollLeft = timer ? Math.max(edge + CELL, 0) : scrolled;
+      const now = LEFT + time * CELL, hidden = now > scrolled + frame.clientWidth || now < scrolled;
+      frame.scrollLeft = timer || hidden ? Math.max(now + CELL - frame.clientWidth, 0) : scrolled;
       slider.value = time;
       clock.textContent = `${time} / ${span}`;
       play.textContent = timer ? say("暂停", "pause") : say("播放", "play");

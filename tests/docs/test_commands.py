@@ -1,0 +1,105 @@
+"""Every command on a page is run, or listed here with the reason why not; those of the chapters as they stand but short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chapters.horovod import needs_horovod
+from tests.docs import pages, test_production, test_readme
+from tests.docs.pages import ROOT
+
+CHAPTERS = sorted(ROOT.glob("docs/en/chapters/*.md"))
+OTHERS = sorted(set(ROOT.glob("docs/en/**/*.md")) - set(CHAPTERS) - set(test_production.PAGES))
+SHORT = ("--max-steps 2 --warmup-steps 1 --batch-size 12 --seq-len 16 --eval-every 2 --device cpu "
+         "--valid-data data/valid/comments.json")  # fmt: skip
+REASONS = {  # of every command that one of these patterns begins
+    r"salloc|MASTER_ADDR=\S+.* srun|srun": "a Slurm cluster: by hand only, as scripts/train.sbatch, docs/captured/slurm.log",
+    r"bash chapters/\w+/train\.sh .*--model-config small": "its model is for a GPU; the flags are held against --help",
+    r"pytest tests/exercises": "tests/exercises runs the graders, on the exercise and on its solution",
+    r"bash tests/run\.sh": "it is running",
+    r"bash benchmarks/": "minutes; tests/unit and tests/chapters run them with --quick",
+    r"pip install -e|conda env": "they change the environment; tests of the set-up and the extras hold them",
+    r"pip install horovod": "the mistake that the sentence is about",
+    r"bash docs/serve\.sh|tensorboard --logdir": "it does not end",
+    r"pstar (trace|plan|config)$|pstar config my_config\.json|python -m pstar\.cli config$":
+        "the name in a sentence; docs/build.py and tests/unit run them",
+    r"python -m gpt2_chinese\.corpora convert INPUT": "a pattern; test_corpora_command.py runs it",
+    r"python chapters/04_apex/mistakes/": "chapters/test_04_apex.py runs the mistakes, shortened by what they import",
+    r"bash chapters/02_ddp/train\.sh --nproc 2$": "the same as without the flag, which the chapter's page has",
+    r"bash cache/make_vocab\.sh check --vocab mine": "its folder is the reader's; test_make_vocab.py runs it",
+}  # fmt: skip
+
+
+def reason(command: str) -> str:
+    """Why a command is not run, "" for one that is."""
+    return next((why for pattern, why in REASONS.items() if re.match(pattern, command)), "")
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands of a page without their comments."""
+    return [re.split(r"\s+#", line)[0].strip() for line in pages.commands(page.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Iterator[Callable[[str], str]]:
+    """reader(command) runs it in a folder like the repository's, where runs/ is the tests' own."""
+    folder = tmp_path_factory.mktemp("reader")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import measured
+
+        measured.reader_in(folder)
+        yield lambda command: shell(command, cwd=folder, GPT2_CHINESE_CACHE=str(folder / "tokens"))
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=p.stem, marks=needs_horovod if "horovod" in p.stem else ())
+                                  for p in CHAPTERS])  # fmt: skip
+def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
+    ran = [command for command in commands_of(page) if not reason(command)]
+    import timed  # found since `reader`
+
+    for command in ran:
+        short = f" {SHORT}" if "train.sh" in command else " --length 8" if "generate.sh" in command else ""
+        said = reader((timed.here(command) if short else command) + short)
+        assert "Traceback" not in said and (not short or "今天天气" in said or "\nDone.\n" in said), said
+    assert sum("train.sh" in command for command in ran) >= 2 and any("generate.sh" in command for command in ran)
+
+
+def test_every_command_of_other_pages_is_run_by_a_test_or_says_why_not() -> None:
+    """Those of production/ are docs/seen.py's, and what start.md and index.md share with the README is run there."""
+    by_readme = set(test_readme.commands()) - set(test_readme.NOT_RUN)
+    here = {command for page in CHAPTERS for command in commands_of(page)}
+    for page in OTHERS:
+        left = {c for c in commands_of(page) if not reason(c)} - by_readme - here
+        assert not left, f"{page.relative_to(ROOT)}: {left}"
+
+
+def test_every_reason_is_needed() -> None:
+    every = [command for page in [*CHAPTERS, *OTHERS] for command in commands_of(page)]
+    for pattern, why in REASONS.items():
+        assert any(re.match(pattern, command) for command in every), why
+
+
+def test_without_its_program_a_command_fails(reader) -> None:
+    with pytest.raises(AssertionError, match="status 2"):
+        reader("bash chapters/02_ddp/train.sh --max-steps 2 --bucket-mb 0")
+
+
+def test_what_a_reader_without_a_gpu_is_told_to_run_was_timed_and_is_short() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import build
+        import timed
+
+        for page in CHAPTERS:
+            assert " seconds, on " in timed.line(build.Words("en"), page.stem)
+            assert set(timed.commands(page.stem)) <= set(commands_of(page))
+            times = timed._stored()["chapters"][page.stem]["seconds"].values()
+            assert len(times) >= 3 and max(times) < timed.LIMIT_S
+        patch.setattr(timed, "commands", lambda chapter: ["bash chapters/02_ddp/train.sh --max-steps 5000"])
+        with pytest.raises(SystemExit, match="have changed since they were timed"):
+            timed.line(build.Words("en"), "02_ddp")
