@@ -85,6 +85,7 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
         build.arithmetic.chapter(words, name)
     build.pictures.drawn(words)
     build.captures.block(words, build.captures.BASE)
+    build.timed.line(words, build.captures.BASE)
     build.api.reference(words)
     build.overview.picture(words)
     for table in build.basics_tables.TABLES.values():
