@@ -107,13 +107,16 @@ def load_tokens(corpus: Path | str, vocab: Path | str, profile: str = "auto") ->
     """
     vocabulary = read_vocabulary(vocab, profile)  # a missing vocabulary is told before anything is read
     path = cache_folder() / f"{cache_key(corpus, vocabulary)}.bin"
-    if (found := _open(path)) is not None:
-        return found
-    try:
-        with _alone(path.with_suffix(".parts")) as folder:
+    parts = path.with_suffix(".parts")
+    if (cached := _open(path)) is not None and not parts.exists():
+        return cached
+    try:  # also to remove what a process left that was killed after its last write
+        with _alone(parts) as folder:
             found = _open(path)  # another process may have made it while this one waited
             return _build(path, folder, corpus, vocabulary) if found is None else found
     except OSError as error:
+        if cached is not None:
+            return cached
         raise UserError(
             f"the token cache {path} cannot be written: {error.strerror} (it goes where {CACHE_VARIABLE} says)"
         ) from None

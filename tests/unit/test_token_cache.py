@@ -198,3 +198,12 @@ def test_the_command_says_what_it_made(cache: Path, corpus: Path, capsys: pytest
     with pytest.raises(SystemExit) as stop:
         main(["--corpus", str(corpus / "none")])
     assert stop.value.code == 2 and "does not exist" in capsys.readouterr().err
+
+
+def test_what_was_left_by_a_kill_after_the_last_write_is_removed(tmp_path: Path) -> None:
+    corpus, where = permuted(tmp_path / "corpus", 1), environment(tmp_path / "cache")
+    subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=120)
+    whole = content(tmp_path / "cache")
+    (tmp_path / "cache" / next(name for name in whole if name.endswith(".bin"))).with_suffix(".parts").mkdir()
+    subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=120)
+    assert content(tmp_path / "cache") == whole
