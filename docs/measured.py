@@ -43,10 +43,14 @@ def reader_in(folder: Path) -> dict[str, str]:
     """Makes a folder look like the repository, with runs/ and whatever else is written in it its own; its environment."""
     for entry in SHARED:
         (folder / entry).symlink_to(REPO / entry)
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return environment(PYTHON=sys.executable, OMP_NUM_THREADS="1", GPT2_CHINESE_CACHE=str(folder / "tokens"), COLUMNS="100")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """In which a command finds this Python, its programs and this repository, and prints UTF-8."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-            "PYTHONIOENCODING": "utf-8", "GPT2_CHINESE_CACHE": str(folder / "tokens"), "COLUMNS": "100"}  # fmt: skip
+    return {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **variables}
 
 
 def _hash_of_sources() -> str:
@@ -95,10 +99,7 @@ def help_of(chapter: str) -> str:
 
 def call(command: list[str], variables: dict[str, str]) -> str:
     """Runs a command in the repository; returns its stdout, or raises with what it said."""
-    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **variables}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(command, cwd=REPO, env=environment(**variables), capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -11,6 +11,7 @@ SEQUENCES = 12  # of the global batch of the captured runs
 GAP = 40
 HALF = (WIDTH - 2 * MARGIN - GAP) / 2
 LEFT, RIGHT = MARGIN, MARGIN + HALF + GAP
+HALVES = ((1, 0), (0, 1))  # what each of two ranks holds of something that is cut in two
 
 def _data(rank: int, num_ranks: int = 2, words: Words = str) -> Row:
     share = SEQUENCES // num_ranks
@@ -145,7 +146,7 @@ def model_parallel(words: Words) -> str:
               words("rank 1: h.{first}–h.{last}").format(first=layers // 2, last=layers - 1)]  # fmt: skip
     rows = [[Row(words(what), "data", (1,) * SEQUENCES), *_states(words, *[cells] * 3),
              Row(words("activations"), "activations", cells, 0.7)]
-            for what, cells in (("tokens of all {n}", (1, 0)), ("targets of all {n}", (0, 1)))]  # fmt: skip
+            for what, cells in zip(("tokens of all {n}", "targets of all {n}"), HALVES, strict=True)]  # fmt: skip
     rows = [[row._replace(label=row.label.format(n=SEQUENCES)) for row in each] for each in rows]
     y = _two(drawing, titles, *rows)
     _across(drawing, y[4] - 7, ">")
@@ -160,14 +161,11 @@ def model_parallel(words: Words) -> str:
 def tensor_parallel(words: Words) -> str:
     """Chapter 05: the MLP or the attention of one layer, on two tensor ranks."""
     drawing = Drawing(words, words("Inside a layer: each rank holds half of both matrices"))
-    rows = []
-    for rank in range(2):
-        half = [int(rank == 0), int(rank == 1)]
-        rows.append([Row(words("input: all of it"), "activations", (1, 1), 0.5),
-                     Row(words("first matrix: columns"), "parameters", half),
-                     Row(words("GELU or heads: half"), "activations", half),
-                     Row(words("second matrix: rows"), "parameters", half),
-                     Row(words("output: a partial sum"), "activations", (2, 2), 0.5)])  # fmt: skip
+    rows = [[Row(words("input: all of it"), "activations", (1, 1), 0.5),
+             Row(words("first matrix: columns"), "parameters", half),
+             Row(words("GELU or heads: half"), "activations", half),
+             Row(words("second matrix: rows"), "parameters", half),
+             Row(words("output: a partial sum"), "activations", (2, 2), 0.5)] for half in HALVES]  # fmt: skip
     y = _two(drawing, _ranks(words), *rows)
     _across(drawing, y[0], "=")
     _across(drawing, y[4], "=")
@@ -181,11 +179,8 @@ def zero(words: Words) -> str:
     """Chapter 06, stage 3."""
     drawing = Drawing(words, words("ZeRO stage 3: each rank keeps half of everything"))
     whole = words("a block, for a while")
-    rows = []
-    for rank in range(2):
-        cells = [int(rank == 0), int(rank == 1)]
-        rows.append([_data(rank, 2, words), *_states(words, cells, cells, cells), Row(whole, "parameters", (2,), 0.3),
-                     _activations(words)])  # fmt: skip
+    rows = [[_data(rank, 2, words), *_states(words, *[half] * 3), Row(whole, "parameters", (2,), 0.3), _activations(words)]
+            for rank, half in enumerate(HALVES)]  # fmt: skip
     y = _two(drawing, _ranks(words), *rows)
     _across(drawing, y[1], "=")
     _across(drawing, y[2], "=")

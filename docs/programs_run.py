@@ -24,7 +24,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from measured import GENERATED, REPO, write_whole
+from measured import GENERATED, REPO, environment, write_whole
 
 PROGRAMS = REPO / "docs" / "programs"
 STORE = GENERATED / "programs.json"
@@ -83,11 +83,8 @@ def _in_order(said: str) -> str:
 
 def _start(command: list[str]) -> str:
     """What a command prints; raises SystemExit with it when the command fails."""
-    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    variables = {"PATH": programs, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"}
-    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    done = subprocess.run(command, cwd=REPO, env=environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1"), capture_output=True,
+                          text=True, encoding="utf-8", timeout=120)  # fmt: skip
     if done.returncode:
         raise SystemExit(f"error: {shlex.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -295,7 +295,7 @@ def glossary(words: Words) -> str:
         names = (term["en"], term["zh"])
         says = (term["says_en"], term["says_zh"])[language]
         rows.append((f'<a id="{terms.anchor(term)}"></a>**{names[language]}**', names[1 - language], says))
-    return table([words(word) for word in ("term", "Chinese", "meaning")], rows)
+    return table([words(word) for word in ("term", "other language", "meaning")], rows)
 
 
 TABLES: dict[str, Callable[[Words], str]] = {

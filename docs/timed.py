@@ -48,7 +48,7 @@ def run(chapters: list[str]) -> None:
     Raises:
         SystemExit: a command that fails or takes too long.
     """
-    stored = _stored()["chapters"] if STORE.exists() else {}
+    known = stored() if STORE.exists() else {}
     for chapter in chapters:
         with tempfile.TemporaryDirectory() as folder:
             base = Path(folder)
@@ -61,8 +61,8 @@ def run(chapters: list[str]) -> None:
                 _call(here(command), base, environment)
                 seconds[command] = round(time.perf_counter() - begin, 1)
                 print(f"timed: {seconds[command]:5.1f} s  {command}", file=sys.stderr, flush=True)
-        stored[chapter] = {**circumstances(), "seconds": seconds}
-        kept = {name: stored[name] for name in CHAPTERS if name in stored}
+        known[chapter] = {**circumstances(), "seconds": seconds}
+        kept = {name: known[name] for name in CHAPTERS if name in known}
         write_whole(STORE, json.dumps({"chapters": kept}, ensure_ascii=False, indent=1) + "\n")
 
 
@@ -76,13 +76,14 @@ def _call(command: str, base: Path, environment: dict[str, str]) -> None:
         raise SystemExit(f"error: status {done.returncode}: {command}\n{done.stdout}")
 
 
-def _stored() -> dict[str, Any]:
-    return json.loads(STORE.read_text(encoding="utf-8"))
+def stored() -> dict[str, Any]:
+    """Chapter -> circumstances of its runs, and seconds by command."""
+    return json.loads(STORE.read_text(encoding="utf-8"))["chapters"]
 
 
 def line(words: Callable[[str], str], chapter: str) -> str:
     """What the commands of a chapter took, in their order; raises SystemExit when they have changed since."""
-    found = _stored()["chapters"].get(chapter, {"seconds": {}})
+    found = stored().get(chapter, {"seconds": {}})
     if list(found["seconds"]) != commands(chapter):
         raise SystemExit(f"error: commands of {chapter} have changed since they were timed: docs/timed.py {chapter[:2]}")
     took = words(", ").join(f"{seconds:.0f}" for seconds in found["seconds"].values())

@@ -177,12 +177,13 @@ class Residency:
             target.copy_(source)
             return
         self.ledger.add(f"{source_tier} to {target_tier}", source.nbytes)
-        job = self._timed(f"{source_tier} to {target_tier}", "piece", source.nbytes, lambda: target.copy_(source))
+        way = f"{source_tier} to {target_tier}"
         if self.movers.simulated:
+            job = self._timed(way, "piece", source.nbytes, lambda: self.movers.copy(target, source))
             self.wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
         else:    # nobody gains from a worker that is waited for
             with self._waiting():
-                job()
+                self._timed(way, "piece", source.nbytes, lambda: target.copy_(source))()
 
     def mark_written(self, key: Key, tier: str) -> None:
         """The copy in that tier was changed: every other copy is out of date and goes."""

@@ -45,26 +45,25 @@ def commands_of(page: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Iterator[Callable[[str], str]]:
-    """reader(command) runs it in a folder like the repository's, where runs/ is the tests' own."""
+def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Iterator[Callable[..., str]]:
+    """reader(command, flags) runs it in a folder like the repository's, where runs/ is the tests' own."""
     folder = tmp_path_factory.mktemp("reader")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "docs"))
-        import measured
+        import timed
 
-        measured.reader_in(folder)
-        yield lambda command: shell(command, cwd=folder, GPT2_CHINESE_CACHE=str(folder / "tokens"))
+        timed.reader_in(folder)
+        tokens = str(folder / "tokens")
+        yield lambda command, flags="": shell(f"{timed.here(command)} {flags}", cwd=folder, GPT2_CHINESE_CACHE=tokens)
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, id=p.stem, marks=needs_horovod if "horovod" in p.stem else ())
                                   for p in CHAPTERS])  # fmt: skip
 def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
     ran = [command for command in commands_of(page) if not reason(command)]
-    import timed  # found since `reader`
-
     for command in ran:
-        short = f" {SHORT}" if "train.sh" in command else " --length 8" if "generate.sh" in command else ""
-        said = reader((timed.here(command) if short else command) + short)
+        short = SHORT if "train.sh" in command else "--length 8" if "generate.sh" in command else ""
+        said = reader(command, short)
         assert "Traceback" not in said and (not short or "今天天气" in said or "\nDone.\n" in said), said
     assert sum("train.sh" in command for command in ran) >= 2 and any("generate.sh" in command for command in ran)
 
@@ -98,7 +97,7 @@ def test_what_a_reader_without_a_gpu_is_told_to_run_was_timed_and_is_short() -> 
         for page in CHAPTERS:
             assert " seconds, on " in timed.line(build.Words("en"), page.stem)
             assert set(timed.commands(page.stem)) <= set(commands_of(page))
-            times = timed._stored()["chapters"][page.stem]["seconds"].values()
+            times = timed.stored()[page.stem]["seconds"].values()
             assert len(times) >= 3 and max(times) < timed.LIMIT_S
         patch.setattr(timed, "commands", lambda chapter: ["bash chapters/02_ddp/train.sh --max-steps 5000"])
         with pytest.raises(SystemExit, match="have changed since they were timed"):

@@ -50,7 +50,7 @@ from pstar.movers import Movers
 torch.set_num_threads(2)
 a, b = torch.ones(2**22), torch.zeros(2**22)
 a.add_(1)
-before, movers = len(os.listdir("/proc/self/task")), Movers({asynchronous})
+before, movers = len(os.listdir("/proc/self/task")), Movers()
 for target, source in ((b, a), (a.bfloat16(), b.bfloat16())):
     movers.submit("far", "near", lambda: {copy}, 2**24).wait()
 assert b.eq(2).all()
@@ -62,7 +62,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 @pytest.mark.parametrize("copy, more", [("movers.copy(target, source)", 1), ("target.copy_(source)", 2)])
 def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more):
     """One thread more, the worker's own; torch's copy_ there would bring a second one, as the second case shows."""
-    code = TEAMS.format(asynchronous=True, copy=copy)
+    code = TEAMS.format(copy=copy)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
                           env=os.environ | {"OMP_NUM_THREADS": "2"})  # fmt: skip
     assert done.returncode == 0, done.stderr
