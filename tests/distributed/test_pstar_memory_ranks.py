@@ -44,6 +44,15 @@ def test_sixty_placements_at_two_ranks(ranks, ddp, part, tmp_path):
         assert got["traced"] == 1 and got["near"][0] <= got["near"][1], keys
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=["group", "chunk", "sharded"])
+@pytest.mark.parametrize("prefetch", PREFETCH)
+def test_a_slow_link_changes_no_bit(ranks, ddp, prefetch, kind):
+    """Pieces of gathered groups take the link as well, in its worker."""
+    got = ranks(2).run(case, kind | {"near_budget": "min", "prefetch": prefetch, "simulated_link": 1e8})[0]
+    assert got["losses"] == ddp["losses"] and got["norm"] == ddp["norm"]
+    assert all(torch.equal(value, got["weights"][name]) for name, value in ddp["weights"].items())
+
+
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_more_ranks_are_bitwise_while_the_layout_stays(ranks, num_ranks, tmp_path):
     """The order of additions follows the layout alone; against one process it is another order: 1e-6."""
