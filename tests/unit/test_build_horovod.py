@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def test_another_source_is_refused(script) -> None:
 def test_why_a_build_failed_is_one_line(script, output: str, line: str) -> None:
     said = script.why_it_failed("the build", output)
     assert line in said and "\n" not in said
+
+
+def test_it_unpacks_with_a_python_that_has_no_filters(script, monkeypatch, tmp_path: Path) -> None:
+    """Debian's 3.11.2."""
+    top = f"horovod-{script.VERSION}"
+    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo(f"{top}/setup.py"))
+    extract = tarfile.TarFile.extractall
+    monkeypatch.delattr(tarfile, "data_filter")
+    monkeypatch.setattr(tarfile.TarFile, "extractall", lambda archive, path: extract(archive, path))
+    assert (script.unpack(tmp_path / "sdist.tar.gz", tmp_path) / "setup.py").exists()
 
 
 def test_what_it_installs_is_pinned(script) -> None:
