@@ -26,6 +26,7 @@ import torch
 
 from pstar.collectives import Collectives, Handle
 from pstar.errors import StateError
+from pstar.kernels import store_squared
 from pstar.layout import Layout, Unit
 from pstar.residency import Key, Residency
 from pstar.tiers import FAR, NEAR
@@ -89,6 +90,9 @@ class Chunks:
         """From the bytes of other things near (None: not known) to what chunks may take of near; None: the budget."""
         self.at_moment: Callable[[int | None], None] = lambda peak: None
         """Told the same at each moment, when the chunks that had to leave for it have left."""
+        self.store_grad: Callable[[str, torch.Tensor, torch.Tensor, bool], object] = (
+            lambda name, place, grad, add: store_squared(place, grad, add))
+        """Given (name, place, gradient, add): puts a gradient into its place, or adds it to what is there."""
         self.on_grads: Callable[[int, torch.Tensor], None] = lambda group, piece: None
         """Told a group, and this rank's piece of its reduced gradients, when they are complete."""
         residency.schedule.uses = self._uses_of
@@ -311,11 +315,7 @@ class Chunks:
             data = self.residency.ensure(key, NEAR)
         else:
             data = self.residency.create(key, self.units[unit].elems, self.grad_dtype, NEAR)
-        place = data[offset : offset + grad.numel()].view(grad.shape)
-        if name in self._arrived[unit]:
-            place.add_(grad)
-        else:
-            place.copy_(grad)
+        self.store_grad(name, data[offset : offset + grad.numel()].view(grad.shape), grad, name in self._arrived[unit])
         self.residency.mark_written(key, NEAR)
         self._arrived[unit].add(name)
         self._summed[unit].add(name)

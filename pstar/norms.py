@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pstar.collectives import Collectives
-from pstar.kernels import NORM_BLOCK, norm_blocks, squared_norms, sum_blocks
+from pstar.kernels import NORM_BLOCK, norm_blocks, squared_norms, store_squared, sum_blocks
 from pstar.layout import Layout, Span
 
 
@@ -65,7 +65,8 @@ class ParameterNorms:
     """The norm of every parameter's gradient, from the pieces that the ranks hold.
 
     A group is taken as soon as its gradients are complete, while they are near, and warm in a cache: at the step nothing is
-    read again, wherever the gradients have gone since.
+    read again, wherever the gradients have gone since. With one process each gradient is summed even before that, in the
+    pass that puts it into its chunk, where a kernel does both.
 
     Args:
         layout: which part lies on which rank.
@@ -83,6 +84,7 @@ class ParameterNorms:
         self._shared: dict[tuple[str, int], int] = {}        # (name, block) on several ranks -> row of what travels
         self._num_blocks = 0
         self._found: dict[int, _Found] = {}
+        self._stored: dict[str, float] = {}                  # sums of squares that are known since a gradient was stored
         for group in layout.groups:
             for rank in range(group.num_ranks):
                 for span in group.spans(rank):
@@ -92,6 +94,17 @@ class ParameterNorms:
                     if span.param_offset % NORM_BLOCK:       # a boundary inside a block
                         self._shared.setdefault((span.name, span.param_offset // NORM_BLOCK), len(self._shared))
 
+    def store(self, name: str, place: torch.Tensor, grad: torch.Tensor, add: bool) -> None:
+        """Puts a parameter's gradient into its place in a chunk, or adds it to what is there; both of the same shape.
+
+        What is summed on the way, the next take of its group need not read.
+        """
+        square = store_squared(place, grad, add)
+        if square is not None and self._collectives.num_ranks == 1:    # else others have gradients of it as well
+            self._stored[name] = square
+        else:
+            self._stored.pop(name, None)
+
     def take(self, group: int, piece: torch.Tensor, arrived: Callable[[str], bool]) -> None:
         """Sums what this rank has of a group's gradients; nothing of the piece is kept. Called again, it forgets the first.
 
@@ -99,21 +112,29 @@ class ParameterNorms:
         arrived: whether a parameter got a gradient on this rank.
         """
         found = self._found[group] = _Found()
-        parts = []
+        parts, numbers, known = [], [], []
         for span in self._spans[group]:
             if self._collectives.num_ranks == 1 and not arrived(span.name):
                 continue                                     # its place was never written; on several ranks it is 0
             part = piece[span.piece_offset : span.piece_offset + span.numel]
             if span.name in self._first_block:
                 self._take_part(span, part, found)
-            else:
+            elif span.name in self._stored:
                 found.numbers.append(self._number[span.name])
+                known.append(self._stored[span.name])
+            else:
+                numbers.append(self._number[span.name])
                 parts.append(part)
-        found.squares = squared_norms(parts)
+        found.numbers += numbers
+        found.squares = torch.tensor(known, dtype=torch.float64)
+        if parts:
+            squares = squared_norms(parts)
+            found.squares = torch.cat([found.squares, squares]) if known else squares
 
     def forget(self) -> None:
         """Forgets what was taken."""
         self._found.clear()
+        self._stored.clear()
 
     def taken(self, group: int) -> bool:
         return group in self._found

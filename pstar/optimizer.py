@@ -56,6 +56,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.names = {id(param): name for name, param in params.items()}
         self.steps = dict.fromkeys(params, 0)
         self._parameter_norms = ParameterNorms(chunks.layout, list(chunks.params), chunks.collectives, chunks.device)
+        chunks.store_grad = self._parameter_norms.store
         chunks.on_grads = lambda group, piece: self._parameter_norms.take(group, piece, chunks.arrived)
         self._spans = {group.index: group.spans(chunks.collectives.rank) for group in chunks.layout.groups}
         self._overlap = overlap

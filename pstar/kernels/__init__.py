@@ -1,8 +1,8 @@
 """Adam on flat arrays, compiled for CPU and CUDA, and with torch operations where nothing is compiled. Knows no chunks."""
 
 from pstar.kernels.adam import NORM_BLOCK, join_master, split_master, sum_blocks
-from pstar.kernels.front import adam_step, adam_steps, norm_blocks, squared_norms
+from pstar.kernels.front import adam_step, adam_steps, norm_blocks, squared_norms, store_squared
 from pstar.kernels.update import QUANT_BLOCK, AdamUpdate
 
 __all__ = ["NORM_BLOCK", "QUANT_BLOCK", "AdamUpdate", "adam_step", "adam_steps", "join_master", "norm_blocks",
-           "split_master", "squared_norms", "sum_blocks"]
+           "split_master", "squared_norms", "store_squared", "sum_blocks"]

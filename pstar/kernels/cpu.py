@@ -46,8 +46,8 @@ def library() -> ctypes.CDLL | None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     found.pstar_has_path.argtypes = [integer]
     found.pstar_adam.argtypes = [ctypes.POINTER(AdamChunk), integer, integer, integer, pointer, integer, integer]
-    found.pstar_norm_blocks.argtypes = [pointer, ctypes.c_int64, integer, pointer, integer, integer]
-    found.pstar_squared_norm.argtypes = [pointer, ctypes.c_int64, integer, pointer, integer, integer]
+    for norm in (found.pstar_norm_blocks, found.pstar_squared_norm):
+        norm.argtypes = [pointer, pointer, integer, ctypes.c_int64, integer, pointer, integer, integer]
     return found
 
 
@@ -81,18 +81,26 @@ def update_on_cpu(updates: list[AdamUpdate], path: str | None = None) -> None:
     _answer(library().pstar_adam(chunks, len(updates), param, grad, tables, torch.get_num_threads(), _number(path)), path)
 
 
-def squared_norm_on_cpu(grad: torch.Tensor, path: str | None = None) -> float:
-    """The sum of squares in float64, the same for any number of threads and any path."""
+def squared_norm_on_cpu(grad: torch.Tensor, path: str | None = None, place: torch.Tensor | None = None,
+                        add: bool = False) -> float:
+    """The sum of squares in float64, the same for any number of threads and any path.
+
+    place: gets the gradient on the way, copied or added; then the squares are those of what is there.
+    """
     result = ctypes.c_double()
-    _answer(library().pstar_squared_norm(grad.data_ptr(), grad.numel(), GRAD_KINDS[grad.dtype], ctypes.byref(result),
-                                         torch.get_num_threads(), _number(path)), path)
+    _norm(library().pstar_squared_norm, grad, place, add, ctypes.byref(result), path)
     return result.value
 
 
 def norm_blocks_on_cpu(grad: torch.Tensor, sums: torch.Tensor, path: str | None = None) -> None:
     """The sums of squares of grad's blocks into sums, float64."""
-    _answer(library().pstar_norm_blocks(grad.data_ptr(), grad.numel(), GRAD_KINDS[grad.dtype], sums.data_ptr(),
-                                        torch.get_num_threads(), _number(path)), path)
+    _norm(library().pstar_norm_blocks, grad, None, False, sums.data_ptr(), path)
+
+
+def _norm(function, grad: torch.Tensor, place: torch.Tensor | None, add: bool, result: object, path: str | None) -> None:
+    where = None if place is None else place.data_ptr()
+    _answer(function(grad.data_ptr(), where, add, grad.numel(), GRAD_KINDS[grad.dtype], result, torch.get_num_threads(),
+                     _number(path)), path)
 
 
 def _number(path: str | None) -> int:

@@ -31,6 +31,12 @@ struct Codes {
     const pstar_u8 *exp_avg_least, *exp_avg_sq_least;
 };
 
+// Where gradients are put while their squares are summed; no place: nowhere.
+struct Store {
+    void *place;
+    int add;
+};
+
 // ---- the steps of a block. fp32 arrays are worked on where they lie; all else is unpacked into fp32 buffers that stay in
 // ---- L1, so that there is one loop for the formula and one short loop for each format, not one for each combination
 
@@ -136,16 +142,33 @@ PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes 
     }
 }
 
+// n elements from `first` on of gradients to their place: copied, or added to what is there (fp32).
+PSTAR_FN void store(const void *grads, const Store &to, int grad, pstar_i64 first, int n) {
+    if (grad != GRAD_FP32) {
+        const pstar_u16 *from = (const pstar_u16 *)grads + first;
+        pstar_u16 *place = (pstar_u16 *)to.place + first;
+        SIMD for (int j = 0; j < n; j++) place[j] = from[j];
+        return;
+    }
+    const float *from = (const float *)grads + first;
+    float *place = (float *)to.place + first;
+    if (to.add) { SIMD for (int j = 0; j < n; j++) place[j] += from[j]; }
+    else { SIMD for (int j = 0; j < n; j++) place[j] = from[j]; }
+}
+
 // Sum of squares of one block: lane j takes elements j, j + 256, ...; then halves are added to halves. In float64 the
 // square of an fp32 number is exact, so only the order of the additions matters, and that is fixed here. Not finite exactly
-// where an element is not finite.
-PSTAR_FN double block_norm(const void *grads, int grad, pstar_i64 begin, pstar_i64 end) {
+// where an element is not finite. With a place, gradients are stored there on the way, and the squares are those of what is
+// there then: 256 elements are in L1 for that, so squaring costs nothing that could be measured beside the copy.
+PSTAR_FN double block_norm(const void *grads, const Store &to, int grad, pstar_i64 begin, pstar_i64 end) {
     double lanes[NORM_LANES] = {};
     float buffer[NORM_LANES];
     for (; begin < end; begin += NORM_LANES) {
         const int n = end - begin < NORM_LANES ? (int)(end - begin) : NORM_LANES;
-        const float *g = grad == GRAD_FP32 ? (const float *)grads + begin
-                                           : unpack((const pstar_u16 *)grads + begin, grad, buffer, n);
+        if (to.place) store(grads, to, grad, begin, n);
+        const void *from = to.place ? to.place : grads;
+        const float *g = grad == GRAD_FP32 ? (const float *)from + begin
+                                           : unpack((const pstar_u16 *)from + begin, grad, buffer, n);
         SIMD for (int j = 0; j < n; j++) lanes[j] += (double)g[j] * (double)g[j];
     }
     for (int half = NORM_LANES / 2; half; half /= 2)
@@ -164,15 +187,15 @@ double sum_lanes(const double *values, pstar_i64 count) {
 // ---- one copy of the loops for each instruction set
 
 typedef void (*Update)(const AdamChunk &, int, int, const Codes *, pstar_i64, pstar_i64);
-typedef double (*Norm)(const void *, int, pstar_i64, pstar_i64);
+typedef double (*Norm)(const void *, const Store &, int, pstar_i64, pstar_i64);
 
 #define PSTAR_PATH(NAME, TARGET)                                                                                    \
     TARGET void update_##NAME(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin,         \
                               pstar_i64 end) {                                                                      \
         update_range(c, param, grad, codes, begin, end);                                                            \
     }                                                                                                               \
-    TARGET double norm_##NAME(const void *grads, int grad, pstar_i64 begin, pstar_i64 end) {                        \
-        return block_norm(grads, grad, begin, end);                                                                 \
+    TARGET double norm_##NAME(const void *grads, const Store &to, int grad, pstar_i64 begin, pstar_i64 end) {       \
+        return block_norm(grads, to, grad, begin, end);                                                             \
     }
 
 PSTAR_PATH(plain, )
@@ -244,27 +267,32 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
 }
 
 // The sums of squares of each block of NORM_BLOCK elements in float64, the last block perhaps shorter.
-extern "C" int pstar_norm_blocks(const void *grads, pstar_i64 numel, int grad, double *sums, int num_threads, int path) {
+// place: null, or where the gradients are stored on the way, in their own dtype; add: onto fp32 that is there. Then the sums
+// are those of what is there.
+extern "C" int pstar_norm_blocks(const void *grads, void *place, int add, pstar_i64 numel, int grad, double *sums,
+                                 int num_threads, int path) {
     if (path == PATH_AUTO) path = best_path();
     if (!has(path)) return 1;
-    if (grad < GRAD_FP32 || grad > GRAD_BF16) return 2;
+    if (grad < GRAD_FP32 || grad > GRAD_BF16 || (add && (!place || grad != GRAD_FP32))) return 2;
     const Norm norm = NORMS[path];
+    const Store to = {place, add};
     const pstar_i64 num_blocks = (numel + NORM_BLOCK - 1) / NORM_BLOCK;
     if (numel < SMALL || num_threads < 1) num_threads = 1;
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
     for (pstar_i64 block = 0; block < num_blocks; block++) {
         const pstar_i64 begin = block * NORM_BLOCK, end = begin + NORM_BLOCK < numel ? begin + NORM_BLOCK : numel;
-        sums[block] = norm(grads, grad, begin, end);
+        sums[block] = norm(grads, to, grad, begin, end);
     }
     return 0;
 }
 
 // The sum of squares of `numel` elements in float64: the same for any number of threads and any path.
-extern "C" int pstar_squared_norm(const void *grads, pstar_i64 numel, int grad, double *result, int num_threads, int path) {
+extern "C" int pstar_squared_norm(const void *grads, void *place, int add, pstar_i64 numel, int grad, double *result,
+                                  int num_threads, int path) {
     const pstar_i64 num_blocks = (numel + NORM_BLOCK - 1) / NORM_BLOCK;
     double *sums = (double *)malloc((num_blocks + 1) * sizeof(double));
     if (!sums) return 3;
-    const int status = pstar_norm_blocks(grads, numel, grad, sums, num_threads, path);
+    const int status = pstar_norm_blocks(grads, place, add, numel, grad, sums, num_threads, path);
     if (!status) *result = sum_lanes(sums, num_blocks);
     free(sums);
     return status;

@@ -92,3 +92,31 @@ def test_it_is_the_norm_of_torch_up_to_rounding():
     for ours, other in zip(params, theirs, strict=True):
         torch.testing.assert_close(ours.grad, other.grad)
     assert global_norm([params[0].grad, torch.tensor([math.inf])]) == math.inf
+
+
+def test_what_was_summed_when_it_was_stored_is_not_read_again_and_is_the_oracle_after_every_change():
+    layout = make_layout([ModuleSpec("m", tuple(SIZES.items()))], 10**6)
+    norms = ParameterNorms(layout, list(SIZES), Collectives(None, Ledger()), torch.device("cpu"))
+    piece, given = torch.full((layout.groups[0].piece_elems,), math.nan), grads()
+
+    def place(name: str) -> torch.Tensor:
+        slot = layout.slots[name]
+        return piece[slot.offset : slot.offset + slot.numel]
+
+    for name, grad in given.items():
+        norms.store(name, place(name), grad, False)
+    norms.store("b", place("b"), given["b"], True)                            # a second micro-step
+    norms.store("c", place("c"), given["c"].to(torch.bfloat16), True)         # no kernel adds that: it must be read
+    expected = {name: grad.clone() for name, grad in given.items()}
+    expected["b"] += given["b"]
+    expected["c"] += given["c"].to(torch.bfloat16)
+    taken = piece.clone()
+    place_of_a = layout.slots["a"]
+    taken[place_of_a.offset : place_of_a.offset + 3] = math.nan               # nobody looks
+    norms.take(0, taken, lambda name: name != "unused")
+    found, used = norms(lambda name: name != "unused")
+    assert used == set(SIZES) - {"unused"}
+    assert torch.equal(found, parameter_norms(grad for name, grad in expected.items() if name != "unused"))
+
+    norms.take(0, piece, lambda name: True)                                   # forgotten: all of it is read anew
+    assert torch.equal(norms(lambda name: True)[0], parameter_norms(place(name) for name in SIZES))
