@@ -8,14 +8,11 @@ With one process a group's near buffer is its ("param", g) block. With p ranks e
 ("param", g), and the near buffer is ("gathered", u), dropped when it must leave. A *unit* u is what one collective brings
 together: a group, p pieces filled by an all-gather; or, to save memory, a chunk, broadcast by its owner.
 
-Collectives go on while the rank computes. The next unit of the trace is gathered ahead where near has room for it and for
-all that is touched before it, so that nothing is evicted, and nothing gathered, that would not have been otherwise. A unit
-whose gradients are complete is reduced until the next one is, until room is needed, or until backward ends. All of these
-moments follow from the program and the budget, never from how fast a rank is: the ranks must agree about evictions. For
-the same reason every rank has the same blocks near: pieces are created on all ranks at the same moments.
-
-What lies in a slower tier is brought ahead too, `prefetch` keys of the trace: chunks from far with one process, and in any
-case optimizer states and pieces from disk.
+Collectives go on while the rank computes. The next unit of the trace is gathered ahead, and what lies in a slower tier is
+brought ahead too: see pstar.ahead. A unit whose gradients are complete is reduced until the next one is, until room is
+needed, or until backward ends. All of these moments follow from the program and the budget, never from how fast a rank is:
+the ranks must agree about evictions. For the same reason every rank has the same blocks near: pieces are created on all
+ranks at the same moments.
 """
 
 import zlib
@@ -24,6 +21,7 @@ from enum import Enum
 
 import torch
 
+from pstar.ahead import LookAhead
 from pstar.collectives import Collectives, Handle
 from pstar.errors import StateError
 from pstar.kernels import store_squared
@@ -48,7 +46,7 @@ class Chunks:
         param_dtype, grad_dtype: of the chunks.
         device: of near.
         communication: gather and reduce a whole "group" at once, or one "chunk".
-        prefetch: how many keys of the trace to look ahead; gather the next unit ahead unless 0.
+        prefetch: how many keys of the trace to look ahead (pstar.ahead); 0: nothing comes before it is needed.
     """
 
     def __init__(self, layout: Layout, params: dict[str, torch.nn.Parameter], residency: Residency,
@@ -79,8 +77,6 @@ class Chunks:
         """Reduce all units after backward, in the order of their numbers, instead of each as soon as it is complete."""
         self.calls: list[int] = []
         """What this rank asked of the others since the last step: u + 1 for a gather of unit u, -u - 1 for a reduction."""
-        self.prefetch = prefetch
-        self._looked_at = -1                    # the moment for which it was decided what comes ahead
         self._units_of: dict[int, list[int]] = {}
         for unit in self.units:
             self._units_of.setdefault(unit.group, []).append(unit.index)
@@ -99,6 +95,7 @@ class Chunks:
         self._ahead: dict[int, Handle] = {}     # units that are being gathered before they are needed
         self._reducing: dict[int, Handle] = {}  # units whose gradients are being reduced
         residency.settle = self.settle
+        self._look_ahead = LookAhead(self, prefetch)
 
     # ------------------------------------------------------------- parameters
 
@@ -175,46 +172,10 @@ class Chunks:
         self._touch(("adam", group))
         self._look_ahead()
 
-    def _look_ahead(self) -> None:
-        """Begins to bring what the trace names next to where it will be needed."""
-        schedule = self.residency.schedule
-        if not self.prefetch or schedule.moment == self._looked_at:
-            return
-        self._looked_at = schedule.moment
-        if self.collectives.num_ranks > 1:
-            self._gather_ahead()
-        for access in schedule.following(self.prefetch):
-            next_use = schedule.trace.next_use(access, schedule.moment)
-            for key, tier in self._blocks_of(access):
-                if not self.residency.load_ahead(key, tier, next_use):
-                    return
-
-    def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
-        """(block, tier) of what a key of the trace needs, as far as it exists."""
-        kind, index = access
-        if kind == "adam":
-            tier = self.update_tier(index)
-            return [(key, tier) for key in self.residency.blocks
-                    if key[1] == index and key[0] not in ("gathered", "grad_full")]
-        if kind == "gathered":
-            return [] if access in self.residency else [(("param", self.units[index].group), FAR)]
-        return [(access, NEAR)] if kind in ("param", "grad") else []
-
-    def _gather_ahead(self) -> None:
-        """Begins to gather the unit that the trace names next, where that takes room from nobody until it is needed."""
-        schedule = self.residency.schedule
-        upcoming = schedule.upcoming("gathered")
-        if upcoming is None or upcoming[0] in self.residency:
-            return
-        (_, unit), before = upcoming
-        room = self.units[unit].elems * self.param_dtype.itemsize
-        for key in {key for key in before if key[0] == "grad_full"}:    # and the reduced piece beside them
-            spec = self.units[key[1]]
-            elems = self.layout.groups[spec.group].piece_elems + (spec.elems if key not in self.residency else 0)
-            room += elems * self.grad_dtype.itemsize
-        if self.residency.tiers[NEAR].has_room(room):
-            self._ahead[unit] = self._gather(unit)
-            self.residency.pin(("gathered", unit))
+    def gather_ahead(self, unit: int) -> None:
+        """Begins to gather a unit that is not near; it stays until it is used."""
+        self._ahead[unit] = self._gather(unit)
+        self.residency.pin(("gathered", unit))
 
     def _end_gather(self, unit: int) -> None:
         self._ahead.pop(unit).wait()
@@ -442,7 +403,7 @@ class Chunks:
     def drop_grads(self) -> None:
         """Forgets all gradients, as zero_grad does."""
         self.settle()
-        self._looked_at = -1
+        self._look_ahead.forget()
         self._reduced.clear()
         self._trainable.clear()
         for kind, number in (("grad", len(self.layout.groups)), ("grad_full", len(self.units))):

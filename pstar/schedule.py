@@ -193,6 +193,13 @@ class Schedule:
                 found[self.trace.accesses[moment]] = None
         return list(found)
 
+    def coming(self) -> Iterator[tuple[Key, int]]:
+        """(key, bytes of other things near) of all moments after this one, on into the next step and around to this one
+        again; nothing where they are not known."""
+        if self._in_step and not self._paused and self.trace is not None:
+            for moment in (*range(self._moment + 1, len(self.trace)), *range(self._moment + 1)):
+                yield self.trace.accesses[moment], self.trace.peaks[moment]
+
     def next_use(self, key: Key) -> float:
         """The moment at which a block is used next, counted on into the next step; NEVER where no trace knows it."""
         if self.trace is None:

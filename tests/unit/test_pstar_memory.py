@@ -100,6 +100,24 @@ def test_loads_of_a_step_equal_the_maths(n, room, prefetch):
     assert model.ledger.step_bytes["far to near"] == 4 * 64 * 64 * (n + max(0, n - 1 - room))
 
 
+@pytest.mark.parametrize("near", ["min", "25%", "45%", "60%"])
+def test_what_was_updated_far_comes_back_while_the_rest_is_updated_and_no_more_than_without(near):
+    """Into free room, in the order of need: groups that are done travel during the update, and a step moves what it moves
+    without looking ahead."""
+    tables, early = [], {}
+    for prefetch in (0, 1):
+        model, optimizer = toy.build(near_budget=near, default_chunk_size=5_000, prefetch=prefetch)
+        for number in range(4):
+            optimizer.zero_grad()
+            model.backward(model(*toy.batch(number)))
+            before = model.ledger.moved_bytes["far to near"]
+            optimizer.step()
+            early[prefetch] = model.ledger.moved_bytes["far to near"] - before
+        tables.append(model.ledger.step_bytes)
+    assert tables[0] == tables[1]
+    assert early[0] == 0 < early[1] < tables[1]["far to near"]
+
+
 def test_a_clean_chunk_is_never_copied_out():
     """With updates far, no parameter is ever written near: only gradients leave."""
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)

@@ -157,3 +157,20 @@ def test_what_comes_next_is_known_inside_a_traced_step_only():
             with schedule.paused():
                 assert schedule.upcoming("gathered") is None
         schedule.end_step()
+
+
+def test_what_is_coming_goes_on_around_the_end_of_the_step():
+    schedule = Schedule()
+    schedule.take_peak = iter(range(10, 20)).__next__
+    for step in range(2):
+        schedule.begin_step()
+        assert list(schedule.coming()) == ([("a", 11), ("c", 12), ("b", 13)] if step else [])
+        for moment, key in enumerate(("a", "c", "b")):
+            schedule.touch(key)
+            if step:
+                around = [("a", 11), ("c", 12), ("b", 13)] * 2
+                assert list(schedule.coming()) == around[moment + 1 : moment + 4]
+                with schedule.paused():
+                    assert not list(schedule.coming())
+        schedule.end_step()
+    assert not list(schedule.coming())

@@ -1,0 +1,118 @@
+"""What comes near before it is needed: the next keys of the trace, and as much more as there is room for that nobody needs.
+
+Three rules, none of which makes a step move more than it would without them:
+
+1. Of the next `prefetch` keys of the trace, blocks begin to come even where others must leave for them, as long as those are
+   needed later (so they would have had to leave anyway).
+2. Beyond these, parameters come in the order in which they are needed, into room that is free and stays free until then:
+   what will be created before them (gradients), and what activations will take, is counted first. This goes on around the
+   end of the step: while some groups are still being updated, the link brings those that are done to the next forward.
+   Without it a link that is slower than the look-ahead stands still whenever the model computes something long.
+3. With several ranks the next unit is gathered ahead, where that takes room from nobody until it is needed.
+
+When to begin follows from the program and the budget, never from how fast a link or a rank is: the ranks must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from pstar.collectives import Collectives
+from pstar.layout import Layout, Unit
+from pstar.residency import Key, Residency
+from pstar.tiers import FAR, NEAR
+
+
+class Chunks(Protocol):
+    """What is asked of pstar.chunks.Chunks."""
+
+    layout: Layout
+    units: Sequence[Unit]
+    residency: Residency
+    collectives: Collectives
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    update_tier: Callable[[int], str]
+    room: Callable[[int | None], int | None] | None
+
+    def gather_ahead(self, unit: int) -> None: ...
+
+
+class LookAhead:
+    """Called at each moment of a step that is known. prefetch: how many keys of the trace to look ahead; 0: not at all."""
+
+    def __init__(self, chunks: Chunks, prefetch: int):
+        self.chunks, self.prefetch = chunks, prefetch
+        self.residency, self.schedule = chunks.residency, chunks.residency.schedule
+        self._looked_at = -1    # the moment for which it was decided what comes
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._looked_at = -1
+
+    def __call__(self) -> None:
+        """Begins to bring what the trace names next to where it will be needed; once for each moment."""
+        if not self.prefetch or self.schedule.moment == self._looked_at:
+            return
+        self._looked_at = self.schedule.moment
+        if self.chunks.collectives.num_ranks > 1:
+            self._gather()
+        for access in self.schedule.following(self.prefetch):
+            next_use = self.schedule.trace.next_use(access, self.schedule.moment)
+            for key, tier in self._blocks_of(access):
+                if not self.residency.load_ahead(key, tier, next_use):
+                    return
+        if self.chunks.collectives.num_ranks == 1:
+            self._fill()
+
+    def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
+        """(block, tier) of what a key of the trace needs, as far as it exists."""
+        kind, index = access
+        if kind == "adam":
+            tier = self.chunks.update_tier(index)
+            return [(key, tier) for key in self.residency.blocks
+                    if key[1] == index and key[0] not in ("gathered", "grad_full")]
+        if kind == "gathered":
+            return [] if access in self.residency else [(("param", self.chunks.units[index].group), FAR)]
+        return [(access, NEAR)] if kind in ("param", "grad") else []
+
+    def _gather(self) -> None:
+        upcoming = self.schedule.upcoming("gathered")
+        if upcoming is None or upcoming[0] in self.residency:
+            return
+        (_, unit), before = upcoming
+        chunks = self.chunks
+        room = chunks.units[unit].elems * chunks.param_dtype.itemsize
+        for key in {key for key in before if key[0] == "grad_full"}:    # and the reduced piece beside them
+            spec = chunks.units[key[1]]
+            elems = chunks.layout.groups[spec.group].piece_elems + (spec.elems if key not in self.residency else 0)
+            room += elems * chunks.grad_dtype.itemsize
+        if self.residency.tiers[NEAR].has_room(room):
+            chunks.gather_ahead(unit)
+
+    def _fill(self) -> None:
+        near, chunks, residency = self.residency.tiers[NEAR], self.chunks, self.residency
+        bound, promised = near.bound_bytes, 0
+        current = self.schedule.trace.accesses[self.schedule.moment] if self.schedule.moment >= 0 else ("", -1)
+        outdated = {current[1]} if current[0] == "adam" else set()    # parameters that an update will have changed
+        for number, (access, peak) in enumerate(self.schedule.coming()):
+            kind, index = access
+            room = chunks.room(peak) if chunks.room is not None else None
+            bound = room if bound is None else bound if room is None else min(bound, room)
+            if kind == "adam":
+                outdated.add(index)
+                there = all(tier != NEAR or residency.is_near(key) for key, tier in self._blocks_of(access))
+                if not there:
+                    return    # what this update needs near is not for us to weigh
+            elif kind == "grad" and not residency.is_near(access):
+                promised += chunks.units[index].elems * chunks.grad_dtype.itemsize
+            elif kind == "param" and not residency.is_near(access):
+                block = residency.blocks[access]
+                if index in outdated or FAR not in block.copies:
+                    return
+                if bound is not None and near.used_bytes + promised + block.num_bytes > bound:
+                    return
+                residency.load_ahead(access, NEAR, self.schedule.moment + 1 + number)
