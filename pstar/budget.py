@@ -64,14 +64,21 @@ def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
     return near_budget // per_elem
 
 
-def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communication: str = "group") -> list[int]:
-    """The groups whose optimizer states may live near, so that their update is computed there.
+def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
+                        kept_free: int | None = None) -> list[int]:
+    """The groups whose optimizer states may live near, so that their update is computed there: the first ones that fit.
 
-    Only the margin is given away: what is left of the budget when all parameters (gathered) and the gradients are near at
-    once (PatrickStar, section 8.2). States near save a group's gradients the way out and its parameters the way back.
+    States near save a group's gradients the way out and its parameters the way back.
+
+    kept_free: None: only the margin is given away, what is left of the budget when all parameters (gathered) and the
+        gradients are near at once (PatrickStar, section 8.2): no parameter travels more than without. Else all but so many
+        bytes: then the parameters of the other groups travel in backward too, in the direction in which a link has nothing
+        to carry meanwhile.
     """
     single = layout.num_ranks == 1
-    if single:
+    if kept_free is not None:
+        margin, per_elem = near_budget - kept_free, costs.total
+    elif single:
         margin = near_budget - (costs.param + costs.grad) * layout.total_elems
         per_elem = costs.states
     else:
@@ -84,6 +91,27 @@ def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communic
             margin -= per_elem * group.piece_elems
             near.append(group.index)
     return near
+
+
+def homes_by(near_states: str, layout: Layout, near_budget: int, costs: Costs, communication: str, least_near: int,
+             prefetch: int) -> list[int]:
+    """groups_at_home_near for a value of the configuration's near_states, margin or fill.
+
+    least_near: the layout's smallest_near_budget. With fill so much is kept free, and beside it what is on its way: the
+    parameters of `prefetch` units, and one unit's gradients that leave while the next one's come.
+    """
+    margin = groups_at_home_near(layout, near_budget, costs, communication)
+    if near_states == "margin":
+        return margin
+    units = layout.units(communication)
+    on_the_way = (prefetch * costs.param * max(unit.elems for unit in units)
+                  + max(_grad_bytes(unit, layout, costs) for unit in units))
+    filled = groups_at_home_near(layout, near_budget, costs, communication, least_near + on_the_way)
+
+    def elems(groups: list[int]) -> int:
+        return sum(layout.groups[index].piece_elems for index in groups)
+
+    return max(margin, filled, key=elems)
 
 
 def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:

@@ -113,6 +113,10 @@ class Config:
     """A folder on a local disk for what does not fit into the far budget: optimizer states first, then parameters."""
     disk_budget: int | str = "auto"
     """Bytes of that disk: 100GiB, or auto (what is free there)."""
+    near_states: str = "margin"
+    """Whose optimizer states live near. margin: those of as many groups as fit beside all parameters and gradients
+    (PatrickStar). fill: as many as fit beside what a few modules need; other groups' parameters then travel in backward too,
+    against the gradients: faster where the link is what a step waits for, and never more than a link of two ways carries."""
     far_states: str = "host"
     """Where groups whose states lie far are updated. host: there, by the CPU. stream: near; their states come and go."""
     offload_activations: bool = False
@@ -149,6 +153,8 @@ class Config:
             raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; give at least 1")
         if self.eviction_policy not in ("next_use", "lru", "fifo"):
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use, lru or fifo")
+        if self.near_states not in ("margin", "fill"):
+            raise ConfigError(f"near_states is {self.near_states!r}; choose margin or fill")
         if self.far_states not in ("host", "stream"):
             raise ConfigError(f"far_states is {self.far_states!r}; choose host or stream")
         self.prefetch = 2 if self.prefetch is True else int(self.prefetch)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pstar.activations import Offload
-from pstar.budget import groups_at_home_near, model_data_bytes
+from pstar.budget import model_data_bytes
 from pstar.checkpoint import gather_state, load_state, write
 from pstar.chunks import Chunks
 from pstar.collectives import Collectives
@@ -55,7 +55,7 @@ class Engine(torch.nn.Module):
         self.near = Tier(NEAR, device, plan.near_budget)
         self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=on_gpu)
         self._least_near, self._near_memory, self._most = plan.least_near, plan.near_memory, 0
-        self._stays_near = plan.stays_near
+        self._stays_near, self._homes = plan.stays_near, plan.homes
         self._profile = self._start_profile(plan, collectives)
         self.disk = None
         if plan.config.disk_path is not None:
@@ -258,8 +258,7 @@ class Engine(torch.nn.Module):
         if self.config.optimizer.params.use_hybrid_adam:
             room = min(self.near.budget_bytes, self._near_memory - most)
             self._residency.limit(room)
-            near = groups_at_home_near(self.layout, room, self.costs, self.config.communication)
-            if self._optimizer.set_homes(near):
+            if self._optimizer.set_homes(self._homes(room)):
                 self.schedule.forget_all()    # the update's order changes with them
 
     # ------------------------------------------------------------------ profile

@@ -7,7 +7,7 @@ import torch
 
 from pstar.budget import (
     Costs,
-    groups_at_home_near,
+    homes_by,
     homes_for_capacity,
     largest_chunk_elems,
     model_data_bytes,
@@ -89,7 +89,7 @@ class Plan:
         whole = model_data_bytes(self.layout, self.costs)
         self.near_homes = []
         if config.optimizer.params.use_hybrid_adam and config.near_memory == "auto":    # else the margin is measured first
-            self.near_homes = groups_at_home_near(self.layout, self.near_budget, self.costs, config.communication)
+            self.near_homes = self.homes(self.near_budget)
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
         least_far = smallest_far_budget(self.layout, self.near_homes, self.costs,
                                         self.accumulates or config.find_unused_parameters)
@@ -116,6 +116,11 @@ class Plan:
                 f"model data, or auto{'' if config.disk_path else ', or a disk_path'}"
             )
         self.activation_room = None if self.far_budget is None else self.far_budget - least_far
+
+    def homes(self, room: int) -> list[int]:
+        """The groups whose states live near where chunks have `room` bytes there."""
+        return homes_by(self.config.near_states, self.layout, room, self.costs, self.config.communication, self.least_near,
+                        self.config.prefetch)
 
     def _near_bytes(self, layout: Layout) -> int:
         whole = model_data_bytes(layout, self.costs)

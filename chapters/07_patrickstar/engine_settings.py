@@ -23,6 +23,7 @@ SAME_AS = {
     "prefetch": "prefetch",
     "offload_activations": "offload_activations",
     "overlap_update": "overlap_update",
+    "near_states": "near_states",
     "far_states": "far_states",
     "profile": "profile",
     "gradient_clipping": "clip_grad_norm",
@@ -43,6 +44,8 @@ class Settings(BaseSettings):
     near_memory: str = flag("auto", "Device memory for chunks and activations together, 12GiB; chunks get what is left.")
     disk_path: str | None = flag(None, "A folder on a local disk for what does not fit into --far-budget.", shown="none")
     prefetch: int = flag(2, "Moments of the traced step to look ahead; 0 copies everything when it is needed.")
+    near_states: str = flag("margin", "Optimizer states on the device: those that fit beside all parameters and gradients, "
+                            "or fill it with them; then parameters travel in backward too.", choices=("margin", "fill"))
     far_states: str = flag("host", "Where states that lie far are updated: by the host, or streamed through the device.",
                            choices=("host", "stream"))
     overlap_update: bool = flag(False, "Update what lies far while the next forward runs.")

@@ -53,6 +53,15 @@ def test_a_slow_link_changes_no_bit(ranks, ddp, prefetch, kind):
     assert all(torch.equal(value, got["weights"][name]) for name, value in ddp["weights"].items())
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=["group", "chunk", "sharded"])
+@pytest.mark.parametrize("near", ["40%", "60%"])
+def test_near_filled_with_states_changes_no_bit(ranks, ddp, near, kind):
+    got = ranks(2).run(case, kind | {"near_budget": near, "near_states": "fill", "default_chunk_size": 5_000})[0]
+    assert got["losses"] == ddp["losses"] and got["norm"] == ddp["norm"]
+    assert all(torch.equal(value, got["weights"][name]) for name, value in ddp["weights"].items())
+    assert got["near"][0] <= got["near"][1]
+
+
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_more_ranks_are_bitwise_while_the_layout_stays(ranks, num_ranks, tmp_path):
     """The order of additions follows the layout alone; against one process it is another order: 1e-6."""

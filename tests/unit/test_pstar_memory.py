@@ -126,6 +126,37 @@ def test_a_clean_chunk_is_never_copied_out():
     assert model.ledger.step_bytes["near to far"] == grads
 
 
+@pytest.mark.parametrize("near", ["30%", "45%", "60%", "95%", "100%"])
+@pytest.mark.parametrize("keys", [{}, {"prefetch": 4}, {"far_states": "stream"}, {"near_memory": "1500KiB"}], ids=str)
+def test_near_filled_with_states_changes_no_number(near, keys, plain):
+    model, optimizer = toy.build(near_budget=near, default_chunk_size=5_000, near_states="fill", **keys)
+    losses, weights, norms = plain
+    assert toy.train(model, optimizer, STEPS) == losses
+    assert optimizer.grad_norm == norms[-1]
+    found, _ = model.gather_state()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert model.near.peak_bytes <= model.near.budget_bytes
+
+
+def test_near_filled_with_states_lets_parameters_travel_in_backward():
+    """At 25 % the parameters just fit: by the margin no state is near, backward loads nothing, and forward loads all."""
+    loaded, homes, left = {}, {}, {}
+    for near_states in ("margin", "fill"):
+        model, optimizer = toy.build(lambda: toy.Toy(10), near_budget="25%", default_chunk_size=5_000,
+                                     near_states=near_states)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(*toy.batch(number))
+            before = model.ledger.moved_bytes["far to near"]
+            model.backward(loss)
+            loaded[near_states] = model.ledger.moved_bytes["far to near"] - before
+            optimizer.step()
+        homes[near_states], left[near_states] = model._chunks.home.count(NEAR), model.ledger.step_bytes["near to far"]
+    assert homes["margin"] == 0 < homes["fill"]
+    assert loaded["margin"] == 0 < loaded["fill"]
+    assert left["fill"] < left["margin"]
+
+
 def test_states_that_are_streamed_come_and_go_every_step():
     model, optimizer = toy.build(near_budget="60%", default_chunk_size=11_000, far_states="stream")
     toy.train(model, optimizer, 3)
