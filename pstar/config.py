@@ -113,8 +113,9 @@ class Config:
     """A folder on a local disk for what does not fit into the far budget: optimizer states first, then parameters."""
     disk_budget: int | str = "auto"
     """Bytes of that disk: 100GiB, or auto (what is free there)."""
-    far_states: str = "host"
-    """Where groups whose states lie far are updated. host: there, by the CPU. stream: near; their states come and go."""
+    far_states: str = "auto"
+    """Where groups whose states lie far are updated. host: there, by the CPU. stream: near; their states come and go. auto:
+    the faster one, by speeds that are measured at the start; without a GPU, and with a disk_path, it is host."""
     offload_activations: bool = False
     """Tensors that backward needs wait in host memory, as far as it has room beside the chunks, and are copied back."""
     overlap_update: bool = False
@@ -149,8 +150,8 @@ class Config:
             raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; give at least 1")
         if self.eviction_policy not in ("next_use", "lru", "fifo"):
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use, lru or fifo")
-        if self.far_states not in ("host", "stream"):
-            raise ConfigError(f"far_states is {self.far_states!r}; choose host or stream")
+        if self.far_states not in ("auto", "host", "stream"):
+            raise ConfigError(f"far_states is {self.far_states!r}; choose auto, host or stream")
         self.prefetch = 2 if self.prefetch is True else int(self.prefetch)
         if self.prefetch < 0:
             raise ConfigError(f"prefetch is {self.prefetch}; give 0 (off) or how many moments to look ahead")

@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     near_memory: str = flag("auto", "Device memory for chunks and activations together, 12GiB; chunks get what is left.")
     disk_path: str | None = flag(None, "A folder on a local disk for what does not fit into --far-budget.", shown="none")
     prefetch: int = flag(2, "Moments of the traced step to look ahead; 0 copies everything when it is needed.")
-    far_states: str = flag("host", "Where states that lie far are updated: by the host, or streamed through the device.",
-                           choices=("host", "stream"))
+    far_states: str = flag("auto", "Where states that lie far are updated: by the host, or streamed through the device; "
+                           "auto: the faster one, measured.", choices=("auto", "host", "stream"))
     overlap_update: bool = flag(False, "Update what lies far while the next forward runs.")
     offload_activations: bool = flag(False, "Keep what backward needs in host memory meanwhile.")
     activation_checkpointing: bool = flag(False, "Keep one activation a block, recompute the rest in backward.")

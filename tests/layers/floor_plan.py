@@ -51,6 +51,7 @@ PSTAR_ROWS = {
     "trace_export": 3,
     "charts": 3,
     "adam_choice": 3,
+    "speeds": 4,
     "chunks": 4,
     "outside": 4,
     "trace_command": 4,
