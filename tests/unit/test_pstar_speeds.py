@@ -12,13 +12,15 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import pstar
 from pstar import cli, speeds
 from pstar.adam_choice import Speeds, adam_traffic_bytes, choose_adam
-from pstar.budget import smallest_far_budget, smallest_streaming_budget
+from pstar.budget import smallest_streaming_budget
 from pstar.movers import Movers
 from pstar.plan import plan_engine
 from pstar.precision import Precision
@@ -88,6 +90,30 @@ def test_where_the_answer_is_known_nothing_is_measured(measured, keys, why):
     model, _ = toy.build(**keys)
     row = dict(model.memory_plan())["far states"]
     assert model.far_states == "host" and not calls and row.startswith("updated by the host") and why in row
+
+
+class Pair(nn.Module):
+    """Two layers of one chunk each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.layers(F.one_hot(inputs % 64, 64).to(self.layers[0].weight.dtype)).float().square().mean()
+
+
+def test_states_at_home_near_leave_no_room_for_others(measured):
+    """In bf16 near needs 14 bytes an element of a group for streaming. Here it has 18.2, of which the other group's states
+    never leave 10."""
+    calls = measured(GPU)
+    keys = on_a_slow_link(near_budget="65%", default_chunk_size=64 * 64, bf16={"enabled": True})
+    model, optimizer = toy.build(Pair, **keys)
+    assert model._chunks.home.count(NEAR) == 1 and model.far_states == "host" and not calls
+    toy.train(model, optimizer, 2)
+    model, optimizer = toy.build(Pair, **keys, far_states="stream")
+    with pytest.raises(pstar.BudgetError):
+        toy.train(model, optimizer, 2)
 
 
 def test_states_that_may_be_on_disk_are_the_hosts(measured, tmp_path):
@@ -183,7 +209,6 @@ def test_some_of_these_placements_do_stream(measured):
             continue
         if model.far_states == "stream":
             assert smallest_streaming_budget(model.layout, model.costs) <= model.near.budget_bytes
-            assert model.far.budget_bytes is None or smallest_far_budget(model.layout, [], model.costs, False)
         chosen.append(model.far_states)
     assert chosen.count("stream") >= 10 and chosen.count("host") >= 5
 
@@ -267,7 +292,7 @@ def test_without_a_gpu_it_is_host_however_fast_the_link(host, precision, num_par
 def test_the_plan_takes_measured_speeds_when_it_is_told_to(monkeypatch, capsys):
     asked = []
     arguments = ["plan", "--model", "2x64", "--machine", "cpu2", "--precision", "fp32", "--seq-len", "64",
-                 "--gpu-memory", "60MiB", "--json"]
+                 "--gpu-memory", "90MiB", "--json"]
     monkeypatch.setattr("pstar.plan_command.measure_here", lambda precision: asked.append(precision) or GPU)
     answers = []
     for more in ([], ["--measure"]):
