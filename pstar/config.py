@@ -115,10 +115,11 @@ class Config:
     """Bytes of that disk: 100GiB, or auto (what is free there)."""
     near_states: str = "margin"
     """Whose optimizer states live near. margin: those of as many groups as fit beside all parameters and gradients
-    (PatrickStar). fill: as many as fit beside what a few modules need; other groups' parameters then travel in backward too,
-    against the gradients: faster where the link is what a step waits for, and never more than a link of two ways carries."""
-    far_states: str = "host"
-    """Where groups whose states lie far are updated. host: there, by the CPU. stream: near; their states come and go."""
+    (PatrickStar). fill: as many as fit beside what a few modules need; the other groups' parameters travel in backward too,
+    against their gradients: faster where a step waits for the link."""
+    far_states: str = "auto"
+    """Where groups whose states lie far are updated. host: there, by the CPU. stream: near; their states come and go. auto:
+    the faster one, by speeds that are measured at the start; without a GPU, and with a disk_path, it is host."""
     offload_activations: bool = False
     """Tensors that backward needs wait in host memory, as far as it has room beside the chunks, and are copied back."""
     overlap_update: bool = False
@@ -155,8 +156,8 @@ class Config:
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; choose next_use, lru or fifo")
         if self.near_states not in ("margin", "fill"):
             raise ConfigError(f"near_states is {self.near_states!r}; choose margin or fill")
-        if self.far_states not in ("host", "stream"):
-            raise ConfigError(f"far_states is {self.far_states!r}; choose host or stream")
+        if self.far_states not in ("auto", "host", "stream"):
+            raise ConfigError(f"far_states is {self.far_states!r}; choose auto, host or stream")
         self.prefetch = 2 if self.prefetch is True else int(self.prefetch)
         if self.prefetch < 0:
             raise ConfigError(f"prefetch is {self.prefetch}; give 0 (off) or how many moments to look ahead")

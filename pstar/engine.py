@@ -32,6 +32,7 @@ from pstar.scaler import LossScaler
 from pstar.schedule import Schedule
 from pstar.scope import mode_of
 from pstar.sharded import load_sharded, save_sharded
+from pstar.speeds import choose_far_states
 from pstar.tiers import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
 
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
@@ -44,6 +45,7 @@ class Engine(torch.nn.Module):
     Attributes:
         module: the model. Its parameters have memory only while they are in use.
         layout, ledger, near, far: what lies where, and what was moved (see memory_table).
+        far_states: host or stream; where the configuration says auto, what was chosen.
     """
 
     def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device):
@@ -82,6 +84,7 @@ class Engine(torch.nn.Module):
         self._offload = None
         if plan.config.offload_activations:
             self._offload = Offload(self.far, self.ledger, self.near.device, plan.activation_room)
+        self.far_states, self._why = choose_far_states(plan, self._movers, collectives, device)
         self._optimizer: ChunkedAdam | None = None
         self._micro_step = 0
 
@@ -92,7 +95,7 @@ class Engine(torch.nn.Module):
         self._optimizer = ChunkedAdam(
             param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._precision,
             make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping, defaults,
-            self.config.far_states == "stream", self.disk is not None, self.config.overlap_update)
+            self.far_states == "stream", self.disk is not None, self.config.overlap_update)
         self._optimizer.after_step = self._after_step
         if recipe is None:
             for name, param in self._params.items():
@@ -344,6 +347,7 @@ class Engine(torch.nn.Module):
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a parameter"),
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),
+            ("far states", f"updated by {'the host' if self.far_states == 'host' else 'near, streamed'} ({self._why})"),
             *outside,
         ]
 

@@ -10,6 +10,7 @@ from pstar.gpt_shape import MODELS, find_model
 from pstar.machines import MACHINES, Machine, find_machine
 from pstar.paper import ASSUMPTIONS, paper_rows
 from pstar.predict import PRECISIONS, Job, Prediction, predict, what_would_fit
+from pstar.speeds import measure_here
 from pstar.tiers import format_bytes, parse_bytes
 
 MODE_WORDS = {
@@ -37,6 +38,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="activation checkpointing (default: on)")
     parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto (default)")
+    parser.add_argument("--measure", action="store_true", help="take the speeds of link, GPU memory and host Adam from this "
+                        "machine, measured now, instead of the table's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--paper", action="store_true", help="print the largest models beside the published ones")
 
@@ -53,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model.lower().replace("x", "").isdecimal() and seq_len > shape.positions:
         shape = replace(shape, positions=seq_len)    # a model that is only described grows with its sequences
     precision = arguments.precision or ("bf16" if machine.has_bf16 else "fp16")
+    machine = _measured(machine, precision) if arguments.measure else machine
     chunk = arguments.chunk_size
     if chunk != "auto" and not chunk.isdecimal():
         raise ConfigError(f"--chunk-size {chunk}: give a positive number of elements, or auto")
@@ -78,6 +82,14 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     if changes.get("disk_bytes") and not machine.disk_bytes_per_s:
         changes["disk_bytes_per_s"] = 1e9
     return replace(machine, **changes)
+
+
+def _measured(machine: Machine, precision: str) -> Machine:
+    """The machine with the speeds of the one that this runs on, where they can be measured in a moment."""
+    speeds = measure_here(precision)
+    return replace(machine, link_bytes_per_s=speeds.link_bytes_per_s, gpu_memory_bytes_per_s=speeds.gpu_memory_bytes_per_s,
+                   host_adam_params_per_s=speeds.host_adam_params_per_s,
+                   source=f"{machine.source}; link, GPU memory and host Adam: measured here, now".lstrip("; "))
 
 
 def as_json(answer: Prediction) -> dict[str, Any]:

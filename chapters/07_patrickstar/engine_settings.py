@@ -46,8 +46,8 @@ class Settings(BaseSettings):
     prefetch: int = flag(2, "Moments of the traced step to look ahead; 0 copies everything when it is needed.")
     near_states: str = flag("margin", "Optimizer states on the device: those that fit beside all parameters and gradients, "
                             "or fill it with them; then parameters travel in backward too.", choices=("margin", "fill"))
-    far_states: str = flag("host", "Where states that lie far are updated: by the host, or streamed through the device.",
-                           choices=("host", "stream"))
+    far_states: str = flag("auto", "Where states that lie far are updated: by the host, or streamed through the device; "
+                           "auto: the faster one, measured.", choices=("auto", "host", "stream"))
     overlap_update: bool = flag(False, "Update what lies far while the next forward runs.")
     offload_activations: bool = flag(False, "Keep what backward needs in host memory meanwhile.")
     activation_checkpointing: bool = flag(False, "Keep one activation a block, recompute the rest in backward.")

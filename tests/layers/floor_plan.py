@@ -52,6 +52,7 @@ PSTAR_ROWS = {
     "charts": 3,
     "adam_choice": 3,
     "ahead": 4,
+    "speeds": 4,
     "outside": 4,
     "trace_command": 4,
     "predict": 4,
