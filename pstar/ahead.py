@@ -96,8 +96,8 @@ class LookAhead:
     def _fill(self) -> None:
         near, chunks, residency = self.residency.tiers[NEAR], self.chunks, self.residency
         bound, promised = near.bound_bytes, 0
-        current = self.schedule.trace.accesses[self.schedule.moment] if self.schedule.moment >= 0 else ("", -1)
-        outdated = {current[1]} if current[0] == "adam" else set()    # parameters that an update will have changed
+        current = self.schedule.current
+        outdated = {current[1]} if current and current[0] == "adam" else set()    # groups whose update is still to come
         for number, (access, peak) in enumerate(self.schedule.coming()):
             kind, index = access
             room = chunks.room(peak) if chunks.room is not None else None

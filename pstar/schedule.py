@@ -112,10 +112,15 @@ class Schedule:
         return self._moment
 
     @property
+    def current(self) -> Key | None:
+        """The key of this moment; None where it is not known."""
+        known = self._in_step and not self._paused and self.trace is not None and self._moment >= 0
+        return self.trace.accesses[self._moment] if known else None
+
+    @property
     def peak(self) -> int | None:
         """Bytes of other things near from this moment to the next; None where that is not known."""
-        known = self._in_step and not self._paused and self.trace is not None and self._moment >= 0
-        return self.trace.peaks[self._moment] if known else None
+        return None if self.current is None else self.trace.peaks[self._moment]
 
     def follow(self, trace: Trace, signature: Hashable = None) -> None:
         """Takes a trace as known, as if a step with that signature had been recorded."""
