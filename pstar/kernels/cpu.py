@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
     found.pstar_has_path.argtypes = [integer]
     found.pstar_adam.argtypes = [ctypes.POINTER(AdamChunk), integer, integer, integer, pointer, integer, integer]
     for norm in (found.pstar_norm_blocks, found.pstar_squared_norm):
-        norm.argtypes = [pointer, pointer, integer, ctypes.c_int64, integer, pointer, integer, integer]
+        norm.argtypes = [pointer, pointer, integer, integer, ctypes.c_int64, integer, pointer, integer, integer]
     return found
 
 
@@ -82,25 +82,26 @@ def update_on_cpu(updates: list[AdamUpdate], path: str | None = None) -> None:
 
 
 def squared_norm_on_cpu(grad: torch.Tensor, path: str | None = None, place: torch.Tensor | None = None,
-                        add: bool = False) -> float:
-    """The sum of squares in float64, the same for any number of threads and any path.
+                        add: bool = False, num_threads: int | None = None) -> float:
+    """The sum of squares in float64, the same for any number of threads (None: torch's) and any path.
 
     place: gets the gradient on the way, copied or added; then the squares are those of what is there.
     """
     result = ctypes.c_double()
-    _norm(library().pstar_squared_norm, grad, place, add, ctypes.byref(result), path)
+    _norm(library().pstar_squared_norm, grad, ctypes.byref(result), path, place, add, num_threads)
     return result.value
 
 
 def norm_blocks_on_cpu(grad: torch.Tensor, sums: torch.Tensor, path: str | None = None) -> None:
     """The sums of squares of grad's blocks into sums, float64."""
-    _norm(library().pstar_norm_blocks, grad, None, False, sums.data_ptr(), path)
+    _norm(library().pstar_norm_blocks, grad, sums.data_ptr(), path)
 
 
-def _norm(function, grad: torch.Tensor, place: torch.Tensor | None, add: bool, result: object, path: str | None) -> None:
-    where = None if place is None else place.data_ptr()
-    _answer(function(grad.data_ptr(), where, add, grad.numel(), GRAD_KINDS[grad.dtype], result, torch.get_num_threads(),
-                     _number(path)), path)
+def _norm(function, grad: torch.Tensor, result: object, path: str | None, place: torch.Tensor | None = None,
+          add: bool = False, num_threads: int | None = None) -> None:
+    where, wide = (None, False) if place is None else (place.data_ptr(), place.dtype == torch.float32)
+    _answer(function(grad.data_ptr(), where, add, wide, grad.numel(), GRAD_KINDS[grad.dtype], result,
+                     num_threads or torch.get_num_threads(), _number(path)), path)
 
 
 def _number(path: str | None) -> int:

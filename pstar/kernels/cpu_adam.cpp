@@ -34,7 +34,8 @@ struct Codes {
 // Where gradients are put while their squares are summed; no place: nowhere.
 struct Store {
     void *place;
-    int add;
+    int add;     // to what is there, which is fp32
+    int wide;    // the place is fp32 whatever the gradients are
 };
 
 // ---- the steps of a block. fp32 arrays are worked on where they lie; all else is unpacked into fp32 buffers that stay in
@@ -142,18 +143,19 @@ PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes 
     }
 }
 
-// n elements from `first` on of gradients to their place: copied, or added to what is there (fp32).
-PSTAR_FN void store(const void *grads, const Store &to, int grad, pstar_i64 first, int n) {
-    if (grad != GRAD_FP32) {
-        const pstar_u16 *from = (const pstar_u16 *)grads + first;
+// n elements from `first` on of gradients to their place. Returns what is there then, fp32, perhaps in the buffer.
+PSTAR_FN const float *store(const void *grads, const Store &to, int grad, pstar_i64 first, int n, float *buffer) {
+    const pstar_u16 *from16 = (const pstar_u16 *)grads + first;
+    const float *from = grad == GRAD_FP32 ? (const float *)grads + first : unpack(from16, grad, buffer, n);
+    if (grad != GRAD_FP32 && !to.wide) {
         pstar_u16 *place = (pstar_u16 *)to.place + first;
-        SIMD for (int j = 0; j < n; j++) place[j] = from[j];
-        return;
+        SIMD for (int j = 0; j < n; j++) place[j] = from16[j];
+        return from;
     }
-    const float *from = (const float *)grads + first;
     float *place = (float *)to.place + first;
     if (to.add) { SIMD for (int j = 0; j < n; j++) place[j] += from[j]; }
     else { SIMD for (int j = 0; j < n; j++) place[j] = from[j]; }
+    return place;
 }
 
 // Sum of squares of one block: lane j takes elements j, j + 256, ...; then halves are added to halves. In float64 the
@@ -165,10 +167,9 @@ PSTAR_FN double block_norm(const void *grads, const Store &to, int grad, pstar_i
     float buffer[NORM_LANES];
     for (; begin < end; begin += NORM_LANES) {
         const int n = end - begin < NORM_LANES ? (int)(end - begin) : NORM_LANES;
-        if (to.place) store(grads, to, grad, begin, n);
-        const void *from = to.place ? to.place : grads;
-        const float *g = grad == GRAD_FP32 ? (const float *)from + begin
-                                           : unpack((const pstar_u16 *)from + begin, grad, buffer, n);
+        const float *g = to.place ? store(grads, to, grad, begin, n, buffer)
+                         : grad == GRAD_FP32 ? (const float *)grads + begin
+                                             : unpack((const pstar_u16 *)grads + begin, grad, buffer, n);
         SIMD for (int j = 0; j < n; j++) lanes[j] += (double)g[j] * (double)g[j];
     }
     for (int half = NORM_LANES / 2; half; half /= 2)
@@ -267,15 +268,14 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
 }
 
 // The sums of squares of each block of NORM_BLOCK elements in float64, the last block perhaps shorter.
-// place: null, or where the gradients are stored on the way, in their own dtype; add: onto fp32 that is there. Then the sums
-// are those of what is there.
-extern "C" int pstar_norm_blocks(const void *grads, void *place, int add, pstar_i64 numel, int grad, double *sums,
+// place: null, or where the gradients are stored on the way, see Store; then the sums are those of what is there.
+extern "C" int pstar_norm_blocks(const void *grads, void *place, int add, int wide, pstar_i64 numel, int grad, double *sums,
                                  int num_threads, int path) {
     if (path == PATH_AUTO) path = best_path();
     if (!has(path)) return 1;
-    if (grad < GRAD_FP32 || grad > GRAD_BF16 || (add && (!place || grad != GRAD_FP32))) return 2;
+    if (grad < GRAD_FP32 || grad > GRAD_BF16 || (add && grad != GRAD_FP32 && !wide)) return 2;
     const Norm norm = NORMS[path];
-    const Store to = {place, add};
+    const Store to = {place, add, wide};
     const pstar_i64 num_blocks = (numel + NORM_BLOCK - 1) / NORM_BLOCK;
     if (numel < SMALL || num_threads < 1) num_threads = 1;
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
@@ -287,12 +287,12 @@ extern "C" int pstar_norm_blocks(const void *grads, void *place, int add, pstar_
 }
 
 // The sum of squares of `numel` elements in float64: the same for any number of threads and any path.
-extern "C" int pstar_squared_norm(const void *grads, void *place, int add, pstar_i64 numel, int grad, double *result,
-                                  int num_threads, int path) {
+extern "C" int pstar_squared_norm(const void *grads, void *place, int add, int wide, pstar_i64 numel, int grad,
+                                  double *result, int num_threads, int path) {
     const pstar_i64 num_blocks = (numel + NORM_BLOCK - 1) / NORM_BLOCK;
     double *sums = (double *)malloc((num_blocks + 1) * sizeof(double));
     if (!sums) return 3;
-    const int status = pstar_norm_blocks(grads, place, add, numel, grad, sums, num_threads, path);
+    const int status = pstar_norm_blocks(grads, place, add, wide, numel, grad, sums, num_threads, path);
     if (!status) *result = sum_lanes(sums, num_blocks);
     free(sums);
     return status;

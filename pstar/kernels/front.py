@@ -55,23 +55,23 @@ def squared_norms(grads: list[torch.Tensor], implementation: str | None = None) 
     return torch.stack([squared_norm_with_torch(grad) for grad in grads])
 
 
-def store_squared(place: torch.Tensor, grad: torch.Tensor, add: bool = False,
+def store_squared(place: torch.Tensor, grad: torch.Tensor, add: bool = False, num_threads: int | None = None,
                   implementation: str | None = None) -> float | None:
     """Copies a gradient to its place in a chunk, or adds it to what is there; squared_norms of what is there then.
 
     Args:
         place: of grad's shape and device, contiguous, fp32, bf16 or fp16.
         grad: any layout, any floating dtype.
+        num_threads: of a kernel on the CPU; None: torch.get_num_threads().
 
     Returns:
-        the sum of squares, where one pass of a compiled kernel does both: on the CPU, contiguous, of one dtype, and fp32 to
-        add. Else None: torch has stored it, and the squares are still to be summed.
+        the sum of squares, where one pass of a compiled kernel does both: on the CPU, grad contiguous, and place fp32 or, to
+        copy, of grad's dtype. Else None: torch has stored it, and the squares are still to be summed.
     """
-    fused = (implementation != "torch" and place.device.type == grad.device.type == "cpu" and place.dtype == grad.dtype
-             and grad.is_contiguous() and (grad.dtype == torch.float32 if add else grad.dtype in GRAD_KINDS)
-             and cpu.library() is not None)
-    if fused:
-        return cpu.squared_norm_on_cpu(grad, implementation, place, add)
+    alike = place.dtype == torch.float32 or (place.dtype == grad.dtype and not add)
+    if (implementation != "torch" and place.device.type == grad.device.type == "cpu" and grad.dtype in GRAD_KINDS and alike
+            and grad.is_contiguous() and cpu.library() is not None):
+        return cpu.squared_norm_on_cpu(grad, implementation, place, add, num_threads)
     if add:
         place.add_(grad)
     else:

@@ -49,9 +49,11 @@ int main() {
                             c.scalars = {-1e-4f, 0.1f, 0.1f, 0, 0.01f, 0, 3.0f, 1e-8f, -1e-2f, 0.5f};
                             double norm = 0;
                             if (pstar_adam(&c, 1, param, grad, quantised ? &codes : 0, 3, path)) return 1;
-                            if (pstar_squared_norm(c.grad, 0, 0, numel, grad, &norm, 3, path)) return 1;
+                            if (pstar_squared_norm(c.grad, 0, 0, 0, numel, grad, &norm, 3, path)) return 1;
+                            for (int add = 0; add < 2; add++)
+                                if (pstar_squared_norm(c.grad, x.at, add, 1, numel, grad, &norm, 3, path)) return 1;
                             void *place = grad == GRAD_FP32 ? (void *)x.at : (void *)x16.at;
-                            if (pstar_squared_norm(c.grad, place, grad == GRAD_FP32, numel, grad, &norm, 3, path)) return 1;
+                            if (pstar_squared_norm(c.grad, place, 0, 0, numel, grad, &norm, 3, path)) return 1;
                             updates++;
                         }
     printf("%d updates\n", updates);

@@ -326,22 +326,24 @@ def test_blocks_of_a_norm_add_up_to_it_wherever_the_gradient_is_cut(implementati
     assert norm_blocks(grad[:0], implementation).numel() == 0
 
 
+@pytest.mark.parametrize("kept", ["in its dtype", "in fp32"])
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
-def test_a_gradient_is_stored_and_squared_in_one_pass(implementation, dtype):
+def test_a_gradient_is_stored_and_squared_in_one_pass(implementation, dtype, kept):
     """The place gets what copy_ and add_ write, the sum is that of squared_norms, bit for bit; nothing around is touched."""
+    wide = FP32 if kept == "in fp32" else dtype
     for numel in (1, 255, 8_193, 100_003):
         first, second = (shifted(torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype), 1)
                          for seed in (numel, numel + 1))
-        memory = torch.full((numel + 2,), 7.0, dtype=dtype)
-        place = memory[1:-1]
+        memory = torch.full((numel + 2,), 7.0, dtype=wide)
+        place, expected = memory[1:-1], first.to(wide, copy=True)
         squares = store_squared(place, first, implementation=implementation)
-        assert torch.equal(place, first)
+        assert torch.equal(place, expected)
         fused = implementation != "torch"
-        assert squares == (squared_norms([first]).item() if fused else None)
-        squares = store_squared(place, second, True, implementation)
-        assert torch.equal(place, first + second)
-        assert squares == (squared_norms([place]).item() if fused and dtype == FP32 else None)
+        assert squares == (squared_norms([expected]).item() if fused else None)
+        squares = store_squared(place, second, True, 1, implementation)
+        assert torch.equal(place, expected.add_(second))
+        assert squares == (squared_norms([place]).item() if fused and wide == FP32 else None)
         assert memory[0] == memory[-1] == 7.0
 
 
@@ -349,8 +351,8 @@ def test_a_gradient_that_no_kernel_takes_is_stored_by_torch():
     place = torch.zeros(30, 20)
     turned = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).t()
     assert store_squared(place, turned) is None and torch.equal(place, turned)
-    assert store_squared(place, turned.to(BF16), True) is None
-    assert torch.equal(place, turned + turned.to(BF16))
+    assert store_squared(place, turned.to(torch.float64), True) is None
+    assert torch.equal(place, turned + turned)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
