@@ -107,8 +107,9 @@ class LookAhead:
                 there = all(tier != NEAR or residency.is_near(key) for key, tier in self._blocks_of(access))
                 if not there:
                     return    # what this update needs near is not for us to weigh
-            elif kind == "grad" and not residency.is_near(access):
-                promised += chunks.units[index].elems * chunks.grad_dtype.itemsize
+            elif kind in ("grad", "micro_grad") and not residency.is_near(access):
+                dtype = chunks.grad_dtype if kind == "grad" else chunks.param_dtype
+                promised += chunks.units[index].elems * dtype.itemsize
             elif kind == "param" and not residency.is_near(access):
                 block = residency.blocks[access]
                 if index in outdated or FAR not in block.copies:

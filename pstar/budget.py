@@ -144,7 +144,8 @@ def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs,
     """Bytes that far must hold on each rank without a disk, whatever the near budget: what near never has to keep.
 
     These are this rank's pieces of all parameters, and of the gradients and states of groups whose update is computed
-    far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated).
+    far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated), with one
+    a micro-step's gradients of a group, which are added to their sums there.
 
     grads_wait_far: near has states but no certain room for their gradients (homes_for_capacity): those count as well.
     """
@@ -153,5 +154,8 @@ def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs,
     pieces = sum(
         group.piece_elems * (at_home if group.index in near else costs.total) for group in layout.groups
     )
-    waiting = [costs.grad * group.elems for group in layout.groups] if layout.num_ranks > 1 else [0]
+    if layout.num_ranks == 1:
+        added = [costs.param * group.piece_elems for group in layout.groups if group.index not in near]
+        return pieces + (max(added, default=0) if accumulates else 0)
+    waiting = [costs.grad * group.elems for group in layout.groups]
     return pieces + (sum(waiting) if accumulates else max(waiting))

@@ -69,10 +69,13 @@ class Chunks:
         self._address: dict[int, int] = {}                             # and the other way round
         self._arrived: list[set[str]] = [set() for _ in self.units]    # gradients in this step
         self._summed: list[set[str]] = [set() for _ in self.units]     # gradients in this micro-step
+        self._leaving: list[set[str]] = [set() for _ in self.units]    # of these, those in the ("micro_grad", u) block
         self._trainable: dict[int, int] = {}                           # number of parameters that will get one
         self._reduced: set[int] = set()                                # units whose gradients are, or are being, reduced
         self.home = [FAR] * len(layout.groups)
         """The tier in which each group's optimizer states lie and its update is computed."""
+        self.accumulates = False
+        """Whether a step has several micro-steps."""
         self.reduce_late = False
         """Reduce all units after backward, in the order of their numbers, instead of each as soon as it is complete."""
         self.calls: list[int] = []
@@ -86,9 +89,10 @@ class Chunks:
         """From the bytes of other things near (None: not known) to what chunks may take of near; None: the budget."""
         self.at_moment: Callable[[int | None], None] = lambda peak: None
         """Told the same at each moment, when the chunks that had to leave for it have left."""
-        self.store_grad: Callable[[str, torch.Tensor, torch.Tensor, bool], object] = (
-            lambda name, place, grad, add: store_squared(place, grad, add))
-        """Given (name, place, gradient, add): puts a gradient into its place, or adds it to what is there."""
+        self.store_grad: Callable[[str, torch.Tensor, torch.Tensor, bool, int | None], object] = (
+            lambda name, place, grad, add, num_threads: store_squared(place, grad, add, num_threads))
+        """Given (name, place, gradient, add, number of threads or None): puts a gradient into its place, or adds it to what
+        is there."""
         self.on_grads: Callable[[int, torch.Tensor], None] = lambda group, piece: None
         """Told a group, and this rank's piece of its reduced gradients, when they are complete."""
         residency.schedule.uses = self._uses_of
@@ -158,7 +162,7 @@ class Chunks:
     def _uses_of(self, key: Key) -> list[Key]:
         """Under which keys of the trace a block is used."""
         kind, index = key
-        if kind in ("gathered", "grad_full"):
+        if kind in ("gathered", "grad_full", "micro_grad"):
             return [key]
         uses = [("adam", index)]
         if kind == "param":
@@ -265,7 +269,8 @@ class Chunks:
     def add_grad(self, name: str, grad: torch.Tensor, last_micro_step: bool) -> None:
         """A parameter's gradient is there: it goes into its slot, and a group that is complete is reduced."""
         unit, offset = self._place[name]
-        key = self._grad_keys[unit]
+        sums_far = self._sums_far(unit)
+        key = ("micro_grad", unit) if sums_far else self._grad_keys[unit]
         self._touch(key)
         self.collectives.progress()
         if unit in self._reduced:
@@ -275,24 +280,68 @@ class Chunks:
         if key in self.residency:
             data = self.residency.ensure(key, NEAR)
         else:
-            data = self.residency.create(key, self.units[unit].elems, self.grad_dtype, NEAR)
-        self.store_grad(name, data[offset : offset + grad.numel()].view(grad.shape), grad, name in self._arrived[unit])
+            dtype = self.param_dtype if sums_far else self.grad_dtype
+            data = self.residency.create(key, self.units[unit].elems, dtype, NEAR)
+        place, there = data[offset : offset + grad.numel()].view(grad.shape), self._arrived[unit]
+        if sums_far:
+            there = self._leaving[unit]
+            store_squared(place, grad, name in there)
+        else:
+            self.store_grad(name, place, grad, name in there, None)
         self.residency.mark_written(key, NEAR)
-        self._arrived[unit].add(name)
+        there.add(name)
         self._summed[unit].add(name)
         complete = len(self._summed[unit]) == self._num_trainable(unit)
-        if last_micro_step and complete and not self.reduce_late:
+        if complete and sums_far:
+            self._add_far(unit)
+        elif complete and last_micro_step and not self.reduce_late:
             self._complete(unit)
+
+    def _sums_far(self, unit: int) -> bool:
+        """Whether gradients of several micro-steps are added up far: where one rank updates them there. What crosses the
+        link is then each micro-step's gradient, in the dtype of the parameters, never the fp32 sum, and near keeps none."""
+        return self.accumulates and self.collectives.num_ranks == 1 and self.home[self.units[unit].group] == FAR
+
+    def _add_far(self, unit: int) -> None:
+        """A micro-step's gradients of a unit leave near and are added to their fp32 sums, in the background."""
+        residency, micro, total = self.residency, ("micro_grad", unit), ("grad", unit)
+        if total not in residency:
+            self._create_grad(self.units[unit].group, FAR)
+        residency.send_far(micro)
+        (grads, before), (sums, more) = residency.begin(micro, FAR), residency.begin(total, FAR)
+        names, self._leaving[unit] = self._leaving[unit], set()
+        parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in self._arrived[unit])
+                 for slot in self.units[unit].slots if slot.name in names]
+        # A second team of OpenMP threads beside the model's would slow the model down (see Movers.copy).
+        num_threads = 1 if self.device.type == "cpu" and residency.movers.asynchronous else None
+
+        def add() -> None:
+            for name, part, adds in parts:
+                self.store_grad(name, sums[part], grads[part], adds, num_threads)
+
+        if residency.movers.asynchronous:
+            handle = residency.update_in_background(f"sum of gradients {unit}", add, [*before, *more])
+            for key in (micro, total):
+                residency.goes_on(key, handle)
+        else:
+            residency.wait([*before, *more])
+            add()
+        residency.mark_written(total, FAR)
+        residency.drop(micro)
+        self._arrived[unit] |= names
 
     def end_backward(self, last_micro_step: bool) -> None:
         """Backward is over. After the last micro-step, units that wait for gradients that never come are reduced."""
+        for unit, names in enumerate(self._leaving):
+            if names:
+                self._add_far(unit)
         if self.reduce_late and last_micro_step:
             self._complete_late()
             self.settle()
             return
         for unit, summed in enumerate(self._summed):
-            if last_micro_step and self._arrived[unit] and self._grad_keys[unit] in self.residency and (
-                    len(summed) < self._num_trainable(unit)):
+            waits = self._arrived[unit] and self._grad_keys[unit] in self.residency and not self._sums_far(unit)
+            if last_micro_step and waits and len(summed) < self._num_trainable(unit):
                 self._complete(unit)
             summed.clear()
         self.settle()
@@ -406,11 +455,12 @@ class Chunks:
         self._look_ahead.forget()
         self._reduced.clear()
         self._trainable.clear()
-        for kind, number in (("grad", len(self.layout.groups)), ("grad_full", len(self.units))):
+        for kind, number in (("grad", len(self.layout.groups)), ("grad_full", len(self.units)),
+                             ("micro_grad", len(self.units))):
             for index in range(number):
                 if (kind, index) in self.residency:
                     self.residency.drop((kind, index))
-        for names in (*self._arrived, *self._summed):
+        for names in (*self._arrived, *self._summed, *self._leaving):
             names.clear()
 
 

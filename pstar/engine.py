@@ -71,6 +71,7 @@ class Engine(torch.nn.Module):
                                       plan.precision, plan.accumulates, collectives, device)
         self._chunks = Chunks(plan.layout, self._params, self._residency, collectives, plan.param_dtype, plan.grad_dtype,
                               device, plan.config.communication, plan.config.prefetch)
+        self._chunks.accumulates = plan.accumulates
         self._chunks.reduce_late = plan.config.find_unused_parameters
         self._collectives, self._live = collectives, None
         if self._near_memory is not None or self._profile is not None:

@@ -94,12 +94,12 @@ class ParameterNorms:
                     if span.param_offset % NORM_BLOCK:       # a boundary inside a block
                         self._shared.setdefault((span.name, span.param_offset // NORM_BLOCK), len(self._shared))
 
-    def store(self, name: str, place: torch.Tensor, grad: torch.Tensor, add: bool) -> None:
+    def store(self, name: str, place: torch.Tensor, grad: torch.Tensor, add: bool, num_threads: int | None = None) -> None:
         """Puts a parameter's gradient into its place in a chunk, or adds it to what is there; both of the same shape.
 
         What is summed on the way, the next take of its group need not read.
         """
-        square = store_squared(place, grad, add)
+        square = store_squared(place, grad, add, num_threads)
         if square is not None and self._collectives.num_ranks == 1:    # else others have gradients of it as well
             self._stored[name] = square
         else:

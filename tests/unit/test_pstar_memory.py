@@ -288,3 +288,56 @@ def test_a_profile_shows_chunks_and_the_rest_below_near_memory_at_all_times(tmp_
         now[which] = num_bytes
         sums += [sum(now)] if at >= known else []
     assert 0.9 * most < max(sums) <= most
+
+
+def watch_copies(model: pstar.Engine) -> list[tuple[str, torch.dtype, str]]:
+    """(kind, dtype, tier it goes to) of every block that is copied from now on."""
+    came, begin = [], model._residency._begin
+
+    def watched(block, tier):
+        came.append((block.key[0], block.dtype, tier))
+        begin(block, tier)
+
+    model._residency._begin = watched
+    return came
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("near", ["min", "25%", "40%"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_sums_over_micro_steps_never_cross_the_link(bf16, near, prefetch):
+    """What is updated far is summed there, in fp32: each micro-step's gradients leave in the dtype of the parameters, no
+    sum ever comes back, and all is bitwise what it is with everything near."""
+    keys = {"gradient_accumulation_steps": 3, "default_chunk_size": 5_000, "bf16": {"enabled": bf16}}
+    runs = {}
+    for budget in (near, "100%"):
+        model, optimizer = toy.build(near_budget=budget, prefetch=prefetch, **keys)
+        came = watch_copies(model)
+        losses = toy.train(model, optimizer, 3, num_micros=3)
+        runs[budget] = losses, optimizer.grad_norm, model.gather_state()[0]
+        if budget == near:
+            size, elems = (2 if bf16 else 4), sum(group.piece_elems for group in model.layout.groups)
+            assert model.ledger.step_bytes["near to far"] == 3 * size * elems
+            assert {(kind, tier) for kind, _, tier in came if "grad" in kind} == {("micro_grad", FAR)}
+            if bf16:
+                assert torch.float32 not in {dtype for _, dtype, _ in came}
+    assert runs[near][:2] == runs["100%"][:2]
+    assert all(torch.equal(weight, runs["100%"][2][name]) for name, weight in runs[near][2].items())
+
+
+def test_a_sum_over_micro_steps_counts_what_arrived_in_each_of_them():
+    """A layer that only some micro-steps use, and the same table twice in one: sums are those of a plain loop."""
+    class Sometimes(toy.Toy):
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embed(inputs)
+            for block in self.blocks[: 1 if inputs[0, 0] % 2 else None]:
+                x = block(x)
+            return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+    first_tokens = {int(toy.share(step, 0, 1, micro, 3)[0][0, 0]) % 2 for step in range(STEPS) for micro in range(3)}
+    assert first_tokens == {0, 1}
+    model, optimizer = toy.build(Sometimes, near_budget="min", default_chunk_size=5_000, gradient_accumulation_steps=3)
+    losses, weights, norms = toy.oracle(STEPS, 3, model_func=Sometimes)
+    assert toy.train(model, optimizer, STEPS, num_micros=3) == losses
+    assert optimizer.grad_norm == norms[-1]
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.gather_state()[0].items())
