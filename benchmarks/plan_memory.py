@@ -7,7 +7,7 @@ bash benchmarks/plan_memory.sh --quick                # a small model, to see th
 
 Interpreter: resident memory of the same process before the model is made, after a toy model was trained so that all code is
 loaded, and after matrices of the model's shapes were multiplied and forgotten: the library keeps workspace for each shape
-(MKL: about 58 MiB here; none with MKL_DISABLE_FAST_MM=1 in the environment), as a GPU's does in what `pstar plan` reserves.
+(MKL, which takes none with MKL_DISABLE_FAST_MM=1 in the environment), as a GPU's does in what `pstar plan` reserves.
 Near and far: the most that pstar.predict expects in each tier, in far with the activations that are offloaded (without a GPU
 both lie in host memory). Activations, those near, twice: as planned by GptShape.activation_bytes, which counts what a GPU
 keeps, dropout masks included; and as counted by the engine in a process of its own (Schedule.known_peaks, and what
