@@ -439,6 +439,6 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if listed != len(list(module.parameters())):
         raise ConfigError(f"param_groups lists {listed} parameters, the model has {len(list(module.parameters()))}")
     optimizer = engine._take_over(groups, recipe)
-    if device.type == "cpu":
+    if device.type == "cpu" and not config.offload_activations:    # who offloads wants the memory more than the time
         keep_freed_memory()
     return engine, optimizer

@@ -77,8 +77,9 @@ class GptShape:
         layer = 2 * tokens * (4 * self.hidden**2 + 2 * self.hidden * self.mlp) + 4 * tokens * seq_len * self.hidden
         return self.layers * layer, 2 * tokens * self.hidden * self.vocab
 
-    def activation_bytes(self, batch: int, seq_len: int, bytes_per_value: int = 2, recompute: bool = False) -> int:
-        """Bytes of activations at the worst moment of a step on one GPU.
+    def activation_bytes(self, batch: int, seq_len: int, bytes_per_value: int = 2, recompute: bool = False,
+                         offload: bool = False) -> int:
+        """Bytes of activations near at the worst moment of a step on one GPU.
 
         Korthikanti et al. 2022, without tensor parallelism: a layer keeps 34 s b h bytes in 16 bit when the attention
         matrix is never stored (a fused kernel, or their selective recomputation), and with full recomputation its input,
@@ -87,13 +88,37 @@ class GptShape:
         log-probabilities with theirs: 12 s b v in 16 bit, 16 in fp32. The worst moment is the
         loss, or, where there is recomputation, the backward of one layer, in which the logits are gone.
         fp32 doubles what is 16 bit.
+
+        With offload what is kept waits far (offloaded_bytes), and the worst moment is the largest of three. At the loss:
+        log-probabilities, their gradient and that of the fp32 logits, 12 s b v. Behind it: the gradient of the tied table
+        as the head gives it, h v values, which autograd holds until the embedding's comes, beside that of the logits and
+        then beside one layer's tensors. At the end: the head's, the embedding's and their sum.
         """
         scale, tokens = bytes_per_value / 2, batch * seq_len
-        around = 6 * tokens * self.hidden * scale
+        anew = 34 * tokens * self.hidden * scale
+        if offload:
+            tied = bytes_per_value * self.vocab * self.hidden
+            return int(max(12 * tokens * self.vocab, tied + max(bytes_per_value * tokens * self.vocab, anew), 3 * tied))
         logits = tokens * self.vocab * (2 * bytes_per_value + 8)
-        kept = self.layers * tokens * self.hidden * scale * (2 if recompute else 34)
-        anew = 34 * tokens * self.hidden * scale if recompute else 0
-        return int(kept + around + max(logits, anew))
+        return int(self._kept_bytes(tokens, scale, recompute) + max(logits, anew if recompute else 0))
+
+    def offloaded_bytes(self, batch: int, seq_len: int, bytes_per_value: int = 2, recompute: bool = False
+                        ) -> tuple[int, int]:
+        """(bytes that offloaded activations take far at the end of forward, bytes that come back for backward).
+
+        Far lies all that activation_bytes counts as kept, and the fp32 log-probabilities, 4 s b v. What two operations
+        need one after the other comes back for each: the log-probabilities, and of a layer that is not computed anew the
+        output of its attention, 2 s b h in 16 bit. Tensors below pstar.activations.LEAST_BYTES, which stay near, are
+        counted too: the model for which they matter is no larger than they.
+        """
+        scale, tokens = bytes_per_value / 2, batch * seq_len
+        logs = 4 * tokens * self.vocab
+        away = int(self._kept_bytes(tokens, scale, recompute)) + logs
+        return away, away + logs + (0 if recompute else int(2 * self.layers * tokens * self.hidden * scale))
+
+    def _kept_bytes(self, tokens: int, scale: float, recompute: bool) -> float:
+        """What lies between forward and backward beside the logits, see activation_bytes."""
+        return (self.layers * (2 if recompute else 34) + 6) * tokens * self.hidden * scale
 
 
 # GPT-2 (Radford et al. 2019), and the configurations of PatrickStar's evaluation: examples/model_builder.py of the authors'

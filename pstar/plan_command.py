@@ -37,6 +37,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16, or fp16 where the GPUs have no bf16")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="activation checkpointing (default: on)")
+    parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
+                        help="what backward needs waits in host memory meanwhile (default: off)")
     parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto (default)")
     parser.add_argument("--measure", action="store_true", help="take the speeds of link, GPU memory and host Adam from this "
                         "machine, measured now, instead of the table's")
@@ -61,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if chunk != "auto" and not chunk.isdecimal():
         raise ConfigError(f"--chunk-size {chunk}: give a positive number of elements, or auto")
     job = Job(arguments.batch, seq_len, precision, arguments.recompute, arguments.micro_steps,
-              chunk if chunk == "auto" else int(chunk))
+              chunk if chunk == "auto" else int(chunk), offload_activations=arguments.offload_activations)
     answer = predict(shape, machine, job)
     print(json.dumps(as_json(answer), indent=2) if arguments.json else table(answer))
     return 0 if answer.fits else 1
@@ -101,10 +103,10 @@ def as_json(answer: Prediction) -> dict[str, Any]:
         "groups": len(layout.groups), "utilisation": layout.utilisation, "groups_updated_near": answer.near_groups,
         "near_bytes": answer.near_bytes, "near_budget": answer.near_budget, "activation_bytes": answer.activation_bytes,
         "gpu_peak_bytes": answer.gpu_peak_bytes, "far_bytes": answer.far_bytes, "far_room": answer.far_room,
-        "disk_bytes": answer.disk_bytes, "disk_room": answer.disk_room, "short_of": answer.short_of,
-        "moved_bytes": answer.moved, "seconds": answer.seconds, "tokens_per_s": answer.tokens_per_s,
-        "adam": answer.adam.where if answer.adam else None, "configuration": configuration(answer),
-        "would_fit": [] if answer.fits else what_would_fit(answer),
+        "offloaded_bytes": answer.offloaded_bytes, "disk_bytes": answer.disk_bytes, "disk_room": answer.disk_room,
+        "short_of": answer.short_of, "moved_bytes": answer.moved, "seconds": answer.seconds,
+        "tokens_per_s": answer.tokens_per_s, "adam": answer.adam.where if answer.adam else None,
+        "configuration": configuration(answer), "would_fit": [] if answer.fits else what_would_fit(answer),
     }
 
 
@@ -113,7 +115,8 @@ def configuration(answer: Prediction) -> dict[str, Any]:
     if not answer.fits:
         return {}
     precision = {answer.job.precision: {"enabled": True}} if answer.job.precision != "fp32" else {}
-    return precision | {
+    offload = {"offload_activations": True} if answer.job.offload_activations else {}
+    return precision | offload | {
         "default_chunk_size": answer.layout.chunk_elems, "near_budget": answer.near_budget, "far_budget": answer.far_room,
         "gradient_accumulation_steps": answer.job.micro_steps,
     }
@@ -129,7 +132,8 @@ def table(answer: Prediction) -> str:
                     f"{format_bytes(machine.host_bytes)} host"
                     + (f", {machine.nodes} x {format_bytes(machine.disk_bytes)} disk" if machine.disk_bytes else "")),
         ("job", f"{job.batch} x {job.seq_len} tokens a GPU, {job.micro_steps} micro-step(s), {job.precision} "
-                f"({costs.total} bytes a parameter), {'full recomputation' if job.recompute else 'no recomputation'}"),
+                f"({costs.total} bytes a parameter), {'full recomputation' if job.recompute else 'no recomputation'}"
+                + (", activations offloaded" if job.offload_activations else "")),
         ("chunks", f"{layout.chunk_elems:,} elements, {len(layout.groups)} groups of {layout.num_ranks}, "
                    f"{layout.utilisation:.1%} used"),
         ("answer", f"fits, {MODE_WORDS[answer.mode]}" if answer.mode else "does not fit: "
@@ -140,7 +144,9 @@ def table(answer: Prediction) -> str:
     rows += [
         ("GPU peak", f"{format_bytes(answer.near_bytes)} model data + {format_bytes(answer.activation_bytes)} activations + "
                      f"{format_bytes(machine.gpu_bytes - machine.usable_gpu_bytes)} reserve"),
-        ("host peak", f"{format_bytes(answer.far_bytes)} of {format_bytes(answer.far_room)} a rank"),
+        ("host peak", f"{format_bytes(answer.far_bytes)} of {format_bytes(answer.far_room)} a rank"
+                      + (f", {format_bytes(answer.offloaded_bytes)} activations when forward ends" if job.offload_activations
+                         else "")),
     ]
     if machine.disk_bytes or answer.disk_bytes:
         rows.append(("disk peak", f"{format_bytes(answer.disk_bytes)} of {format_bytes(answer.disk_room)} a rank"))
@@ -152,7 +158,8 @@ def table(answer: Prediction) -> str:
         rows += [(f"moved, {kind}", f"{format_bytes(count)} a rank and step")
                  for kind, count in answer.moved.items() if count]
         rows += [
-            ("forward, backward", f"{seconds['passes']:.3g} s: the longest of compute {seconds['compute']:.3g}, link "
+            ("forward, backward", f"{seconds['passes']:.3g} s: the longest of compute {seconds['compute']:.3g}"
+                                  + (f" + offload {seconds['offload']:.3g}" if job.offload_activations else "") + ", link "
                                   f"{seconds['link']:.3g}, collectives {seconds['collectives']:.3g}"),
             ("update", f"{seconds['update']:.3g} s: the longest of near {seconds['adam near']:.3g}, far "
                        f"{seconds['adam far']:.3g}, disk {seconds['disk']:.3g}"),

@@ -55,11 +55,16 @@ class Job:
     chunk_elems: int | str = "auto"
     ownership: str = "whole"
     communication: str = "group"
+    offload_activations: bool = False
+    """What backward needs waits far meanwhile (pstar.activations)."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "micro_steps"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give a whole number of at least 1")
+        for name in ("recompute", "offload_activations"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give true or false")
         size = self.chunk_elems
         if size != "auto" and (type(size) is not int or size < 1):
             raise ConfigError(f"chunk size is {size!r}; give a positive number of elements, or auto")
@@ -68,6 +73,17 @@ class Job:
     @property
     def costs(self) -> Costs:
         return costs_of(self.precision, self.micro_steps > 1)
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Of an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    def activations_of(self, shape: GptShape) -> tuple[int, int, int]:
+        """(bytes near at the worst moment, bytes far at the end of forward, bytes that come back) of one micro-step."""
+        numbers = (self.batch, self.seq_len, self.bytes_per_value, self.recompute)
+        away, back = shape.offloaded_bytes(*numbers) if self.offload_activations else (0, 0)
+        return shape.activation_bytes(*numbers, self.offload_activations), away, back
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,7 @@ class Prediction:
     near_bytes: int
     """Most model data near at once; a bound, reached where the budget does not bind."""
     far_bytes: int
+    """Most far at once: chunks, and activations that are offloaded."""
     disk_bytes: int
     far_room: int
     disk_room: int
@@ -98,6 +115,8 @@ class Prediction:
     """As in the engine's ledger: far to near, near to far, gather, reduce; and the disk's."""
     seconds: dict[str, float] = field(default_factory=dict)
     adam: AdamChoice | None = None
+    offloaded_bytes: int = 0
+    """Activations far at the end of forward."""
 
     @property
     def fits(self) -> bool:
@@ -151,10 +170,11 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
     if job.seq_len > shape.positions:
         raise ConfigError(f"seq_len is {job.seq_len}, the model has {shape.positions} positions; give at most that")
     costs = job.costs
-    activations = shape.activation_bytes(job.batch, job.seq_len, 4 if job.precision == "fp32" else 2, job.recompute)
+    activations, away, back = job.activations_of(shape)
     near_budget = machine.usable_gpu_bytes - activations
     layout, need, _ = choose_layout(shape, costs, machine.num_gpus, max(near_budget, 0), job)
     far_room, disk_room = machine.usable_host_bytes, machine.usable_disk_bytes
+    chunk_room = far_room - away    # the engine offloads what far has room for beside all that chunks may need there
     margin_homes = groups_at_home_near(layout, near_budget, costs, job.communication)
 
     mode, homes, far, disk, short = None, [], 0, 0, {}
@@ -163,22 +183,25 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
         far = smallest_far_budget(layout, [], costs, job.micro_steps > 1)
     else:
         for candidate in modes:
-            homes, far, disk = _tiers(candidate, layout, margin_homes, near_budget, need, costs, job, far_room)
+            homes, far, disk = _tiers(candidate, layout, margin_homes, near_budget, need, costs, job, chunk_room)
             right = {"near": len(homes) == len(layout.groups), "hybrid": 0 < len(homes) < len(layout.groups)}
-            if right.get(candidate, True) and far <= far_room and disk <= disk_room:
+            if right.get(candidate, True) and far <= chunk_room and disk <= disk_room:
                 mode = candidate
                 break
         else:
-            short = {tier: miss for tier, miss in (("far", far - far_room), ("disk", disk - disk_room)) if miss > 0}
+            short = {tier: miss for tier, miss in (("far", far - chunk_room), ("disk", disk - disk_room)) if miss > 0}
     near = _near_bytes(layout, homes, near_budget, costs, job) if not short.get("near") else need
     answer = {"shape": shape, "machine": machine, "job": job, "num_params": layout.num_params, "layout": layout,
-              "near_budget": near_budget, "activation_bytes": activations, "near_bytes": near, "far_bytes": far,
+              "near_budget": near_budget, "activation_bytes": activations, "near_bytes": near,
+              "far_bytes": _far_peak(layout, homes, far, away, mode, costs, job), "offloaded_bytes": away,
               "disk_bytes": disk, "far_room": far_room, "disk_room": disk_room, "near_groups": len(homes), "mode": mode,
               "short_of": short}
     if mode is None:
         return Prediction(**answer)
     moved = moved_bytes(layout, homes, near_budget, costs, job) | {"disk to far": disk, "far to disk": disk}
-    adam, seconds = _seconds(shape, machine, job, layout, homes, moved)
+    away, back = job.micro_steps * away, job.micro_steps * back
+    moved |= {"near to far": moved["near to far"] + away, "far to near": moved["far to near"] + back}
+    adam, seconds = _seconds(shape, machine, job, layout, homes, moved, away + back)
     return Prediction(**answer, moved=moved, adam=adam, seconds=seconds)
 
 
@@ -199,6 +222,20 @@ def _tiers(mode: str, layout: Layout, margin_homes: list[int], near_budget: int,
     passing = 2 * max(elsewhere, default=0) * costs.total
     disk = min(far + passing - far_room, states + layout.elems_per_rank * (costs.param + costs.grad))
     return homes, far + passing - disk, disk
+
+
+def _far_peak(layout: Layout, homes: list[int], chunks: int, away: int, mode: str | None, costs: Costs, job: Job) -> int:
+    """Most bytes far at once: of chunks, which are complete when all gradients are there, and of offloaded activations.
+
+    Activations are complete when the last backward begins. On one rank, without accumulation, no gradient is far by then,
+    and as these come activations go. Else gradients may wait there from before; so may states, in place of those that lie
+    on disk.
+    """
+    if layout.num_ranks > 1 or job.micro_steps > 1 or mode in ("disk", "full", None):
+        return chunks + away
+    at_home = set(homes)
+    grads = costs.grad * sum(group.piece_elems for group in layout.groups if group.index not in at_home)
+    return max(chunks, chunks - grads + away)
 
 
 def _grads_in_flight(layout: Layout, homes: list[int], costs: Costs, job: Job, at_once: int) -> int:
@@ -256,13 +293,15 @@ def moved_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs
 
 
 def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, homes: list[int],
-             moved: dict[str, int]) -> tuple[AdamChoice, dict[str, float]]:
+             moved: dict[str, int], offloaded: int) -> tuple[AdamChoice, dict[str, float]]:
     """What a step takes. Copies each way, collectives and compute overlap within forward plus backward, so the longest
-    counts; then comes Adam: near and far at the same time, and the disk with them."""
+    counts; but compute waits for the copies of activations, `offloaded` bytes both ways together. Then comes Adam: near and
+    far at the same time, and the disk with them."""
     costs = job.costs
     layers, head = shape.forward_flops(job.batch, job.seq_len)
     flops = machine.gpu_flops / (2 if job.precision == "fp32" else 1)    # TF32
     compute = job.micro_steps * (layers * (4 if job.recompute else 3) + head * 3) / flops
+    offload = offloaded / machine.link_bytes_per_s
     link = max(moved["far to near"], moved["near to far"]) / machine.link_bytes_per_s
     received = moved["gather"] + moved["reduce"]
     collectives = received / machine.gpu_link_bytes_per_s if received else 0.0
@@ -275,8 +314,8 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, homes:
     near_adam = near_elems * traffic / machine.gpu_memory_bytes_per_s
     rate = machine.disk_bytes_per_s / machine.gpus_per_node
     disk = (moved["disk to far"] + moved["far to disk"]) / rate if moved["disk to far"] else 0.0
-    passes, update = max(compute, link, collectives), max(near_adam, adam.seconds, disk)
-    return adam, {"compute": compute, "link": link, "collectives": collectives, "adam near": near_adam,
+    passes, update = max(compute + offload, link, collectives), max(near_adam, adam.seconds, disk)
+    return adam, {"compute": compute, "offload": offload, "link": link, "collectives": collectives, "adam near": near_adam,
                   "adam far": adam.seconds, "disk": disk, "passes": passes, "update": update, "step": passes + update}
 
 
@@ -287,6 +326,8 @@ def what_would_fit(answer: Prediction) -> list[str]:
     trials = []
     if not job.recompute:
         trials.append(("--recompute", machine, replace(job, recompute=True)))
+    if not job.offload_activations:
+        trials.append(("--offload-activations", machine, replace(job, offload_activations=True)))
     if job.precision != "bf16" and machine.has_bf16:
         trials.append(("--precision bf16", machine, replace(job, precision="bf16")))
     for batch in (job.batch // 2, job.batch // 4, 1):

@@ -35,8 +35,9 @@ def keep_freed_memory(keep: bool = True) -> bool:
 
     At the end of a step activations and gradients are free, glibc gives their pages back to the system, and the next step
     takes them anew: on a CPU a page fault for every 4096 bytes, seen as 15 % of a step. Where a GPU computes they are not in
-    host memory. False for the start, in which large tensors come and go once between small ones that stay: they get pages of
-    their own and give them back. Nothing is changed where the user's environment tunes malloc, or without glibc.
+    host memory. False for the start, in which large tensors come and go once between small ones that stay, and where
+    activations are offloaded, whose memory would be kept beside their copies, seen as a tenth of the process: they get pages
+    of their own and give them back. Nothing is changed where the user's environment tunes malloc, or without glibc.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False

@@ -25,6 +25,7 @@ from pstar.predict import Job, choose_layout, costs_of, predict
 from tests import toy
 
 TINY = GptShape(3, 32, 4, vocab=97, positions=16)
+WIDE = GptShape(3, 64, 4, vocab=512, positions=64)    # of 4 x 64 tokens every tensor that matters is large enough to leave
 GIB = 2**30
 
 
@@ -57,6 +58,22 @@ def test_flops_and_activations_by_hand():
     assert shape.activation_bytes(3, 4) == (2 * 34 + 6) * 12 * 8 + 12 * 12 * 10
     assert shape.activation_bytes(3, 4, recompute=True) == (2 * 2 + 6) * 12 * 8 + max(12 * 12 * 10, 34 * 12 * 8)
     assert shape.activation_bytes(3, 4, 4) == 2 * (2 * 34 + 6) * 12 * 8 + 16 * 12 * 10
+
+
+def test_offloaded_activations_by_hand():
+    shape = GptShape(2, 8, 2, vocab=10, positions=4)    # b s = 12, h v = 80
+    kept, logs, output = (2 * 34 + 6) * 12 * 8, 4 * 12 * 10, 2 * 12 * 8
+    assert shape.offloaded_bytes(3, 4) == (kept + logs, kept + 2 * logs + 2 * output)
+    assert shape.offloaded_bytes(3, 4, 4) == (2 * kept + logs, 2 * kept + 2 * logs + 4 * output)
+    away = (2 * 2 + 6) * 12 * 8 + logs
+    assert shape.offloaded_bytes(3, 4, recompute=True) == (away, away + logs)
+    layer, table = 34 * 12 * 8, 2 * 80
+    assert shape.activation_bytes(3, 4, offload=True) == shape.activation_bytes(3, 4, 2, True, True) == layer + table
+    assert shape.activation_bytes(3, 4, 4, offload=True) == 2 * (layer + table)
+    many = replace(shape, vocab=1000)    # the loss
+    assert many.activation_bytes(3, 4, offload=True) == max(12 * 12 * 1000, 3 * 2 * 8000, 2 * 8000 + layer) == 144_000
+    one = replace(shape, vocab=1000, positions=1)    # one token: the table's gradients
+    assert one.activation_bytes(1, 1, offload=True) == 3 * 2 * 8000
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -137,6 +154,80 @@ def test_hybrid_takes_the_bytes_that_the_plan_says():
     assert engine.near.peak_bytes <= plan.near_bytes <= plan.near_budget
     for kind in ("far to near", "near to far"):
         assert plan.moved[kind] == engine.ledger.step_bytes[kind] > 0
+
+
+# ---------------------------------------------------------------- offloaded activations, against the engine
+
+
+AWAY = Job(batch=4, seq_len=64, precision="fp32", recompute=False, chunk_elems=40_000, offload_activations=True)
+VALUES = 4 * 64 * 64 * 4    # bytes of (batch, seq_len, hidden)
+NOT_THERE = (WIDE.layers + 1) * VALUES
+"""Planned for any GPT, absent from this one: dropout masks, and the embedding's output beside the first layer's input."""
+
+
+def offloading(keys: dict) -> pstar.Engine:
+    torch.manual_seed(0)
+    model, optimizer = pstar.initialize_engine(
+        lambda: model_of(WIDE), 0, {"default_chunk_size": 40_000, "offload_activations": True} | keys, device="cpu")
+    tokens = torch.arange(256).view(4, 64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.backward(model(tokens, tokens))
+        optimizer.step()
+    return model
+
+
+def with_room(near: int, far: int, job: Job = AWAY, disk: int = 0) -> Machine:
+    return Machine("test", 1, near + job.activations_of(WIDE)[0], far, 1e9, 1e9, 1e9, 1e9, disk, 1e9, gpu_reserve_bytes=0,
+                   gpu_fragmentation=0.0, host_reserve_bytes=0, process_reserve_bytes=0)
+
+
+def test_offloaded_activations_take_the_bytes_that_the_plan_says(tmp_path):
+    layout = choose_layout(WIDE, costs_of("fp32"), 1, 10**9, AWAY)[0]
+    plan = predict(WIDE, with_room(16 * layout.total_elems, 10**9), AWAY)
+    engine = offloading({"profile": str(tmp_path / "profile.json")})    # which makes the engine count what is no chunk
+    assert plan.mode == "near" and plan.layout == engine.layout
+    assert plan.far_bytes - NOT_THERE == engine.far.peak_bytes
+    assert plan.far_bytes == 4 * layout.total_elems + plan.offloaded_bytes
+    for kind in ("far to near", "near to far"):
+        assert plan.moved[kind] - NOT_THERE == engine.ledger.step_bytes[kind] > 0
+    assert 0.8 * plan.activation_bytes < max(engine.schedule.known_peaks()) <= 1.05 * plan.activation_bytes
+
+
+def test_gradients_far_take_the_place_of_activations():
+    layout = choose_layout(WIDE, costs_of("fp32"), 1, 10**9, AWAY)[0]
+    machine = with_room(16 * layout.total_elems, 10**9)
+    plan = predict(WIDE, machine, AWAY, modes=("far",))
+    engine = offloading({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "use_hybrid_adam": False}}})
+    assert plan.mode == "far" and plan.far_bytes == 12 * layout.total_elems + plan.offloaded_bytes > 16 * layout.total_elems
+    # a bound: the head's gradient comes when the log-probabilities have gone
+    assert plan.far_bytes - NOT_THERE - 4 * layout.total_elems < engine.far.peak_bytes <= plan.far_bytes
+    twice = predict(WIDE, machine, replace(AWAY, micro_steps=2), modes=("far",))
+    assert twice.far_bytes == 16 * layout.total_elems + twice.offloaded_bytes, "those of the first micro-step wait"
+    assert twice.moved["far to near"] - 2 * plan.moved["far to near"] <= 2 * 4 * layout.total_elems
+
+
+def test_far_must_have_room_for_activations_beside_all_chunks():
+    whole = 16 * choose_layout(WIDE, costs_of("fp32"), 1, 10**9, AWAY)[0].total_elems
+    plan = predict(WIDE, with_room(whole, 10**9), AWAY)
+    least = plan.far_bytes
+    assert predict(WIDE, with_room(whole, least), AWAY).fits
+    assert predict(WIDE, with_room(whole, least - 1), AWAY, modes=("near",)).short_of == {"far": 1}
+    engine = offloading({"far_budget": least})
+    assert engine.far.peak_bytes == least - NOT_THERE, "all of them left"
+    tight = predict(WIDE, with_room(whole // 4, plan.offloaded_bytes + whole // 2, disk=GIB), AWAY)
+    assert tight.mode == "disk" and tight.far_bytes <= tight.far_room
+    with pytest.raises(ConfigError, match="offload_activations is 1"):
+        Job(offload_activations=1)
+
+
+def test_who_offloads_activations_keeps_no_freed_memory(monkeypatch):
+    called = []
+    monkeypatch.setattr("pstar.engine.keep_freed_memory", lambda keep=True: called.append(keep))
+    offloading({})
+    assert called == [False]
+    trained("auto")
+    assert called == [False, False, True]
 
 
 def test_full_fills_near_with_states_and_the_engine_trains_so_with_the_same_bits():
@@ -278,6 +369,26 @@ def test_the_command_answers_and_its_exit_status_says_whether_it_fits(capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"] and answer["mode"] == "near" and answer["parameters"] == GptShape(2, 64, 1).num_params
     load_config(answer["configuration"])
+    assert "offload_activations" not in answer["configuration"] and answer["offloaded_bytes"] == 0
+
+
+def test_the_command_plans_offloaded_activations(capsys):
+    arguments = ["plan", "--model", "medium", "--machine", "cpu2", "--batch", "4", "--no-recompute",
+                 "--host-memory", "64GiB"]
+    answers = []
+    for flag, status in (("--offload-activations", 0), ("--no-offload-activations", 1)):
+        assert cli.main([*arguments, flag, "--json"]) == status
+        answers.append(json.loads(capsys.readouterr().out))
+    away, stays = answers
+    assert "--offload-activations" in stays["would_fit"]
+    assert away["offloaded_bytes"] == MODELS["medium"].offloaded_bytes(4, 1024)[0] and stays["offloaded_bytes"] == 0
+    assert away["activation_bytes"] < stays["activation_bytes"] / 2
+    seconds = away["seconds"]
+    assert seconds["offload"] > 0 and seconds["passes"] >= seconds["compute"] + seconds["offload"]
+    assert load_config(away["configuration"]).offload_activations
+    cli.main([*arguments, "--offload-activations"])
+    text = capsys.readouterr().out
+    assert "activations offloaded" in text and "activations when forward ends" in text and "+ offload" in text
 
 
 def test_what_is_said_to_fit_does_fit(capsys):
@@ -286,8 +397,8 @@ def test_what_is_said_to_fit_does_fit(capsys):
     first = json.loads(capsys.readouterr().out)["would_fit"]
     assert first
     for words in first:
-        flag, amount = words.split()[:2]
-        assert cli.main([*arguments, *(() if flag == "--disk" else ("--disk", "0")), flag, amount]) == 0
+        flag = words.replace(" a node", "").split()
+        assert cli.main([*arguments, *(() if flag[0] == "--disk" else ("--disk", "0")), *flag]) == 0
 
 
 @pytest.mark.parametrize("arguments, complaint", [
@@ -299,6 +410,13 @@ def test_bad_input_is_one_line_and_status_2(arguments, complaint, capsys):
     assert cli.main(["plan", *arguments]) == 2
     captured = capsys.readouterr()
     assert complaint in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_flag_with_a_value_that_it_does_not_take_is_one_line_and_status_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--offload-activations=far"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("error: --offload-activations") and error.count("\n") == 1
 
 
 def test_capacity_homes_never_take_the_working_set():
