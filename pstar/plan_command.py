@@ -39,6 +39,9 @@ def add_parser(commands: Any) -> None:
                         help="activation checkpointing (default: on)")
     parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
                         help="what backward needs waits in host memory meanwhile (default: off)")
+    parser.add_argument("--near-states", choices=("margin", "fill"), default="margin",
+                        help="optimizer states on the GPU: beside all parameters and gradients, or instead of some "
+                        "(default: margin)")
     parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto (default)")
     parser.add_argument("--measure", action="store_true", help="take the speeds of link, GPU memory and host Adam from this "
                         "machine, measured now, instead of the table's")
@@ -63,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     if chunk != "auto" and not chunk.isdecimal():
         raise ConfigError(f"--chunk-size {chunk}: give a positive number of elements, or auto")
     job = Job(arguments.batch, seq_len, precision, arguments.recompute, arguments.micro_steps,
-              chunk if chunk == "auto" else int(chunk), offload_activations=arguments.offload_activations)
+              chunk if chunk == "auto" else int(chunk), offload_activations=arguments.offload_activations,
+              near_states=arguments.near_states)
     answer = predict(shape, machine, job)
     print(json.dumps(as_json(answer), indent=2) if arguments.json else table(answer))
     return 0 if answer.fits else 1
@@ -116,7 +120,8 @@ def configuration(answer: Prediction) -> dict[str, Any]:
         return {}
     precision = {answer.job.precision: {"enabled": True}} if answer.job.precision != "fp32" else {}
     offload = {"offload_activations": True} if answer.job.offload_activations else {}
-    return precision | offload | {
+    states = {"near_states": "fill"} if answer.job.near_states == "fill" else {}
+    return precision | offload | states | {
         "default_chunk_size": answer.layout.chunk_elems, "near_budget": answer.near_budget, "far_budget": answer.far_room,
         "gradient_accumulation_steps": answer.job.micro_steps,
     }

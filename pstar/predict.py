@@ -18,12 +18,13 @@ from math import inf
 from pstar.adam_choice import AdamChoice, Speeds, adam_traffic_bytes, choose_adam
 from pstar.budget import (
     Costs,
-    groups_at_home_near,
+    homes_by,
     homes_for_capacity,
     largest_chunk_elems,
     smallest_far_budget,
     smallest_near_budget,
 )
+from pstar.config import Config
 from pstar.errors import ConfigError
 from pstar.gpt_shape import GptShape
 from pstar.layout import Layout, candidate_layouts, least_waste, make_layout
@@ -57,6 +58,8 @@ class Job:
     communication: str = "group"
     offload_activations: bool = False
     """What backward needs waits far meanwhile (pstar.activations)."""
+    near_states: str = "margin"
+    """margin or fill, as in pstar's configuration."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "micro_steps"):
@@ -65,6 +68,8 @@ class Job:
         for name in ("recompute", "offload_activations"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give true or false")
+        if self.near_states not in ("margin", "fill"):
+            raise ConfigError(f"near_states is {self.near_states!r}; choose margin or fill")
         size = self.chunk_elems
         if size != "auto" and (type(size) is not int or size < 1):
             raise ConfigError(f"chunk size is {size!r}; give a positive number of elements, or auto")
@@ -175,7 +180,7 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
     layout, need, _ = choose_layout(shape, costs, machine.num_gpus, max(near_budget, 0), job)
     far_room, disk_room = machine.usable_host_bytes, machine.usable_disk_bytes
     chunk_room = far_room - away    # the engine offloads what far has room for beside all that chunks may need there
-    margin_homes = groups_at_home_near(layout, near_budget, costs, job.communication)
+    near_homes = homes_by(job.near_states, layout, near_budget, costs, job.communication, need, Config.prefetch)
 
     mode, homes, far, disk, short = None, [], 0, 0, {}
     if need > near_budget:
@@ -183,7 +188,7 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
         far = smallest_far_budget(layout, [], costs, job.micro_steps > 1)
     else:
         for candidate in modes:
-            homes, far, disk = _tiers(candidate, layout, margin_homes, near_budget, need, costs, job, chunk_room)
+            homes, far, disk = _tiers(candidate, layout, near_homes, near_budget, need, costs, job, chunk_room)
             right = {"near": len(homes) == len(layout.groups), "hybrid": 0 < len(homes) < len(layout.groups)}
             if right.get(candidate, True) and far <= chunk_room and disk <= disk_room:
                 mode = candidate
@@ -205,12 +210,12 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
     return Prediction(**answer, moved=moved, adam=adam, seconds=seconds)
 
 
-def _tiers(mode: str, layout: Layout, margin_homes: list[int], near_budget: int, need: int, costs: Costs, job: Job,
+def _tiers(mode: str, layout: Layout, near_homes: list[int], near_budget: int, need: int, costs: Costs, job: Job,
            far_room: int) -> tuple[list[int], int, int]:
     """(groups whose states are near, far bytes, disk bytes) of one rank in one mode."""
     accumulates = job.micro_steps > 1
     if mode in ("near", "hybrid", "far"):
-        homes = [] if mode == "far" else margin_homes
+        homes = [] if mode == "far" else near_homes
         return homes, smallest_far_budget(layout, homes, costs, accumulates), 0
     homes = homes_for_capacity(layout, near_budget, need, costs)
     far = smallest_far_budget(layout, homes, costs, accumulates, grads_wait_far=True)
@@ -246,7 +251,8 @@ def _grads_in_flight(layout: Layout, homes: list[int], costs: Costs, job: Job, a
     beside = layout.num_ranks > 1
     if not beside and len(homes) == len(layout.groups):
         return 0
-    sizes = sorted((costs.grad * (unit.elems + (layout.groups[unit.group].piece_elems if beside else 0))
+    grad = costs.grad if beside or job.micro_steps == 1 else costs.param    # micro-steps are summed far
+    sizes = sorted((grad * (unit.elems + (layout.groups[unit.group].piece_elems if beside else 0))
                     for unit in layout.units(job.communication)), reverse=True)
     return sum(sizes[:at_once])
 
@@ -284,9 +290,12 @@ def moved_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs
     share = far_elems / total if ranks > 1 else 1.0
     dirty = near_elems if crowded else max(0, away - far_elems) if ranks == 1 else 0    # updated near, and have to leave
     for_update = (costs.grad + costs.param) * near_elems if crowded else 0
+    left = costs.grad * far_elems
+    if ranks == 1 and job.micro_steps > 1:    # what is updated far is summed there, from each micro-step's gradients
+        left = costs.param * job.micro_steps * (total - near_elems) + costs.grad * (far_elems - (total - near_elems))
     return {
         "far to near": int(costs.param * fetched * share + for_update) // ranks,
-        "near to far": (costs.grad * far_elems + costs.param * dirty) // ranks,
+        "near to far": (left + costs.param * dirty) // ranks,
         "gather": costs.param * fetched * (ranks - 1) // ranks,
         "reduce": costs.grad * total * (ranks - 1) // ranks,
     }

@@ -110,15 +110,18 @@ def one_gpu(near: int, far: int, job: Job, disk: int = 0) -> Machine:
 JOB = Job(batch=2, seq_len=16, precision="fp32", recompute=False, chunk_elems=4096)
 
 
-def trained(budget: int | str, hybrid: bool = True, far: int | str = "auto") -> pstar.Engine:
+def trained(budget: int | str, hybrid: bool = True, far: int | str = "auto", micro_steps: int = 1,
+            **keys: object) -> pstar.Engine:
     torch.manual_seed(0)
-    config = {"default_chunk_size": 4096, "near_budget": budget, "far_budget": far,
+    config = keys | {"default_chunk_size": 4096, "near_budget": budget, "far_budget": far,
+              "gradient_accumulation_steps": micro_steps,
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "use_hybrid_adam": hybrid}}}
     model, optimizer = pstar.initialize_engine(lambda: model_of(TINY), 0, config, device="cpu")
     tokens = torch.arange(32).view(2, 16) % 97
     for _ in range(3):
         optimizer.zero_grad()
-        model.backward(model(tokens, tokens))
+        for _ in range(micro_steps):
+            model.backward(model(tokens, tokens))
         optimizer.step()
     return model
 
@@ -133,27 +136,44 @@ def test_all_near_takes_the_bytes_that_the_plan_says():
     assert plan.moved["near to far"] == engine.ledger.step_bytes["near to far"] == 0
 
 
-def test_all_states_far_takes_the_bytes_that_the_plan_says():
-    whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, JOB)[0].total_elems
-    plan = predict(TINY, one_gpu(whole, 10**9, JOB), JOB, modes=("far",))
-    engine = trained(whole, hybrid=False)
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_states_far_takes_the_bytes_that_the_plan_says(precision, micro_steps):
+    job, size = replace(JOB, precision=precision, micro_steps=micro_steps), 4 if precision == "fp32" else 2
+    whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, job)[0].total_elems
+    plan = predict(TINY, one_gpu(whole, 10**9, job), job, modes=("far",))
+    engine = trained(whole, hybrid=False, micro_steps=micro_steps, bf16={"enabled": precision == "bf16"})
     assert plan.mode == "far" and plan.far_bytes == engine.far.peak_bytes
     # near is a bound: parameters and the gradients of two groups; at the peak one group's may have gone
-    largest = 4 * max(group.elems for group in plan.layout.groups)
+    largest = size * max(group.elems for group in plan.layout.groups)
     assert plan.near_bytes - largest <= engine.near.peak_bytes <= plan.near_bytes
-    for kind in ("far to near", "near to far"):
-        assert plan.moved[kind] == engine.ledger.step_bytes[kind] == 4 * plan.layout.total_elems
+    assert plan.moved["far to near"] == engine.ledger.step_bytes["far to near"] == size * plan.layout.total_elems
+    left = micro_steps * size * plan.layout.total_elems
+    assert plan.moved["near to far"] == engine.ledger.step_bytes["near to far"] == left
 
 
-def test_hybrid_takes_the_bytes_that_the_plan_says():
-    whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, JOB)[0].total_elems
-    plan = predict(TINY, one_gpu(whole * 3 // 4, 10**9, JOB), JOB)
-    engine = trained(whole * 3 // 4)
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("near_states", ["margin", "fill"])
+def test_hybrid_takes_the_bytes_that_the_plan_says(near_states, micro_steps):
+    job = replace(JOB, near_states=near_states, micro_steps=micro_steps)
+    whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, job)[0].total_elems
+    plan = predict(TINY, one_gpu(whole * 3 // 4, 10**9, job), job)
+    engine = trained(whole * 3 // 4, micro_steps=micro_steps, near_states=near_states)
     assert plan.mode == "hybrid" and 0 < plan.near_groups < len(plan.layout.groups)
+    assert plan.near_groups == engine._chunks.home.count("near")
     assert plan.far_bytes == engine.far.peak_bytes
     assert engine.near.peak_bytes <= plan.near_bytes <= plan.near_budget
     for kind in ("far to near", "near to far"):
         assert plan.moved[kind] == engine.ledger.step_bytes[kind] > 0
+
+
+def test_filled_with_states_near_has_more_of_them():
+    whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, JOB)[0].total_elems
+    margin, fill = (predict(TINY, one_gpu(whole * 3 // 4, 10**9, JOB), replace(JOB, near_states=near_states))
+                    for near_states in ("margin", "fill"))
+    assert margin.near_groups < fill.near_groups
+    with pytest.raises(pstar.ConfigError, match="near_states is 'all'; choose margin or fill"):
+        Job(near_states="all")
 
 
 # ---------------------------------------------------------------- offloaded activations, against the engine
@@ -203,7 +223,8 @@ def test_gradients_far_take_the_place_of_activations():
     # a bound: the head's gradient comes when the log-probabilities have gone
     assert plan.far_bytes - NOT_THERE - 4 * layout.total_elems < engine.far.peak_bytes <= plan.far_bytes
     twice = predict(WIDE, machine, replace(AWAY, micro_steps=2), modes=("far",))
-    assert twice.far_bytes == 16 * layout.total_elems + twice.offloaded_bytes, "those of the first micro-step wait"
+    one_group = 4 * max(group.elems for group in layout.groups)
+    assert twice.far_bytes == 16 * layout.total_elems + one_group + twice.offloaded_bytes, "those of the first micro-step wait"
     assert twice.moved["far to near"] - 2 * plan.moved["far to near"] <= 2 * 4 * layout.total_elems
 
 
