@@ -119,8 +119,15 @@ class Plan:
 
     def homes(self, room: int) -> list[int]:
         """The groups whose states live near where chunks have `room` bytes there."""
-        return homes_by(self.config.near_states, self.layout, room, self.costs, self.config.communication, self.least_near,
+        layout, costs = self.layout, self.costs
+        near = homes_by(self.config.near_states, layout, room, costs, self.config.communication, self.least_near,
                         self.config.prefetch)
+        if self.config.far_states == "stream" and len(near) < len(layout.groups):
+            # States at home never leave: what is streamed must fit beside them.
+            left = room - smallest_streaming_budget(layout, costs)
+            while near and costs.states * sum(layout.groups[index].piece_elems for index in near) > left:
+                near.pop()
+        return near
 
     def _near_bytes(self, layout: Layout) -> int:
         whole = model_data_bytes(layout, self.costs)

@@ -224,7 +224,7 @@ def test_gradients_far_take_the_place_of_activations():
     assert plan.far_bytes - NOT_THERE - 4 * layout.total_elems < engine.far.peak_bytes <= plan.far_bytes
     twice = predict(WIDE, machine, replace(AWAY, micro_steps=2), modes=("far",))
     one_group = 4 * max(group.elems for group in layout.groups)
-    assert twice.far_bytes == 16 * layout.total_elems + one_group + twice.offloaded_bytes, "those of the first micro-step wait"
+    assert twice.far_bytes == 16 * layout.total_elems + one_group + twice.offloaded_bytes, "sums of the first one wait"
     assert twice.moved["far to near"] - 2 * plan.moved["far to near"] <= 2 * 4 * layout.total_elems
 
 
