@@ -1,14 +1,16 @@
 """What comes near before it is needed: the next keys of the trace, and as much more as there is room for that nobody needs.
 
-Three rules, none of which makes a step move more than it would without them:
-
 1. Of the next `prefetch` keys of the trace, blocks begin to come even where others must leave for them, as long as those are
-   needed later (so they would have had to leave anyway).
+   needed later (so they would have had to leave anyway), up to the next gradient that is still to be created: it comes
+   first, and when it leaves, its room is free for what follows.
 2. Beyond these, parameters come in the order in which they are needed, into room that is free and stays free until then:
    what will be created before them (gradients), and what activations will take, is counted first. This goes on around the
    end of the step: while some groups are still being updated, the link brings those that are done to the next forward.
    Without it a link that is slower than the look-ahead stands still whenever the model computes something long.
 3. With several ranks the next unit is gathered ahead, where that takes room from nobody until it is needed.
+
+By the second rule and the third a step moves nothing that it would not have moved otherwise. By the first neither, but where
+near has room for so few groups that the one in use, which cannot leave yet, would have been the better victim.
 
 When to begin follows from the program and the budget, never from how fast a link or a rank is: the ranks must agree.
 """
@@ -16,6 +18,7 @@ When to begin follows from the program and the budget, never from how fast a lin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -24,6 +27,9 @@ from pstar.collectives import Collectives
 from pstar.layout import Layout, Unit
 from pstar.residency import Key, Residency
 from pstar.tiers import FAR, NEAR
+
+MOST_STRETCHES = 256
+"""Of the trace that are looked at for free room at a moment: so far ahead a link has more than enough to do."""
 
 
 class Chunks(Protocol):
@@ -48,10 +54,11 @@ class LookAhead:
         self.chunks, self.prefetch = chunks, prefetch
         self.residency, self.schedule = chunks.residency, chunks.residency.schedule
         self._looked_at = -1    # the moment for which it was decided what comes
+        self._filled = -1       # and the stretch
 
     def forget(self) -> None:
         """The step is over."""
-        self._looked_at = -1
+        self._looked_at = self._filled = -1
 
     def __call__(self) -> None:
         """Begins to bring what the trace names next to where it will be needed; once for each moment."""
@@ -61,11 +68,14 @@ class LookAhead:
         if self.chunks.collectives.num_ranks > 1:
             self._gather()
         for access in self.schedule.following(self.prefetch):
+            if access[0] in ("grad", "micro_grad") and access not in self.residency:
+                break
             next_use = self.schedule.trace.next_use(access, self.schedule.moment)
             for key, tier in self._blocks_of(access):
                 if not self.residency.load_ahead(key, tier, next_use):
                     return
-        if self.chunks.collectives.num_ranks == 1:
+        if self.chunks.collectives.num_ranks == 1 and self.schedule.stretch != self._filled:
+            self._filled = self.schedule.stretch
             self._fill()
 
     def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
@@ -73,8 +83,10 @@ class LookAhead:
         kind, index = access
         if kind == "adam":
             tier = self.chunks.update_tier(index)
+            # What is near and to be updated far leaves by itself: gradients when they are complete, not before.
             return [(key, tier) for key in self.residency.blocks
-                    if key[1] == index and key[0] not in ("gathered", "grad_full")]
+                    if key[1] == index and key[0] not in ("gathered", "grad_full", "micro_grad")
+                    and (tier == NEAR or not self.residency.is_near(key))]
         if kind == "gathered":
             return [] if access in self.residency else [(("param", self.chunks.units[index].group), FAR)]
         return [(access, NEAR)] if kind in ("param", "grad") else []
@@ -96,17 +108,15 @@ class LookAhead:
     def _fill(self) -> None:
         near, chunks, residency = self.residency.tiers[NEAR], self.chunks, self.residency
         bound, promised = near.bound_bytes, 0
-        current = self.schedule.current
-        outdated = {current[1]} if current and current[0] == "adam" else set()    # groups whose update is still to come
-        for number, (access, peak) in enumerate(self.schedule.coming()):
+        outdated: set[int] = set()    # groups whose update is still to come
+        for access, peak, moment in islice(self.schedule.coming(), MOST_STRETCHES):
             kind, index = access
             room = chunks.room(peak) if chunks.room is not None else None
             bound = room if bound is None else bound if room is None else min(bound, room)
             if kind == "adam":
                 outdated.add(index)
-                there = all(tier != NEAR or residency.is_near(key) for key, tier in self._blocks_of(access))
-                if not there:
-                    return    # what this update needs near is not for us to weigh
+                if chunks.update_tier(index) != chunks.home[index]:
+                    return    # states that are streamed: their room is not for us to weigh
             elif kind in ("grad", "micro_grad") and not residency.is_near(access):
                 dtype = chunks.grad_dtype if kind == "grad" else chunks.param_dtype
                 promised += chunks.units[index].elems * dtype.itemsize
@@ -116,4 +126,4 @@ class LookAhead:
                     return
                 if bound is not None and near.used_bytes + promised + block.num_bytes > bound:
                     return
-                residency.load_ahead(access, NEAR, self.schedule.moment + 1 + number)
+                residency.load_ahead(access, NEAR, moment)

@@ -42,7 +42,9 @@ class Trace:
     """One step's accesses, as a cycle.
 
     accesses: the keys in order. peaks: for each moment the most bytes of other things near, from it to the next one.
-    positions: for each key the sorted moments at which it is touched.
+    positions: for each key the sorted moments at which it is touched. stretches: (key, largest peak, first moment) without
+    those touches that repeat one of the two keys before them: backward turns from a group's parameters to its gradients and
+    back for every parameter.
     """
 
     def __init__(self, accesses: Sequence[Key], peaks: Sequence[int] = ()):
@@ -51,6 +53,13 @@ class Trace:
         self.positions: dict[Key, list[int]] = {}
         for moment, key in enumerate(self.accesses):
             self.positions.setdefault(key, []).append(moment)
+        self.stretches: list[tuple[Key, int, int]] = []
+        for moment, (key, peak) in enumerate(zip(self.accesses, self.peaks, strict=True)):
+            if key in [stretch[0] for stretch in self.stretches[-2:]]:
+                last, most, first = self.stretches[-1]
+                self.stretches[-1] = last, max(most, peak), first
+            else:
+                self.stretches.append((key, peak, moment))
 
     def __len__(self) -> int:
         return len(self.accesses)
@@ -112,15 +121,10 @@ class Schedule:
         return self._moment
 
     @property
-    def current(self) -> Key | None:
-        """The key of this moment; None where it is not known."""
-        known = self._in_step and not self._paused and self.trace is not None and self._moment >= 0
-        return self.trace.accesses[self._moment] if known else None
-
-    @property
     def peak(self) -> int | None:
         """Bytes of other things near from this moment to the next; None where that is not known."""
-        return None if self.current is None else self.trace.peaks[self._moment]
+        known = self._in_step and not self._paused and self.trace is not None and self._moment >= 0
+        return self.trace.peaks[self._moment] if known else None
 
     def follow(self, trace: Trace, signature: Hashable = None) -> None:
         """Takes a trace as known, as if a step with that signature had been recorded."""
@@ -198,12 +202,21 @@ class Schedule:
                 found[self.trace.accesses[moment]] = None
         return list(found)
 
-    def coming(self) -> Iterator[tuple[Key, int]]:
-        """(key, bytes of other things near) of all moments after this one, on into the next step and around to this one
-        again; nothing where they are not known."""
-        if self._in_step and not self._paused and self.trace is not None:
-            for moment in (*range(self._moment + 1, len(self.trace)), *range(self._moment + 1)):
-                yield self.trace.accesses[moment], self.trace.peaks[moment]
+    @property
+    def stretch(self) -> int:
+        """Which of the trace's stretches this moment belongs to; -1 where that is not known."""
+        if not self._in_step or self._paused or self.trace is None:
+            return -1
+        return max(0, bisect_right(self.trace.stretches, self._moment, key=lambda stretch: stretch[2]) - 1)
+
+    def coming(self) -> Iterator[tuple[Key, int, int]]:
+        """(key, bytes of other things near at most, moment) of the stretches of the trace from this one on, around the end
+        of the step to this one again, where moments are counted on; nothing where they are not known."""
+        first = self.stretch
+        if first >= 0:
+            yield from self.trace.stretches[first:]
+            for key, peak, moment in self.trace.stretches[:first]:
+                yield key, peak, moment + len(self.trace)
 
     def next_use(self, key: Key) -> float:
         """The moment at which a block is used next, counted on into the next step; NEVER where no trace knows it."""

@@ -100,6 +100,21 @@ def test_loads_of_a_step_equal_the_maths(n, room, prefetch):
     assert model.ledger.step_bytes["far to near"] == 4 * 64 * 64 * (n + max(0, n - 1 - room))
 
 
+@pytest.mark.parametrize("prefetch", [1, 2, 4, 8])
+@pytest.mark.parametrize("keys", [{"near_budget": near} for near in ("20%", "25%", "30%", "45%", "80%")]
+                         + [{"near_memory": "2500KiB"}, {"near_memory": "3500KiB"}], ids=str)
+def test_looking_ahead_moves_nothing_more(keys, prefetch):
+    """Ten small layers, with one micro-step and with two: each direction of the link carries what it carries without."""
+    tables = []
+    for ahead in (0, prefetch):
+        for num_micros in (1, 2):
+            model, optimizer = toy.build(lambda: toy.Toy(10), default_chunk_size=5_000, prefetch=ahead,
+                                         gradient_accumulation_steps=num_micros, **keys)
+            toy.train(model, optimizer, 4, num_micros=num_micros)
+            tables.append(model.ledger.step_bytes)
+    assert tables[:2] == tables[2:]
+
+
 @pytest.mark.parametrize("near", ["min", "25%", "45%", "60%"])
 def test_what_was_updated_far_comes_back_while_the_rest_is_updated_and_no_more_than_without(near):
     """Into free room, in the order of need: groups that are done travel during the update, and a step moves what it moves

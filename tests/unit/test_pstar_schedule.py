@@ -160,17 +160,21 @@ def test_what_comes_next_is_known_inside_a_traced_step_only():
 
 
 def test_what_is_coming_goes_on_around_the_end_of_the_step():
+    """In stretches: going back and forth between two keys is one of each, with the largest peak."""
     schedule = Schedule()
-    schedule.take_peak = iter(range(10, 20)).__next__
+    schedule.take_peak = iter(range(9, 20)).__next__    # the first is asked for before the first moment
+    accesses = ["a", "c", "b", "c", "b", "a"]
+    stretches = [("a", 10, 0), ("c", 11, 1), ("b", 14, 2), ("a", 15, 5)]
     for step in range(2):
         schedule.begin_step()
-        assert list(schedule.coming()) == ([("a", 11), ("c", 12), ("b", 13)] if step else [])
-        for moment, key in enumerate(("a", "c", "b")):
+        assert list(schedule.coming()) == (stretches if step else [])
+        for moment, key in enumerate(accesses):
             schedule.touch(key)
-            if step:
-                around = [("a", 11), ("c", 12), ("b", 13)] * 2
-                assert list(schedule.coming()) == around[moment + 1 : moment + 4]
-                with schedule.paused():
-                    assert not list(schedule.coming())
+            now = [0, 1, 2, 2, 2, 3][moment]
+            later = [(key, peak, first + len(accesses)) for key, peak, first in stretches[:now]]
+            assert list(schedule.coming()) == (stretches[now:] + later if step else [])
+            assert schedule.stretch == (now if step else -1)
+            with schedule.paused():
+                assert not list(schedule.coming())
         schedule.end_step()
     assert not list(schedule.coming())
