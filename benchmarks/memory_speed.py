@@ -17,6 +17,12 @@ only after the update, which with clipping waits for the last gradient: its load
 computation. So with all states far the first bound can be met while transfers take up to a third of it, and by no exact
 schedule beyond.
 
+With near filled (near_states) the states of the first groups stay near, and the parameters of the others come twice a step.
+That moves more bytes, but spreads them over both directions and over all passes. And who moves more has a longer bound, so
+that the share alone flatters: look at the seconds as well, which each row gives against prefetch 0 in the same round.
+
+Each table goes to a file of its own, memory_fits.md and memory_link.md: --only renews one and leaves the other.
+
 All processes of a table stay alive and work in turns, in an order that rotates; a number is the median over the rounds of
 the ratio to another process in the SAME round. All variants of pstar must compute the same losses, bit for bit.
 """
@@ -44,8 +50,10 @@ LINK_VOCABULARY = 4096
 """Of the model behind the link, the shipped vocabulary's: 21128 rows would be a third of a model 256 wide, in one chunk."""
 LINKS = (0.125, 0.25, 0.5, 1.0, 2.0)
 """Transfer time of a step in compute times."""
-LOOKAHEADS = {"0": {"prefetch": 0}, "2": {"prefetch": 2}, "4": {"prefetch": 4},
-              "4, and overlap_update": {"prefetch": 4, "overlap_update": True}}
+VARIANTS = {"0": {"prefetch": 0}, "2": {"prefetch": 2},
+            "2, near filled": {"prefetch": 2, "near_states": "fill"},
+            "4, near filled, and overlap_update": {"prefetch": 4, "near_states": "fill", "overlap_update": True}}
+WAYS = {"in": "far to near", "out": "near to far"}
 WARM_UP_STEPS = 3    # the first is traced, the second follows the trace
 FITS_GOAL, LINK_GOAL = 0.95, 1.10
 PASSES = ("forward", "backward", "update")
@@ -97,9 +105,9 @@ def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
         told: dict[str, Any] = {"loss": float(loss.detach()), "waited": model.ledger.step_copy_waited_s}
         for name, (begin, before), (end, after) in zip(PASSES, moments, moments[1:], strict=False):
             told[name] = end - begin
-            told[f"{name} bytes"] = max(after[way] - before[way] for way in ("far to near", "near to far"))
-        told["bytes"] = max(model.ledger.step_bytes[way] for way in ("far to near", "near to far"))
-        return told
+            told[f"{name} bytes"] = max(after[way] - before[way] for way in WAYS.values())
+        told |= {f"bytes {short}": model.ledger.step_bytes[way] for short, way in WAYS.items()}
+        return told | {"bytes": max(told["bytes in"], told["bytes out"])}
 
     step.finish = model._residency.movers.drain    # an update may go on: it belongs to these steps, not to the next process
     return step
@@ -208,7 +216,7 @@ def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     firsts = [runner.losses[WARM_UP_STEPS] for runner in runners]
     if max(firsts) - min(firsts) > 1e-4 * max(firsts):
         raise SystemExit(f"error: not all do the same work; their losses are {', '.join(f'{loss:.5f}' for loss in firsts)}")
-    lines = ["## Everything fits", "", "Against the plain process of the same round: median over the rounds, and the middle "
+    lines = ["Against the plain process of the same round: median over the rounds, and the middle "
              f"half. Goal of pstar: at least {FITS_GOAL} of both.", "", *busy_line(others),
              "| | | tokens/s | against plain | middle half | against plain-kept | middle half | "
              f"loss after {WARM_UP_STEPS} steps |", "|---|---|---:|---:|---|---:|---|---:|"]  # fmt: skip
@@ -222,9 +230,29 @@ def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     return [*lines, ""]
 
 
+def behind_link(size: dict[str, int]) -> dict[str, int]:
+    """The model behind the link, and one thread less."""
+    return size | {"vocab_size": min(LINK_VOCABULARY, size["vocab_size"]), "threads": max(1, size["threads"] - 1)}
+
+
+def link_row(name: str, runner: Runner, base: Runner, at_need: Runner, speed: float) -> str:
+    """A variant behind a link of a speed, beside everything near and beside prefetch 0 in the same rounds."""
+    rounds = list(zip(runner.rounds, base.rounds, at_need.rounds, strict=True))
+    shares = [(told["seconds"] / whole, told["seconds"] / by_pass)
+              for told, near, _ in rounds for whole, by_pass in [bounds(near, told, speed)]]
+    was = statistics.median(told["bytes"] / speed / near["seconds"] for told, near, _ in rounds)
+    against = statistics.median(told["seconds"] / slow["seconds"] for told, _, slow in rounds)
+    median = {key: statistics.median(told[key] for told in runner.rounds)
+              for key in ("bytes in", "bytes out", "seconds", "waited")}
+    waited = f"{median['waited']:.3f}" if VARIANTS[name]["prefetch"] else ""
+    cells = [cell for ratios in zip(*shares, strict=True)
+             for cell in (f"{statistics.median(ratios):.2f}", spread(list(ratios)))]
+    return (f"| {was:.2f} | {speed / 1e6:,.0f} | {name} | {median['bytes in'] / 1e6:,.1f} | "
+            f"{median['bytes out'] / 1e6:,.1f} | {median['seconds']:.3f} | {against:.2f} | {waited} | {' | '.join(cells)} |")
+
+
 def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
-    """Near holds a part; links of several speeds; how far ahead is looked."""
-    size = size | {"vocab_size": min(LINK_VOCABULARY, size["vocab_size"]), "threads": max(1, size["threads"] - 1)}
+    """Near holds a part; links of several speeds; how far ahead is looked, and what near is filled with."""
     layer = 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]
     small = {"near_budget": options.near, "default_chunk_size": layer}
     probes = [Runner("near", size, "pstar", {"default_chunk_size": layer}), Runner("no link", size, "pstar", small)]
@@ -233,33 +261,26 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     compute, moved = probes[0].rounds[-1]["seconds"], probes[1].rounds[-1]["bytes"]
     if not moved:
         raise SystemExit(f"error: --near {options.near}: nothing travels; give less")
-    lines = ["## A slow link", "",
-             f"Near {options.near} of the model data, vocabulary {size['vocab_size']}, chunks of a layer ({layer:,} "
-             f"elements), {size['threads']} thread(s) compute. Step: share of the longer of "
-             f"compute and transfer, goal at most {LINK_GOAL:.2f} with prefetch. By pass: share of that bound taken for "
-             "forward, backward and update each. Waiting: for copies in the background; without prefetch "
-             "they are made at once instead. All losses are bitwise those of everything near.", "",
-             "| transfer / compute | link, MB/s | prefetch | MB a step | step, s | waiting, s | step | middle half | "
-             "by pass | middle half |", "|---:|---:|---|---:|---:|---:|---:|---|---:|---|"]
+    lines = [f"Near {options.near} of the model data, chunks of a layer ({layer:,} elements). In and out: bytes to near and "
+             "from near. Step: share of the longer of compute and transfer (the busier direction), goal at most "
+             f"{LINK_GOAL:.2f} with prefetch. By pass: share of that bound taken for forward, backward and update each. "
+             "Waiting: for copies in the background; without prefetch they are made at once instead. All losses are bitwise "
+             "those of everything near.", "",
+             "With all states far no exact schedule reaches the bound where transfers take more than a third of the "
+             "computing. Near filled: more bytes, but in both directions and in all passes. Who moves more has a longer "
+             "bound, so look at the seconds as well, here against prefetch 0 in the same round.", "",
+             "| transfer / compute | link, MB/s | prefetch | in, MB a step | out, MB a step | step, s | "
+             "against prefetch 0 | waiting, s | step | middle half | by pass | middle half |",
+             "|---:|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---|"]
     busiest = 0.0
     for multiple in LINKS[:1] if options.quick else LINKS:
         speed = moved / (multiple * compute)
-        keys = {name: small | {"simulated_link": speed} | more for name, more in LOOKAHEADS.items()}
+        keys = {name: small | {"simulated_link": speed} | more for name, more in VARIANTS.items()}
         base = Runner("everything near", size, "pstar", {"default_chunk_size": layer})
         runners = [Runner(f"prefetch {name}", size, "pstar", config) for name, config in keys.items()]
         busiest = max(busiest, measure([base, *runners], options.rounds, options.steps))
         same_losses([base, *runners])
-        for name, runner in zip(LOOKAHEADS, runners, strict=True):
-            pairs = list(zip(base.rounds, runner.rounds, strict=True))
-            shares = [(told["seconds"] / whole, told["seconds"] / by_pass)
-                      for near, told in pairs for whole, by_pass in [bounds(near, told, speed)]]
-            was = [told["bytes"] / speed / near["seconds"] for near, told in pairs]
-            median = {key: statistics.median(each[key] for each in runner.rounds) for key in ("bytes", "seconds", "waited")}
-            waited = f"{median['waited']:.3f}" if LOOKAHEADS[name]["prefetch"] else ""
-            cells = [cell for ratios in zip(*shares, strict=True)
-                     for cell in (f"{statistics.median(ratios):.2f}", spread(list(ratios)))]
-            lines.append(f"| {statistics.median(was):.2f} | {speed / 1e6:,.0f} | {name} | {median['bytes'] / 1e6:,.1f} | "
-                         f"{median['seconds']:.3f} | {waited} | {' | '.join(cells)} |")
+        lines += [link_row(name, runner, base, runners[0], speed) for name, runner in zip(VARIANTS, runners, strict=True)]
     return [*lines[:4], *busy_line(busiest), *lines[4:], ""]
 
 
@@ -274,7 +295,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model, one link, 2 rounds of 2 steps")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 10; with --quick 2)")
     parser.add_argument("--steps", type=int, help="steps of a process in a round (default: 4; with --quick 2)")
-    parser.add_argument("--only", choices=("fits", "link"), help="one of the two tables")
+    parser.add_argument("--only", choices=("fits", "link"), help="one of the two tables; the other file stays as it is")
     parser.add_argument("--near", default="25%", help="near budget behind the slow link (default: 25%% of all model data)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
@@ -285,25 +306,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def main(argv: list[str]) -> int:
-    """Measures and writes. Ends with status 1 where the losses differ."""
-    options = parse(argv)
-    sys.path.insert(0, str(HERE.parent))
-    size = SMALL if options.quick else FULL
-    tables = [*(fits_table(size, options) if options.only != "link" else []),
-              *(link_table(size, options) if options.only != "fits" else [])]
-    page = "\n".join([
-        "# Speed in little memory", "",
+def page(title: str, size: dict[str, int], options: argparse.Namespace, argv: list[str], table: list[str]) -> str:
+    return "\n".join([
+        f"# {title}", "",
         f"- work: GPT-2 of {size['n_layer']} layers, {size['n_embd']} wide, vocabulary {size['vocab_size']}, length "
         f"{size['n_positions']}, batch {size['batch']}, fp32, AdamW, no clipping; one process of {size['threads']} "
         f"thread(s) on {num_cores()} cores ({processor()})",
         f"- versions: {versions()}",
         f"- rounds: {options.rounds} of {options.steps} steps each, interleaved",
-        *bullets(when_and_how("memory_speed.sh", argv)), "", *tables,
+        *bullets(when_and_how("memory_speed.sh", argv)), "", *table,
     ])  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Measures and writes, each table as soon as it is whole. Ends with status 1 where the losses differ."""
+    options = parse(argv)
+    sys.path.insert(0, str(HERE.parent))
+    size = SMALL if options.quick else FULL
+    parts = {"fits": ("Everything fits", size, fits_table), "link": ("A slow link", behind_link(size), link_table)}
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "memory_speed.md").write_text(page, encoding="utf-8")
-    print(page, end="")
+    for name in [options.only] if options.only else parts:
+        title, its_size, make_table = parts[name]
+        text = page(title, its_size, options, argv, make_table(its_size, options))
+        (options.results / f"memory_{name}.md").write_text(text, encoding="utf-8")
+        print(text, end="")
     return 0
 
 

@@ -95,7 +95,8 @@ def test_docstrings_become_markdown(build) -> None:
 
 def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) -> None:
     results = ROOT / "benchmarks/results"
-    for name in ("memory_speed", "disk_model", "plan_memory", "adam", "ranks", "rank_memory", "zero", "zero_pays"):
+    for name in ("memory_fits", "memory_link", "disk_model", "plan_memory", "adam", "ranks", "rank_memory", "zero",
+                 "zero_pays"):
         source = (results / f"{name}.md").read_text(encoding="utf-8")
         rows = [line.replace(" ", "") for line in source.splitlines() if line.startswith("|")]
         text = build.fragment(f"en/results_all/{name}.md")
@@ -103,7 +104,8 @@ def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) ->
         assert "- date: " in text and "- command: `" in text and "- versions: " in text
         chinese = build.fragment(f"zh/results_all/{name}.md")
         assert chinese.count("\n|") == len(rows) and "- 日期" in chinese
-    assert "### A slow link { #memory_speed-a-slow-link }" in build.fragment("en/results_all/memory_speed.md")
+    both = build.tables.results(build.Words("en"), "x", "## A link, slow\n\n| a |\n|---|\n\n## Fast\n\n| b |\n|---|\n")
+    assert "### A link, slow { #x-a-link-slow }\n\n| a |" in both and "### Fast { #x-fast }\n\n| b |" in both
 
 
 # ---- the stepped view

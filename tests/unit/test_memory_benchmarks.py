@@ -36,21 +36,59 @@ def number(cell: str) -> float:
     return float(cell.replace(",", ""))
 
 
-def run_quick(name: str, folder: Path) -> list[list[list[str]]]:
+def run_quick(name: str, folder: Path, pages: tuple[str, ...] = ()) -> list[list[list[str]]]:
+    """The tables of all pages that a benchmark writes; without pages it is one, of its own name."""
     done = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--results", str(folder)],
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    page = (folder / f"{name}.md").read_text(encoding="utf-8")
-    assert done.stdout == page and f"bash benchmarks/{name}.sh --quick" in page and "- versions: torch" in page
-    return tables(page)
+    texts = [(folder / f"{page}.md").read_text(encoding="utf-8") for page in pages or (name,)]
+    assert done.stdout == "".join(texts)
+    assert all(f"bash benchmarks/{name}.sh --quick" in text and "- versions: torch" in text for text in texts)
+    return [table for text in texts for table in tables(text)]
 
 
 def test_memory_speed(tmp_path) -> None:
-    fits, link = run_quick("memory_speed", tmp_path)
+    fits, link = run_quick("memory_speed", tmp_path, ("memory_fits", "memory_link"))
     assert [row[0] for row in fits[1:]] == ["plain", "plain-kept", "pstar"]
     assert all(number(row[column]) > 0 for row in fits[1:] for column in (2, 3, 5, 7))
-    assert [row[2] for row in link[1:]] == list(memory_speed.LOOKAHEADS)
-    assert all(number(row[column]) > 0 for row in link[1:] for column in (0, 3, 4, 6, 8))
+    assert [row[2] for row in link[1:]] == list(memory_speed.VARIANTS)
+    assert all(number(row[column]) > 0 for row in link[1:] for column in (0, 3, 4, 5, 6, 8, 10))
+    assert number(link[1][6]) == 1, "prefetch 0 against itself"
+
+
+def test_only_one_table_is_renewed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what it was measured with: the model behind the link has a smaller vocabulary and a core less."""
+    monkeypatch.setattr(memory_speed, "num_cores", lambda: 2)
+    monkeypatch.setattr(memory_speed, "FULL", memory_speed.FULL | {"threads": 2})
+    for name in ("fits", "link"):
+        monkeypatch.setattr(memory_speed, f"{name}_table", lambda size, options: [f"{options.rounds} rounds", ""])
+    fits, link = (tmp_path / f"memory_{name}.md" for name in ("fits", "link"))
+    assert memory_speed.main(["--rounds", "5", "--results", str(tmp_path)]) == 0
+    assert memory_speed.main(["--rounds", "6", "--only", "link", "--results", str(tmp_path)]) == 0
+    assert sorted(tmp_path.iterdir()) == [fits, link]
+    first, second = fits.read_text(encoding="utf-8"), link.read_text(encoding="utf-8")
+    assert first.startswith("# Everything fits\n") and "5 rounds" in first and "21128" in first and "2 thread(s)" in first
+    assert second.startswith("# A slow link\n") and "6 rounds" in second and "4096" in second and "1 thread(s)" in second
+
+
+def test_a_row_of_the_link_shows_both_directions_and_the_same_rounds() -> None:
+    class Ran:
+        def __init__(self, *rounds: dict):
+            self.rounds = list(rounds)
+
+    def told(seconds: float, into: float, out: float) -> dict:
+        passes = {f"{name} bytes": max(into, out) / 2 for name in ("forward", "backward")}
+        return passes | {"seconds": seconds, "bytes in": into, "bytes out": out, "bytes": max(into, out), "waited": 0.5,
+                         "update bytes": 0}
+
+    near = {"seconds": 1.0, "forward": 0.3, "backward": 0.6, "update": 0.1}
+    base, slow = Ran(near, near), Ran(told(4.0, 1e6, 2e6), told(8.0, 1e6, 2e6))
+    fast = Ran(told(3.0, 2e6, 1e6), told(6.0, 2e6, 1e6))
+    cells = [cell.strip() for cell in memory_speed.link_row("2", fast, base, slow, 1e6).strip("|").split("|")]
+    # twice the computing; 4.5 s against 2 s, and by pass against 1 + 1 + 0.1
+    assert cells == ["2.00", "1", "2", "2.0", "1.0", "4.500", "0.75", "0.500", "2.25", "1.88 to 2.62", "2.14",
+                     "1.79 to 2.50"]
+    assert memory_speed.link_row("0", slow, base, slow, 1e6).split("|")[7:9] == [" 1.00 ", "  "], "nothing is waited for"
 
 
 def test_disk_model(tmp_path) -> None:
