@@ -32,7 +32,7 @@ from pstar.scaler import LossScaler
 from pstar.schedule import Schedule
 from pstar.scope import mode_of
 from pstar.sharded import load_sharded, save_sharded
-from pstar.speeds import choose_far_states
+from pstar.speeds import NO_CHOICE, choose_far_states
 from pstar.tiers import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
 
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
@@ -339,6 +339,8 @@ class Engine(torch.nn.Module):
             budgets.append(f"{tier.name} {bound}")
         whole = model_data_bytes(layout, self.costs)
         kept, held = len(self._outside.params), format_bytes(self._outside.num_bytes)
+        where = "the host" if self.far_states == "host" else "near, streamed"
+        states = [("far states", f"updated by {where} ({self._why})")] if self._why not in NO_CHOICE else []
         outside = [("outside chunks", f"{kept} parameters, {held} on each process")] if kept else []
         return [
             ("chunks", f"{layout.chunk_elems:,} elements each (larger parameters apart), in {len(layout.groups)} groups of "
@@ -348,7 +350,7 @@ class Engine(torch.nn.Module):
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a parameter"),
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),
-            ("far states", f"updated by {'the host' if self.far_states == 'host' else 'near, streamed'} ({self._why})"),
+            *states,
             *outside,
         ]
 

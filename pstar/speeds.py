@@ -33,6 +33,9 @@ NEAR_COPIES = 8
 """One after the other: a GPU copies 64 MiB in less time than it takes to tell it to."""
 
 ASKED = "as far_states says"
+NOTHING_FAR, ONE_MEMORY = "no group's states are far", "near is host memory too"
+NO_CHOICE = (NOTHING_FAR, ONE_MEMORY)
+"""Reasons why there is nothing to choose, and so nothing to say."""
 
 
 def choose_far_states(plan: Plan, movers: Movers, collectives: Collectives, device: torch.device) -> tuple[str, str]:
@@ -60,7 +63,7 @@ def _known(plan: Plan, device: torch.device) -> str:
     """Why the host updates what is far, whatever the speeds; empty where they decide."""
     config, costs, layout = plan.config, plan.costs, plan.layout
     if len(plan.near_homes) == len(layout.groups):
-        return "no group's states are far"
+        return NOTHING_FAR
     if config.disk_path is not None:
         return "states may be on disk"    # they would take two links
     if not config.optimizer.params.use_hybrid_adam:
@@ -70,7 +73,7 @@ def _known(plan: Plan, device: torch.device) -> str:
     # Near and far are one memory and one processor here: streaming can only add copies. With a simulated link that is so as
     # well, but there the speeds are measured and shown, so that the choice can be watched without a GPU.
     if device.type == "cpu" and not config.simulated_link:
-        return "near is host memory too"
+        return ONE_MEMORY
     homes = set(plan.near_homes)
     held = costs.states * sum(group.piece_elems for group in layout.groups if group.index in homes)
     # Beside activations, near is certain of no more than what chunks need at least.

@@ -36,7 +36,7 @@ def case(rank: int, num_ranks: int, keys: dict, found: list[Speeds] | None = Non
     losses = toy.train(model, optimizer, STEPS, rank, num_ranks)
     weights, _ = model.gather_state()
     return {"losses": global_losses(losses, num_ranks), "weights": weights, "norm": optimizer.grad_norm,
-            "far_states": model.far_states, "row": dict(model.memory_plan())["far states"], "measured": len(calls),
+            "far_states": model.far_states, "row": dict(model.memory_plan()).get("far states"), "measured": len(calls),
             "moved": model.ledger.step_bytes["near to far"]}
 
 
