@@ -55,6 +55,7 @@ class LookAhead:
         self.residency, self.schedule = chunks.residency, chunks.residency.schedule
         self._looked_at = -1    # the moment for which it was decided what comes
         self._filled = -1       # and the stretch
+        self._least_bytes = chunks.param_dtype.itemsize * min((unit.elems for unit in chunks.units), default=0)
 
     def forget(self) -> None:
         """The step is over."""
@@ -108,6 +109,8 @@ class LookAhead:
     def _fill(self) -> None:
         near, chunks, residency = self.residency.tiers[NEAR], self.chunks, self.residency
         bound, promised = near.bound_bytes, 0
+        if not near.has_room(self._least_bytes):
+            return
         outdated: set[int] = set()    # groups whose update is still to come
         for access, peak, moment in islice(self.schedule.coming(), MOST_STRETCHES):
             kind, index = access

@@ -308,7 +308,10 @@ class Chunks:
         if total not in residency:
             self._create_grad(self.units[unit].group, FAR)
         residency.send_far(micro)
-        (grads, before), (sums, more) = residency.begin(micro, FAR), residency.begin(total, FAR)
+        grads, before = residency.begin(micro, FAR)
+        residency.pin(micro)    # should its sum have to come from disk, it is not to make room for that
+        sums, more = residency.begin(total, FAR)
+        residency.unpin(micro)
         names, self._leaving[unit] = self._leaving[unit], set()
         parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in self._arrived[unit])
                  for slot in self.units[unit].slots if slot.name in names]
@@ -459,6 +462,7 @@ class Chunks:
                              ("micro_grad", len(self.units))):
             for index in range(number):
                 if (kind, index) in self.residency:
+                    self.residency.finish((kind, index))    # what is still added would tell of its squares afterwards
                     self.residency.drop((kind, index))
         for names in (*self._arrived, *self._summed, *self._leaving):
             names.clear()

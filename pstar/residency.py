@@ -127,6 +127,10 @@ class Residency:
         """Something in the background works on the block: whoever uses it waits."""
         self._block(key).pending.append(handle)
 
+    def finish(self, key: Key) -> None:
+        """Waits for what goes on with the block."""
+        self._settle_block(self._block(key))
+
     def load_ahead(self, key: Key, tier: str, next_use: float) -> bool:
         """Begins to bring a block to a tier in which it will be needed; whether it is there or under way.
 

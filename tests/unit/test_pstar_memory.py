@@ -340,6 +340,30 @@ def test_sums_over_micro_steps_never_cross_the_link(bf16, near, prefetch):
     assert all(torch.equal(weight, runs["100%"][2][name]) for name, weight in runs[near][2].items())
 
 
+@pytest.mark.parametrize("far", ["20%", "26%", "40%", "70%"])
+@pytest.mark.parametrize("near", ["min", "30%"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_sums_over_micro_steps_may_wait_on_disk(far, near, prefetch, tmp_path):
+    model, optimizer = toy.build(near_budget=near, prefetch=prefetch, default_chunk_size=5_000, far_budget=far,
+                                 disk_path=str(tmp_path), gradient_accumulation_steps=3)
+    losses, weights, norms = toy.oracle(STEPS, 3)
+    assert toy.train(model, optimizer, STEPS, num_micros=3) == losses
+    assert optimizer.grad_norm == norms[-1]
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.gather_state()[0].items())
+    assert model.far.peak_bytes <= model.far.budget_bytes and model.ledger.moved_bytes["far to disk"] > 0
+
+
+def test_gradients_thrown_away_between_micro_steps_leave_nothing_behind():
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000, gradient_accumulation_steps=3)
+    losses, weights, norms = toy.oracle(STEPS, 3)
+    model.backward(model(*toy.share(7, 0, 1, 0, 3)))
+    optimizer.zero_grad()
+    model._micro_step = 0
+    assert toy.train(model, optimizer, STEPS, num_micros=3) == losses
+    assert optimizer.grad_norm == norms[-1]
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.gather_state()[0].items())
+
+
 def test_a_sum_over_micro_steps_counts_what_arrived_in_each_of_them():
     """A layer that only some micro-steps use, and the same table twice in one: sums are those of a plain loop."""
     class Sometimes(toy.Toy):
