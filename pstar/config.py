@@ -265,7 +265,9 @@ def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
         return _build(kind, value, where, name + ".")
     if (_is_number(value) and not -_MOST <= value <= _MOST) or (isinstance(value, float) and math.isnan(value)):
         raise ConfigError(f"{where}: '{name}' must be a finite number up to 2^63, found {_short(value)}")
-    if get_origin(kind) is tuple and isinstance(value, (list, tuple)) and all(_is_number(item) for item in value):
+    if get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)) or not all(_is_number(item) for item in value):
+            raise ConfigError(f"{where}: '{name}' must be a list of numbers, found {_short(value)}")
         if not all(-_MOST <= item <= _MOST for item in value):
             raise ConfigError(f"{where}: '{name}' must be finite numbers, found {_short(value)}")
         return tuple(float(item) for item in value)
