@@ -41,6 +41,7 @@ class Chunks(Protocol):
     collectives: Collectives
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
+    home: Sequence[str]
     update_tier: Callable[[int], str]
     room: Callable[[int | None], int | None] | None
 
@@ -114,8 +115,8 @@ class LookAhead:
         outdated: set[int] = set()    # groups whose update is still to come
         for access, peak, moment in islice(self.schedule.coming(), MOST_STRETCHES):
             kind, index = access
-            room = chunks.room(peak) if chunks.room is not None else None
-            bound = room if bound is None else bound if room is None else min(bound, room)
+            bounds = (bound, chunks.room(peak) if chunks.room is not None else None)
+            bound = min((each for each in bounds if each is not None), default=None)
             if kind == "adam":
                 outdated.add(index)
                 if chunks.update_tier(index) != chunks.home[index]:

@@ -285,7 +285,7 @@ class Chunks:
         place, there = data[offset : offset + grad.numel()].view(grad.shape), self._arrived[unit]
         if sums_far:
             there = self._leaving[unit]
-            store_squared(place, grad, name in there)
+            store_squared(place, grad, name in there, implementation="torch")    # the sum is what is squared
         else:
             self.store_grad(name, place, grad, name in there, None)
         self.residency.mark_written(key, NEAR)

@@ -99,8 +99,9 @@ class ParameterNorms:
 
         What is summed on the way, the next take of its group need not read.
         """
-        square = store_squared(place, grad, add, num_threads)
-        if square is not None and self._collectives.num_ranks == 1:    # else others have gradients of it as well
+        one = self._collectives.num_ranks == 1    # else others have gradients of it as well: nothing is worth squaring yet
+        square = store_squared(place, grad, add, num_threads, None if one else "torch")
+        if square is not None:
             self._stored[name] = square
         else:
             self._stored.pop(name, None)
