@@ -61,7 +61,7 @@ def library_errors(what: str) -> Iterator[None]:
         raise
 
 
-LAUNCHED_VARIABLE = "GPT2_CHINESE_LAUNCHED"  # set by launch(): what the parent said, its ranks do not say again
+LAUNCHED_VARIABLE = "GPT2_CHINESE_LAUNCHED"  # set by launch(), to its process id: what it said, its ranks do not say again
 
 
 def notice(line: str) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         tell_alone = sys.excepthook
         sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
         return Ranks(device=device)
+    if LAUNCHED_VARIABLE in os.environ:
+        _end_with(int(os.environ[LAUNCHED_VARIABLE]))
     with exit_on_user_error():
         store, _, num_ranks = _meet(settings)
     dist.init_process_group(
@@ -156,6 +159,17 @@ def _resolve_device(settings: Settings) -> None:
         settings.device = "cuda" if 0 < local_ranks <= num_gpus else "cpu"
     if settings.precision is None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
+
+
+def _end_with(launcher: int) -> None:
+    """Ends this rank with its launcher. A killed one ends nobody, and the next start would train beside its ranks."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(GRACE_S / 2)
+        os._exit(LOST_PEER)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _meet(settings: Settings) -> tuple[Any, int, int]:
@@ -270,7 +284,7 @@ def _torchrun(settings: Settings) -> int:
     logging.disable(logging.CRITICAL)  # this process only launches; torchrun logs in 40 lines what is said below in one
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
-    os.environ[LAUNCHED_VARIABLE] = "1"
+    os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
     arguments.append("--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # SIGTERM and SIGUSR1 are ours
 

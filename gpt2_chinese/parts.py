@@ -26,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -110,9 +111,17 @@ class _Unpickler(pickle.Unpickler):
                *(("torch.distributed.checkpoint.metadata", name) for name in METADATA)}  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # so the first releases of Python 3.11 pickle a member of an enum
+            return self._member
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"its metadata name {module}.{name}, which does not belong there")
         return super().find_class(module, name)
+
+    @staticmethod
+    def _member(enum: Any, name: str) -> Any:
+        if enum is not _MEM_FORMAT_ENCODING:
+            raise pickle.UnpicklingError("its metadata name builtins.getattr, which does not belong there")
+        return enum[name]
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------

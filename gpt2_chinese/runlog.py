@@ -16,6 +16,7 @@ a signal ends the run after the step, saved (stopping.py), and a loss that stays
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -32,12 +33,13 @@ import torch
 import gpt2_chinese
 from gpt2_chinese import checkpoint, stopping
 from gpt2_chinese.decoding import generate
-from gpt2_chinese.errors import RunError, UserError
+from gpt2_chinese.errors import RunError, fail
 from gpt2_chinese.header import Rows, print_header, print_rows
 from gpt2_chinese.launch import Ranks
+from gpt2_chinese.locks import try_lock
 from gpt2_chinese.progress import Progress
 from gpt2_chinese.sampling import Sampling, generator_of
-from gpt2_chinese.settings import Settings, display
+from gpt2_chinese.settings import Settings, display, in_use
 from gpt2_chinese.traffic import tcp_bytes
 from gpt2_chinese.weights import load_model
 
@@ -81,7 +83,12 @@ class Run:
         self.first_step = first_step or settings.resume_step + 1
         self._goes_on = self.first_step > 1
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
-            raise UserError("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
+            ranks.close()
+            fail("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
+        free = not ranks.is_main or self._take_folder() or first_step is not None
+        if ranks.max(not free):
+            ranks.close()
+            fail(in_use(self.directory))
         self.last_evaluation: dict[str, float] = {}
         self._last_step = settings.max_steps  # an earlier one once the run is told to stop
         self._lost_in_a_row = 0
@@ -102,9 +109,17 @@ class Run:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
+    def _take_folder(self) -> bool:
+        """Locks metrics.jsonl, as every run does to the one it writes; False when another run has it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        metrics = self.directory / "metrics.jsonl"
+        self._metrics = metrics.open("a", encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):
+            return try_lock(self._metrics.fileno()) and os.path.samestat(os.fstat(self._metrics.fileno()), metrics.stat())
+        return False
+
     def _prepare_folder(self) -> None:
         settings = self.settings
-        self.directory.mkdir(parents=True, exist_ok=True)
         folder = self.directory / "checkpoints"
         if settings.resume == "never" and self.first_step == 1 and folder.exists():
             aside = next(p for n in range(1, 10**6) if not (p := self.directory / f"checkpoints.old{n}").exists())
@@ -128,8 +143,10 @@ class Run:
         self.last_evaluation = next((_evaluation(row) for row in reversed(keep) if "valid_loss" in row), {})
         beside = metrics.with_name("metrics.jsonl.tmp")
         beside.write_text("".join(json.dumps(row) + "\n" for row in keep), encoding="utf-8")
+        taken, self._metrics = self._metrics, beside.open("a", encoding="utf-8", buffering=1)
+        try_lock(self._metrics.fileno())
         os.replace(beside, metrics)
-        self._metrics = metrics.open("a", encoding="utf-8", buffering=1)
+        taken.close()
 
         from torch.utils.tensorboard import SummaryWriter  # late: it takes a second to import
 

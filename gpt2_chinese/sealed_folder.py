@@ -93,10 +93,10 @@ def _look(path: Path) -> list[tuple[str, int, int]]:
 def put_in_place(beside: Path, target: Path) -> None:
     """Renames a sealed folder to `target`; what stands there is whole, as TARGET.old if not as itself, until it is done."""
     old = target.with_name(f"{target.name}.old")
-    if target.exists() and old.exists() and damage(old) is None:
-        shutil.rmtree(target)  # a kill had come between the two renames, and what stands there came later
+    if target.exists() and old.exists() and damage(target) is not None and damage(old) is None:
+        shutil.rmtree(target)  # a kill had come between the two renames, and what stands there came later, in pieces
     elif target.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)  # where both are whole, the older one may be half gone for a moment
         os.rename(target, old)
     os.rename(beside, target)
     flush(target.parent)

@@ -26,8 +26,9 @@ from typing import Any
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.config import ModelConfig, resolve_model_config
-from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error, notice
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, OneLineParser, UserError, exit_on_user_error, notice
 from gpt2_chinese.files import kind, reason
+from gpt2_chinese.locks import is_held
 from gpt2_chinese.tokens import Tokens, load_tokens
 from gpt2_chinese.vocabulary_files import PROFILE_CHOICES, VocabularyFile, read_vocabulary
 
@@ -232,6 +233,9 @@ class Settings:
         if self.warmup_steps and self.warmup_steps >= self.max_steps:
             raise UserError(f"--warmup-steps {self.warmup_steps} must be below --max-steps {self.max_steps}")
         _check_writable(self.output_dir)
+        launched = "RANK" in os.environ or LAUNCHED_VARIABLE in os.environ  # then the run that holds it may be ours
+        if not launched and is_held(self.output_dir / "metrics.jsonl"):
+            raise UserError(in_use(self.output_dir))
 
     def _resolve_steps(self, steps_given: bool) -> None:
         """Sets max_steps to what ends first of --max-steps and --epochs."""
@@ -394,6 +398,11 @@ def display(path: Path) -> Path:
     """A path as the user would type it: relative to the working directory when it lies below it."""
     path, here = Path(path).resolve(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def in_use(folder: Path) -> str:
+    """The line for a run that would write into what another one writes."""
+    return f"--output-dir {folder} is in use by another run: give another one, or wait until that run has ended"
 
 
 def _check_writable(folder: Path) -> None:

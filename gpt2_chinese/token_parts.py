@@ -64,6 +64,7 @@ def tokenise(folder: Path, key: str, corpus: Path | str, vocabulary: Vocabulary,
         progress.close()
     if reused:
         notice(f"tokenising went on after an interruption: {reused} of {len(parts)} parts were there")
+    (folder / "whole.bin").unlink(missing_ok=True)  # another user's, who was killed
     with (folder / "whole.bin").open("wb") as stream:
         blocks = block_digests(_copied(folder, parts, stream))
         stream.flush()
@@ -128,6 +129,7 @@ def _copied(folder: Path, parts: list[dict[str, Any]], stream: Any) -> Iterator[
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file beside, flushes it to the disk and renames it."""
     beside = path.with_name(path.name + ".tmp")
+    beside.unlink(missing_ok=True)  # another user's, who was killed
     with beside.open("wb") as stream:
         stream.write(data)
         stream.flush()

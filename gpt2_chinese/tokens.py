@@ -2,7 +2,8 @@
 
     NAME.bin       the ids, uint16 where the vocabulary fits, else uint32
     NAME.json      the header, sealed with a checksum of its own: counts, dtype, SHA-256 of each block of the .bin
-    NAME.parts/    while it is made (token_parts.py); the folder is locked, who comes second waits
+    NAME.parts/    while it is made (token_parts.py)
+    NAME.lock      locked meanwhile, who comes second waits; it stays
 
 NAME is a hash of the content of the corpus, of the vocabulary with its profile, and of FORMAT, so a changed file can never
 meet an old cache. Both files are renamed into their places, the header last. What does not match its header to the last
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,6 +28,7 @@ import numpy as np
 
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error, notice
+from gpt2_chinese.locks import open_lock, try_lock, wait_for_lock
 from gpt2_chinese.sealed import file_digests, sealed, unsealed
 from gpt2_chinese.token_parts import tokenise, write_whole
 from gpt2_chinese.vocabulary import Vocabulary
@@ -68,20 +69,24 @@ class Tokens:
         return self.characters / max(1, len(self) - 2 * self.documents)
 
 
-def cache_folder() -> Path:
-    """Where caches live: $GPT2_CHINESE_CACHE, else cache/tokens of the repository, else the user's cache folder."""
+def cache_folders() -> list[Path]:
+    """Where caches may live: $GPT2_CHINESE_CACHE, else cache/tokens of the repository and the user's cache folder."""
     root = Path(__file__).resolve().parents[1]
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_chinese" / "tokens"
     given = os.environ.get(CACHE_VARIABLE)
-    candidates = [Path(given)] if given else ([root / "cache" / "tokens"] if (root / "cache").is_dir() else []) + [user]
-    for folder in candidates:
+    return [Path(given)] if given else ([root / "cache" / "tokens"] if (root / "cache").is_dir() else []) + [user]
+
+
+def cache_folder() -> Path:
+    """The first of them that can be written."""
+    for folder in cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
         if os.access(folder, os.W_OK):
             return folder
-    raise UserError(f"no writable folder for the token cache: set {CACHE_VARIABLE} (tried {candidates[-1]})")
+    raise UserError(f"no writable folder for the token cache: set {CACHE_VARIABLE} (tried {cache_folders()[-1]})")
 
 
 def cache_key(corpus: Path | str, vocabulary: VocabularyFile) -> str:
@@ -106,16 +111,18 @@ def load_tokens(corpus: Path | str, vocab: Path | str, profile: str = "auto") ->
         UserError: the corpus or the vocabulary is missing or bad, or the cache cannot be written.
     """
     vocabulary = read_vocabulary(vocab, profile)  # a missing vocabulary is told before anything is read
-    path = cache_folder() / f"{cache_key(corpus, vocabulary)}.bin"
-    parts = path.with_suffix(".parts")
-    if (cached := _open(path)) is not None and not parts.exists():
-        return cached
+    name = f"{cache_key(corpus, vocabulary)}.bin"
+    for folder in cache_folders():  # one that somebody has prepared need not be writable
+        cached, parts = _open(folder / name), (folder / name).with_suffix(".parts")
+        if cached is not None and not (parts.exists() and os.access(folder, os.W_OK)):
+            return cached
+    path = cache_folder() / name
     try:  # also to remove what a process left that was killed after its last write
-        with _alone(parts) as folder:
+        with _alone(path.with_suffix(".parts")) as folder:
             found = _open(path)  # another process may have made it while this one waited
             return _build(path, folder, corpus, vocabulary) if found is None else found
     except OSError as error:
-        if cached is not None:
+        if (cached := _open(path)) is not None:
             return cached
         raise UserError(
             f"the token cache {path} cannot be written: {error.strerror} (it goes where {CACHE_VARIABLE} says)"
@@ -149,37 +156,24 @@ def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyF
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[Path]:
-    """Makes a folder, locks it, and removes it at the end; a process that is killed leaves it, without the lock."""
-    while True:
-        folder.mkdir(exist_ok=True)
-        try:
-            handle = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue  # who had it before has removed it just now
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                notice(f"waiting for another process that makes the token cache {folder.with_suffix('.bin')}")
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if not _is_still_there(handle, folder):
-                continue  # the lock of a folder that its owner has removed meanwhile
-            try:
-                yield folder
-            except UserError:
-                shutil.rmtree(folder)  # when the corpus is put right its cache has another name
-                raise
-            shutil.rmtree(folder)
-            return
-        finally:
-            os.close(handle)
-
-
-def _is_still_there(handle: int, folder: Path) -> bool:
+    """Makes a folder under a lock, and removes it at the end; a process that is killed leaves it, without the lock."""
+    handle = open_lock(folder.with_suffix(".lock"))
     try:
-        return os.path.samestat(os.fstat(handle), os.stat(folder))
-    except FileNotFoundError:
-        return False
+        if not try_lock(handle):
+            notice(f"waiting for another process that makes the token cache {folder.with_suffix('.bin')}")
+            wait_for_lock(handle)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            # of a class that shares a cache anyone may go on with what one of them, killed, has begun
+            folder.chmod(folder.parent.stat().st_mode & 0o777)
+        try:
+            yield folder
+        except UserError:
+            shutil.rmtree(folder)  # when the corpus is put right its cache has another name
+            raise
+        shutil.rmtree(folder)
+    finally:
+        os.close(handle)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -54,7 +54,8 @@ def find_weights(path: Path | str) -> Path:
             folder = checkpoint.newest_complete(below if below.is_dir() else folder) or folder
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
-        raise UserError(f"no trained model in {path}: give a run, its final/, a checkpoint or a Hugging Face folder")
+        raise UserError(f"no trained model in {path}: give a run, its final/, a checkpoint or a Hugging Face "
+                        "folder; or train first")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +70,48 @@ def test_errors_come_before_any_process(program: list[str]) -> None:
     assert said.startswith("error: --batch-size 7 is not divisible") and said.count("\n") == 1
 
 
+def started_by_hand(chapter: Chapter, *flags: object) -> list[subprocess.Popen[str]]:
+    """Two ranks, as two nodes start them; the second one has `flags` more."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    return [subprocess.Popen(chapter.command("--max-steps", 2, *flags[: rank * len(flags)]),
+                             env={**environment(), **where, "RANK": str(rank)}, text=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for rank in range(2)]  # fmt: skip
+
+
+def test_ranks_without_a_shared_disk_are_told_so_in_one_line(tmp_path: Path) -> None:
+    chapter = Chapter("02_ddp", tmp_path)
+    chapter.train("--max-steps", 1, "--nproc", 1)
+    both = started_by_hand(chapter, "--output-dir", tmp_path / "of_this_node")
+    said = [process.communicate(timeout=60)[1] for process in both]
+    line = "error: the ranks found different checkpoints: is --output-dir on a disk that all of them share?\n"
+    assert (said, [process.returncode for process in both]) == ([line, ""], [2, 2])
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """Started as always, and by a launcher that comes straight to the ranks; the first one loses nothing by it."""
+    first, second = (Chapter(name, tmp_path) for name in ("00_single", "02_ddp"))
+    process = subprocess.Popen(first.command("--max-steps", 100_000, "--eval-every", 100_000), env=environment(),
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    try:
+        metrics = first.output / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.05)
+        line = f"error: --output-dir {first.output} is in use by another run: "
+        line += "give another one, or wait until that run has ended"
+        assert second.train("--max-steps", 2, status=2) == f"{line}\n"
+        both = started_by_hand(second)
+        assert [other.communicate(timeout=60)[1] for other in both] == [f"{line}\n", ""]
+        assert [other.returncode for other in both] == [2, 2]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "Stopped by SIGTERM" in said
+    assert [row["step"] for row in first.metrics()] == list(range(1, len(first.metrics()) + 1))
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
@@ -84,3 +127,18 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert said.strip() == "interrupted: the same command goes on from the newest checkpoint", said
+
+
+def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    """They would train on, and the next start of the same command beside them, in the same folder."""
+    chapter = Chapter("07_patrickstar", tmp_path)
+    # Few enough steps that ranks left behind end by themselves, though not within the time that is waited for here.
+    command = chapter.command("--max-steps", 1500, "--near-budget", "min")
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               start_new_session=True)
+    metrics = chapter.output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=20)  # until the last rank has closed its end

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.errors import UserError
@@ -65,6 +66,27 @@ def test_its_metadata_cannot_run_code(folder: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="posix.mkdir, which does not belong there"):
         read_parts(folder)
     assert not Path("carried_out").exists()
+
+
+class Reached:
+    def __init__(self, *found: object):
+        self.found = found
+
+    def __reduce__(self):
+        return getattr, self.found
+
+
+def test_metadata_of_an_early_python_311_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian 12's, say: it pickles a member of an enum as getattr(its class, its name), and no other getattr is let in."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    dcp.save(dict(TENSORS), checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "state.json").write_text(json.dumps({"steps": {"a.weight": 3, "b": 0}}))
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert torch.equal(read_parts(tmp_path)[0]["a.weight"], TENSORS["model.a.weight"])
+    for found in ((_MEM_FORMAT_ENCODING, "__init_subclass__"), (torch.Size, "count")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Reached(*found)))
+        with pytest.raises(UserError, match="cannot be read"):
+            read_parts(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".metadata", "state.json"])

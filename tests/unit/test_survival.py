@@ -62,6 +62,65 @@ for number in range(rounds):
 print("last", last)
 """
 
+EVERY_KILL = """
+import os, shutil, signal, sys, torch
+from pathlib import Path
+from gpt2_chinese import checkpoint
+import safetensors.torch
+CHANGES = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
+torch.set_num_threads(1)
+
+def save(folder, value, die_at):
+    # whether a process that replaces step 5 is killed before its die_at-th change of the folder, or comes to its end
+    child = os.fork()
+    if child == 0:
+        left = die_at
+        def count(event, _):
+            nonlocal left
+            left -= event in CHANGES
+            if left == 0 and event in CHANGES:
+                os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(count)
+        checkpoint.save(folder, 5, {"a": torch.full((50,), value)}, {"step.a": torch.tensor(1.0)}, {"model": {}})
+        checkpoint.prune(folder, 1, 5)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+def value_in(folder):
+    return float(checkpoint.load(checkpoint.newest_complete(folder))[0]["a"][0])
+
+first = Path(sys.argv[1]) / "first"
+save(first, 1.0, 0)
+states, kills = {(): first}, 0
+for before in (queue := [first]):  # grows while new states are found
+    was, die_at, killed = value_in(before), 0, True
+    while killed:
+        die_at += 1
+        after = Path(sys.argv[1]) / f"{len(states)}.{die_at}"
+        shutil.copytree(before, after)
+        killed = save(after, was + 1, die_at)
+        kills += killed
+        assert value_in(after) in ((was, was + 1) if killed else (was + 1,)), (before, die_at, os.listdir(after))
+        # what lies in folders that are not finished is removed by the next writer
+        left = tuple(sorted(str(f.relative_to(after)) for f in after.rglob("*") if ".tmp" not in str(f)))
+        if left not in states:
+            states[left] = after
+            queue.append(after)
+        else:
+            shutil.rmtree(after)
+print(f"states {len(states)} kills {kills}")
+"""
+
+
+def test_a_kill_before_every_change_of_the_disk(tmp_path: Path) -> None:
+    """And from all that such kills leave, until nothing new comes: what is found is whole, and nothing is in its way."""
+    command = [sys.executable, "-c", EVERY_KILL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "damaged" not in done.stdout, done.stdout
+    states, kills = (int(number) for number in done.stdout.split()[1::2])
+    assert states > 5 and kills > 100
+
 
 def test_two_hundred_kills_while_saving(tmp_path: Path) -> None:
     done = subprocess.run(

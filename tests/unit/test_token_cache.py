@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """What is there, but for the locks, which stay and are empty."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix != ".lock"}
 
 
 def permuted(path: Path, times: int) -> Path:
@@ -110,7 +115,7 @@ def test_a_part_that_does_not_match_is_made_again_and_the_others_are_not(
             patch.setattr(token_parts, "_copied", fail)
             with pytest.raises(UserError, match="cannot be written: No space left on device"):
                 load_tokens(corpus, vocab)
-        (parts,) = cache.iterdir()
+        (parts,) = cache.glob("*.parts")
         num_parts = len(list(parts.glob("0*.bin")))
         assert num_parts > 4 and parts.suffix == ".parts"
         target = parts / ("000002.json" if harm == "json" else "000002.bin")
@@ -147,7 +152,7 @@ def test_a_corpus_that_is_wrong_or_changes_leaves_nothing(
         patch.setattr("gpt2_chinese.tokens.tokenise", meanwhile)
         with pytest.raises(UserError, match="was changed while it was read"):
             load_tokens(corpus, vocab)
-    assert list(cache.iterdir()) == []
+    assert content(cache) == {}
     assert load_tokens(corpus, vocab).documents == 81
 
 
@@ -207,3 +212,71 @@ def test_what_was_left_by_a_kill_after_the_last_write_is_removed(tmp_path: Path)
     (tmp_path / "cache" / next(name for name in whole if name.endswith(".bin"))).with_suffix(".parts").mkdir()
     subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=120)
     assert content(tmp_path / "cache") == whole
+
+
+def test_what_somebody_has_prepared_is_read_by_those_who_may_not_write_there(
+    cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = load_tokens(corpus, vocab)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert load_tokens(corpus, vocab).path == made.path
+    made.path.with_suffix(".parts").mkdir()
+    assert load_tokens(corpus, vocab).path == made.path, "and nothing is removed there"
+    made.path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="no writable folder for the token cache: set GPT2_CHINESE_CACHE"):
+        load_tokens(corpus, vocab)
+
+
+def test_in_a_shared_cache_anyone_goes_on_with_what_another_user_left(
+    cache: Path, corpus: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes are looked at, and files that may not be written to are links here: the tests may run as root, who may all."""
+    monkeypatch.setattr(token_parts, "PART_CHARACTERS", 300)
+    monkeypatch.setattr(token_parts, "_CHARACTERS_AT_ONCE", 100)
+    cache.mkdir()
+    cache.chmod(0o1777)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = os.umask(0o077)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(token_parts, "_copied", killed)
+            load_tokens(corpus, vocab)
+    finally:
+        os.umask(before)
+    (parts,), (lock,) = cache.glob("*.parts"), cache.glob("*.lock")
+    assert (parts.stat().st_mode & 0o777, lock.stat().st_mode & 0o777) == (0o777, 0o666)
+    others = tmp_path / "others"
+    others.write_text("not to be written")
+    for name in ("whole.bin", "000000.bin.tmp", "000000.json.tmp"):
+        (parts / name).unlink(missing_ok=True)
+        (parts / name).symlink_to(others)
+    (parts / "000000.bin").unlink()
+    load_tokens(corpus, vocab)
+    assert others.read_text() == "not to be written" and not parts.exists()
+
+
+def test_one_makes_it_where_a_disk_locks_only_files_that_are_open_for_writing(
+    cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does for two machines, which are threads here: it has no locks on folders, each machine has its own."""
+    real, made = fcntl.flock, []
+
+    def flock(handle: int, operation: int) -> None:
+        if not stat.S_ISDIR(os.fstat(handle).st_mode):
+            if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise OSError(errno.EBADF, "Bad file descriptor")
+            real(handle, operation)
+
+    def slowly(*given):
+        made.append(given)
+        time.sleep(0.3)
+        return token_parts.tokenise(*given)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr("gpt2_chinese.tokens.tokenise", slowly)
+    with ThreadPoolExecutor() as machines:
+        found = [machines.submit(load_tokens, corpus, vocab) for _ in range(2)]
+    assert found[0].result().path == found[1].result().path and len(made) == 1
