@@ -5,14 +5,15 @@
    first, and when it leaves, its room is free for what follows.
 2. Beyond these, parameters come in the order in which they are needed, into room that is free and stays free until then:
    what will be created before them (gradients), and what activations will take, is counted first. This goes on around the
-   end of the step: while some groups are still being updated, the link brings those that are done to the next forward.
+   end of the step: while some groups are still being updated, the link brings those that are done to the next forward, and
+   `prefetch` of those that are needed after one that is still to be updated, which would come too late behind more.
    Without it a link that is slower than the look-ahead stands still whenever the model computes something long.
 3. With several ranks the next unit is gathered ahead, where that takes room from nobody until it is needed.
 
 By the second rule and the third a step moves nothing that it would not have moved otherwise. By the first neither, but where
 near has room for so few groups that the one in use, which cannot leave yet, would have been the better victim.
 
-When to begin follows from the program and the budget, never from how fast a link or a rank is: the ranks must agree.
+When to begin follows from the trace and the budget, never from how fast a link or a rank is: the ranks must agree.
 """
 
 from __future__ import annotations
@@ -56,29 +57,38 @@ class LookAhead:
         self.residency, self.schedule = chunks.residency, chunks.residency.schedule
         self._looked_at = -1    # the moment for which it was decided what comes
         self._filled = -1       # and the stretch
+        self._departures = -1   # how often something had left near then
         self._least_bytes = chunks.param_dtype.itemsize * min((unit.elems for unit in chunks.units), default=0)
 
     def forget(self) -> None:
         """The step is over."""
-        self._looked_at = self._filled = -1
+        self._looked_at = self._filled = self._departures = -1
 
     def __call__(self) -> None:
         """Begins to bring what the trace names next to where it will be needed; once for each moment."""
-        if not self.prefetch or self.schedule.moment == self._looked_at:
+        moment, residency = self.schedule.moment, self.residency
+        if not self.prefetch or moment == self._looked_at:
             return
-        self._looked_at = self.schedule.moment
-        if self.chunks.collectives.num_ranks > 1:
+        self._looked_at, one = moment, self.chunks.collectives.num_ranks == 1
+        if not one:
             self._gather()
         for access in self.schedule.following(self.prefetch):
-            if access[0] in ("grad", "micro_grad") and access not in self.residency:
+            if residency.is_near(access):
+                continue
+            if access[0] in ("grad", "micro_grad") and access not in residency:
                 break
-            next_use = self.schedule.trace.next_use(access, self.schedule.moment)
+            next_use = self.schedule.trace.next_use(access, moment)
             for key, tier in self._blocks_of(access):
-                if not self.residency.load_ahead(key, tier, next_use):
+                if not residency.load_ahead(key, tier, next_use):
                     return
-        if self.chunks.collectives.num_ranks == 1 and self.schedule.stretch != self._filled:
-            self._filled = self.schedule.stretch
-            self._fill()
+        if one and (stretch := self.schedule.stretch) not in (-1, self._filled):
+            self._filled = stretch
+            before, self._departures = self._departures, residency.departures
+            # There may be room, or something to fill it with, that was not there at the last stretch, only where something
+            # has left near, an update ends what it updates, or activations let go of theirs.
+            updates = self.schedule.trace.accesses[moment][0] == "adam"
+            if before != residency.departures or updates or self.chunks.room is not None:
+                self._fill()
 
     def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
         """(block, tier) of what a key of the trace needs, as far as it exists."""
@@ -110,24 +120,34 @@ class LookAhead:
     def _fill(self) -> None:
         near, chunks, residency = self.residency.tiers[NEAR], self.chunks, self.residency
         bound, promised = near.bound_bytes, 0
-        if not near.has_room(self._least_bytes):
-            return
-        outdated: set[int] = set()    # groups whose update is still to come
+        outdated: set[int] = set()    # groups that are still to be updated, far: what is near of them is of no use then
+        most = MOST_STRETCHES         # stretches of parameters from here on; `prefetch` behind the first outdated one
+
+        def has_room(num_bytes: int) -> bool:
+            return bound is None or near.used_bytes + promised + num_bytes <= bound
+
         for access, peak, moment in islice(self.schedule.coming(), MOST_STRETCHES):
+            room = chunks.room(peak) if chunks.room is not None else None
+            if room is not None:
+                bound = room if bound is None else min(bound, room)
+            if not has_room(self._least_bytes):
+                return
             kind, index = access
-            bounds = (bound, chunks.room(peak) if chunks.room is not None else None)
-            bound = min((each for each in bounds if each is not None), default=None)
             if kind == "adam":
-                outdated.add(index)
                 if chunks.update_tier(index) != chunks.home[index]:
                     return    # states that are streamed: their room is not for us to weigh
+                if chunks.home[index] == FAR:
+                    outdated.add(index)
+            elif kind == "param":
+                block = residency.blocks[access]
+                missing = 0 if NEAR in block.copies else block.num_bytes
+                if index in outdated:
+                    promised, most = promised + missing, min(most, self.prefetch)
+                    continue
+                if most == 0 or (missing and (FAR not in block.copies or not has_room(missing))):
+                    return
+                most -= 1
+                residency.load_ahead(access, NEAR, moment)
             elif kind in ("grad", "micro_grad") and not residency.is_near(access):
                 dtype = chunks.grad_dtype if kind == "grad" else chunks.param_dtype
                 promised += chunks.units[index].elems * dtype.itemsize
-            elif kind == "param" and not residency.is_near(access):
-                block = residency.blocks[access]
-                if index in outdated or FAR not in block.copies:
-                    return
-                if bound is not None and near.used_bytes + promised + block.num_bytes > bound:
-                    return
-                residency.load_ahead(access, NEAR, moment)

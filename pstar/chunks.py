@@ -62,6 +62,7 @@ class Chunks:
         self._keys = [("param" if one else "gathered", unit.index) for unit in self.units]
         self._grad_keys = [("grad" if one else "grad_full", unit.index) for unit in self.units]
         self.shapes = {name: param.shape for name, param in params.items()}
+        self._strides = {name: torch.empty(shape, device="meta").stride() for name, shape in self.shapes.items()}
         self._placeholder = torch.full((), float("nan"), dtype=param_dtype, device=device)
         self._uses: dict[str, int] = dict.fromkeys(params, 0)          # COMPUTE is counted: modules nest
         self._bound: set[int] = set()                                  # units whose parameters are views of near
@@ -78,6 +79,8 @@ class Chunks:
         """Whether a step has several micro-steps."""
         self.reduce_late = False
         """Reduce all units after backward, in the order of their numbers, instead of each as soon as it is complete."""
+        self.completed: list[int] = []
+        """The groups whose gradients were complete in this step, one after the other."""
         self.calls: list[int] = []
         """What this rank asked of the others since the last step: u + 1 for a gather of unit u, -u - 1 for a reduction."""
         self._units_of: dict[int, list[int]] = {}
@@ -114,7 +117,10 @@ class Chunks:
 
     def fetch(self, unit: int) -> torch.Tensor:
         """The unit's near buffer with everybody's pieces; brings them near when they are not."""
-        key = self.key(unit)
+        if torch.is_inference_mode_enabled():    # a parameter that became a view in it would never get a gradient again
+            with torch.inference_mode(False), torch.no_grad():
+                return self.fetch(unit)
+        key = self._keys[unit]
         self._touch(key)
         if self.collectives.num_ranks == 1:
             data = self.residency.ensure(key, NEAR)
@@ -143,9 +149,15 @@ class Chunks:
             self.residency.copy(data, own, tier, NEAR)
         return self.collectives.broadcast(data, spec.owner)
 
+    def first_use(self, group: int) -> float:
+        """The moment of this step at which a parameter of the group was needed first."""
+        return min(self.residency.schedule.first_use(self._keys[unit]) for unit in self._units_of[group])
+
     def _touch(self, key: Key) -> None:
-        """The next moment: near gives room to what else will be there until the one after it."""
+        """The next moment, if it is another: near gives room to what else will be there until the one after it."""
         schedule = self.residency.schedule
+        if key == schedule.last:
+            return
         schedule.touch(key)
         if self.room is None:
             return
@@ -172,7 +184,8 @@ class Chunks:
         return uses
 
     def touch_update(self, group: int) -> None:
-        """The update of a group is the next moment."""
+        """The update of a group is the next moment. Updates may come in any order: the trace learns the last one."""
+        self.residency.schedule.in_its_turn(("adam", group))
         self._touch(("adam", group))
         self._look_ahead()
 
@@ -196,19 +209,24 @@ class Chunks:
 
     def _bind(self, unit: int, data: torch.Tensor) -> None:
         for slot in self.units[unit].slots:
-            view = data[slot.offset : slot.offset + slot.numel].view(self.shapes[slot.name])
-            self.params[slot.name].data = view
+            self.params[slot.name].data = self._view(slot.name, data)
         self._bound.add(unit)
         self._unit_at[data.data_ptr()] = unit
         self._address[unit] = data.data_ptr()
 
-    def on_leave(self, key: Key) -> None:
-        """The residency is about to take a block from near."""
+    def _view(self, name: str, data: torch.Tensor) -> torch.Tensor:
+        """A parameter's place in its unit's buffer, as a tensor of its shape. (One call: slice and view are two.)"""
+        return data.as_strided(self.shapes[name], self._strides[name], self._place[name][1])
+
+    def on_leave(self, key: Key) -> bool:
+        """The residency is about to take a block from near; whether parameters were views of it."""
         kind, unit = key
-        if kind == self.key(unit)[0] and unit in self._bound:
+        bound = kind == self.key(unit)[0] and unit in self._bound
+        if bound:
             self._bound.discard(unit)
             del self._unit_at[self._address.pop(unit)]
             self._release_data(unit)
+        return bound
 
     def _release_data(self, unit: int) -> None:
         """Parameters of a unit become placeholders."""
@@ -251,6 +269,11 @@ class Chunks:
             self._uses[name] -= 1
             self.residency.unpin(self._keys[self._place[name][0]])
 
+    def release_uses(self) -> None:
+        """COMPUTE -> HOLD for all that is in use, whoever acquired it."""
+        for name, count in self._uses.items():
+            self.release((name,) * count)
+
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit into whose near buffer a tensor points; None for a tensor of other memory."""
         unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
@@ -268,7 +291,7 @@ class Chunks:
 
     def add_grad(self, name: str, grad: torch.Tensor, last_micro_step: bool) -> None:
         """A parameter's gradient is there: it goes into its slot, and a group that is complete is reduced."""
-        unit, offset = self._place[name]
+        unit = self._place[name][0]
         sums_far = self._sums_far(unit)
         key = ("micro_grad", unit) if sums_far else self._grad_keys[unit]
         self._touch(key)
@@ -282,7 +305,7 @@ class Chunks:
         else:
             dtype = self.param_dtype if sums_far else self.grad_dtype
             data = self.residency.create(key, self.units[unit].elems, dtype, NEAR)
-        place, there = data[offset : offset + grad.numel()].view(grad.shape), self._arrived[unit]
+        place, there = self._view(name, data), self._arrived[unit]
         if sums_far:
             there = self._leaving[unit]
             store_squared(place, grad, name in there, implementation="torch")    # the sum is what is squared
@@ -308,28 +331,20 @@ class Chunks:
         if total not in residency:
             self._create_grad(self.units[unit].group, FAR)
         residency.send_far(micro)
-        grads, before = residency.begin(micro, FAR)
-        residency.pin(micro)    # should its sum have to come from disk, it is not to make room for that
-        sums, more = residency.begin(total, FAR)
-        residency.unpin(micro)
         names, self._leaving[unit] = self._leaving[unit], set()
         parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in self._arrived[unit])
                  for slot in self.units[unit].slots if slot.name in names]
         # A second team of OpenMP threads beside the model's would slow the model down (see Movers.copy).
         num_threads = 1 if self.device.type == "cpu" and residency.movers.asynchronous else None
 
-        def add() -> None:
-            for name, part, adds in parts:
-                self.store_grad(name, sums[part], grads[part], adds, num_threads)
+        def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
+            def add() -> None:
+                for name, part, adds in parts:
+                    self.store_grad(name, buffers[total][part], buffers[micro][part], adds, num_threads)
 
-        if residency.movers.asynchronous:
-            handle = residency.update_in_background(f"sum of gradients {unit}", add, [*before, *more])
-            for key in (micro, total):
-                residency.goes_on(key, handle)
-        else:
-            residency.wait([*before, *more])
-            add()
-        residency.mark_written(total, FAR)
+            return add
+
+        residency.work(f"sum of gradients {unit}", [micro, total], FAR, prepare, residency.movers.asynchronous)
         residency.drop(micro)
         self._arrived[unit] |= names
 
@@ -399,10 +414,12 @@ class Chunks:
     def _complete(self, unit: int) -> None:
         """All gradients of a unit are there: they begin to be reduced, and the piece goes to where the update will be."""
         spec = self.units[unit]
+        self.completed.append(spec.group)
         if self.collectives.num_ranks == 1:
             self.tell_grads(spec.group)
             if self.home[spec.group] == FAR:
                 self.residency.send_far(("grad", spec.group))
+                self._let_go(spec.group)
             return
         for other in list(self._reducing):
             self._end_reduce(other)
@@ -419,6 +436,15 @@ class Chunks:
             self._reducing[unit] = self.collectives.reduce_scatter_mean(piece, full)
         else:
             self._reducing[unit] = self.collectives.reduce_mean(full, spec.owner)
+
+    def _let_go(self, group: int) -> None:
+        """Parameters that will be updated far, and not be used before, have no use for their near copy: it goes now. So
+        the next gradients get memory that nobody reads any more, where they would wait for the last ones to leave theirs."""
+        key, residency = ("param", group), self.residency
+        trace, moment, block = residency.schedule.trace, residency.schedule.moment, residency.blocks[key]
+        if (trace is not None and self.update_tier(group) == FAR and FAR in block.copies and not block.pins
+                and trace.next_use(("adam", group), moment) < trace.next_use(key, moment)):
+            residency.send_far(key)
 
     def _create_grad(self, group: int, tier: str) -> torch.Tensor:
         return self.residency.create(("grad", group), self.layout.groups[group].piece_elems, self.grad_dtype, tier)
@@ -457,6 +483,7 @@ class Chunks:
         self.settle()
         self._look_ahead.forget()
         self._reduced.clear()
+        self.completed.clear()
         self._trainable.clear()
         for kind, number in (("grad", len(self.layout.groups)), ("grad_full", len(self.units)),
                              ("micro_grad", len(self.units))):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pstar.activations import Offload
 from pstar.budget import model_data_bytes
@@ -87,7 +88,7 @@ class Engine(torch.nn.Module):
             self._offload = Offload(self.far, self.ledger, self.near.device, plan.activation_room)
         self.far_states, self._why = choose_far_states(plan, self._movers, collectives, device)
         self._optimizer: ChunkedAdam | None = None
-        self._micro_step = 0
+        self._begin_micro_steps()
 
     def _take_over(self, param_groups: list[dict], recipe: Recipe | None) -> ChunkedAdam:
         """Fills the chunks with the initial weights and installs the hooks: the module has no memory of its own any more."""
@@ -97,7 +98,8 @@ class Engine(torch.nn.Module):
             param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._precision,
             make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping, defaults,
             self.far_states == "stream", self.disk is not None, self.config.overlap_update)
-        self._optimizer.after_step = self._after_step
+        self._optimizer.before_step, self._optimizer.after_step = self._before_step, self._after_step
+        self._optimizer.after_zero_grad = self._begin_micro_steps
         if recipe is None:
             for name, param in self._params.items():
                 write(self._optimizer, PARAM, name, param.data)
@@ -108,6 +110,11 @@ class Engine(torch.nn.Module):
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
         self._hooks = Hooks(self.module, self._chunks, self._offload, self._stays_near)
+        in_chunks = set(map(id, self._params.values()))
+        for child in self.modules():
+            if any(id(param) in in_chunks for param in child.parameters()):
+                child.register_state_dict_pre_hook(_refuse_state_dict)
+                child.register_load_state_dict_pre_hook(_refuse_state_dict)
         self.ledger.reset()
         return self._optimizer
 
@@ -192,11 +199,13 @@ class Engine(torch.nn.Module):
             yield
         except torch.OutOfMemoryError as error:
             self._stop_watching()
+            self._hooks.abandon()
             raise BudgetError(f"{self.device}: out of memory beside {format_bytes(self.near.used_bytes)} of chunks: give a "
                               "smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing or "
                               f"offload_activations ({str(error).splitlines()[0]})") from error
         except BaseException:
             self._stop_watching()
+            self._hooks.abandon()
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -207,8 +216,7 @@ class Engine(torch.nn.Module):
         if not self.schedule.in_step:
             raise StateError("model.backward(loss) without a training forward before it: call model(...) in train mode")
         steps = self.config.gradient_accumulation_steps
-        self._micro_step += 1
-        self._hooks.last_micro_step = self._micro_step == steps
+        self._hooks.last_micro_step = self._micro_step + 1 == steps
         loss = loss / steps if steps > 1 else loss
         scale = self._optimizer.loss_scale
         self._stage("backward")
@@ -216,8 +224,24 @@ class Engine(torch.nn.Module):
             (loss.float() * scale if scale != 1 else loss).backward()
             self._hooks.end_backward()
         self._end_watching()
-        self._micro_step %= steps
+        self._micro_step, self._had_backward = (self._micro_step + 1) % steps, True    # not of one that failed
         self._stage("idle" if self._micro_step else "adam")
+
+    def _begin_micro_steps(self) -> None:
+        """There are no gradients, whatever came to an end before."""
+        self._micro_step, self._had_backward = 0, False
+
+    def _before_step(self) -> None:
+        """Raises StateError where an update would take a part of the gradients, or other ones, and say nothing."""
+        steps = self.config.gradient_accumulation_steps
+        if self._micro_step:
+            raise StateError(f"optimizer.step() after {self._micro_step} of {steps} micro-steps "
+                             "(gradient_accumulation_steps): call model.backward(loss) for each of them before it, or "
+                             "optimizer.zero_grad() to drop them")
+        alone = steps == 1 and self._optimizer.loss_scale == 1 and self._collectives.num_ranks == 1
+        if not (alone or self._had_backward) and any(map(self._chunks.arrived, self._params)):
+            raise StateError("the gradients are not from model.backward(loss): call it instead of loss.backward(), which "
+                             "knows no loss scale, no micro-steps and no other ranks")
 
     def _after_step(self) -> None:
         """The optimizer's step is over: what was measured is acted upon, what was recorded is saved."""
@@ -284,14 +308,19 @@ class Engine(torch.nn.Module):
             self._profile.stage(name)
 
     def _cast(self, value: Any) -> Any:
-        """Floating inputs in the dtype of the parameters."""
-        if isinstance(value, tuple):
-            return tuple(self._cast(item) for item in value)
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(self._chunks.param_dtype)
-        return value
+        """Floating inputs in the dtype of the parameters, inside lists, tuples and dicts too; the same object where that
+        changes nothing, for a model may write into it."""
+        leaves, spec = tree_flatten(value)
+        cast = [leaf.to(self._chunks.param_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+                for leaf in leaves]
+        same = all(new is old for new, old in zip(cast, leaves, strict=True))
+        return value if same else tree_unflatten(cast, spec)
 
     # ---------------------------------------------------------------- state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError("an engine cannot be copied or pickled, its parameters lie in chunks: model.gather_state() gives "
+                         "plain tensors, model.save_checkpoint() a file")
 
     def gather_state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(weights, moments) by plain names on rank 0, empty dicts elsewhere; see pstar.checkpoint. Every rank calls it."""
@@ -307,14 +336,21 @@ class Engine(torch.nn.Module):
         extra: JSON content that load_checkpoint gives back: where the data are, scheduler.state_dict().
         Raises CheckpointError on all ranks.
         """
-        save_sharded(self._optimizer, Path(path), extra or {})
+        save_sharded(self._optimizer, Path(path), extra or {}, dict(self._persistent_buffers()))
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Goes on from a checkpoint of any number of ranks, chunk size, ownership and precision; returns its `extra`.
 
         Raises CheckpointError.
         """
-        return load_sharded(self._optimizer, Path(path))
+        return load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()))
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that a state_dict of the module has: running statistics, for example."""
+        for name, child in self.module.named_modules():
+            for key, buffer in child.named_buffers(name, recurse=False):
+                if key.rpartition(".")[2] not in child._non_persistent_buffers_set:
+                    yield key, buffer
 
     def export_weights(self, path: str | Path) -> None:
         """Writes the fp32 weights as one safetensors file, a group of chunks at a time; every rank calls it."""
@@ -379,6 +415,13 @@ class Engine(torch.nn.Module):
                 "wait_s": self.ledger.step_waited_s, "copy_wait_s": self.ledger.step_copy_waited_s} | moved | scaling
 
 
+def _refuse_state_dict(*_: Any) -> None:
+    """A file of placeholders would look like a model until somebody loads it."""
+    raise StateError("parameters in chunks have no state_dict, it would be full of NaN: use model.save_checkpoint and "
+                     "load_checkpoint for a run, export_weights and import_weights for a file, gather_state and load_state "
+                     "for tensors")
+
+
 def _shape(value: Any) -> Any:
     """What of an argument makes a step another one: the shapes of its tensors."""
     if isinstance(value, torch.Tensor):
@@ -388,6 +431,14 @@ def _shape(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((str(key), _shape(item)) for key, item in value.items())
     return value if isinstance(value, (str, bool, type(None))) else type(value).__name__    # a number may be a counter
+
+
+def _check_parameters(module: torch.nn.Module) -> None:
+    """Raises ConfigError for a parameter that chunks, and fp32 masters, cannot hold."""
+    for name, param in module.named_parameters():
+        if not param.is_floating_point():
+            raise ConfigError(f"parameter {name} is {str(param.dtype).removeprefix('torch.')}: the engine trains floating "
+                              "numbers only; make it a buffer, or of a complex one its view_as_real")
 
 
 def make_scaler(config: Config) -> LossScaler:
@@ -421,6 +472,9 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         ConfigError: the configuration cannot be run. BudgetError: the budget cannot hold one module's working set.
     """
     config = load_config(config)
+    if isinstance(model_func, torch.nn.Module) or not callable(model_func):
+        raise ConfigError(f"model_func is a {type(model_func).__name__}: give a function that makes the model, "
+                          "lambda: model where it is made already")
     if device is None:
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -430,6 +484,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if device.type == "cuda":
         default_near = int(0.4 * torch.cuda.get_device_properties(device).total_memory)
     module, recipe = build(model_func)
+    _check_parameters(module)
     if config.use_cpu_embedding and not compute_embeddings_far(module, device):
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)
@@ -437,9 +492,6 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     plan = Plan(module, config, collectives.num_ranks, default_near)
     engine = Engine(module, plan, collectives, device)
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
-    listed = sum(len(entry["params"]) for entry in groups)
-    if listed != len(list(module.parameters())):
-        raise ConfigError(f"param_groups lists {listed} parameters, the model has {len(list(module.parameters()))}")
     optimizer = engine._take_over(groups, recipe)
     if device.type == "cpu" and not config.offload_activations:    # who offloads wants the memory more than the time
         keep_freed_memory()

@@ -10,13 +10,17 @@ runs. And when its gradient has been accumulated, all of its uses are over: the 
 torch.compile stops before these hooks and goes on after them (`torch.compiler.disable`): what is between two hooks is
 compiled, and sees parameters as inputs, wherever they are at that call. Whole blocks are never one graph.
 
-The pair is set around each module, on top of whatever pair is in force there: activation checkpointing
+The pair is set around each module where it is not in force already, on top of whatever pair is: activation checkpointing
 (torch.utils.checkpoint) has one of its own, and its recomputation in backward runs these modules again. What that pair
 keeps itself never comes to us; the inputs of a checkpoint do, in both its variants, through the pair of the module around.
 Tensors that are no views of a chunk stay as they are, or go to far (pstar.activations).
+
+These functions run a thousand times a step, between any two operators: what they need not do costs a per cent of a small
+model's step.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +28,10 @@ import torch
 from pstar.activations import Away, Offload
 from pstar.chunks import Chunks
 from pstar.errors import StateError
+from pstar.scope import used_by
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)    # not frozen: that makes a new one three times as dear
 class SavedView:
     """What the graph keeps instead of a view of a chunk."""
 
@@ -37,7 +42,7 @@ class SavedView:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Kept:
     """A tensor that stays where it is."""
 
@@ -68,26 +73,30 @@ class Hooks:
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
-        self._pairs: list[AbstractContextManager] = []
+        self._pairs: list[AbstractContextManager | None] = []    # of each module that is in its forward: the one it set
         names = {id(param): name for name, param in chunks.params.items()}
         for child in () if stay else module.modules():
-            own = tuple(dict.fromkeys(names[id(p)] for p in child.parameters(recurse=False) if id(p) in names))
+            own = tuple(dict.fromkeys(names[id(param)] for param in used_by(child) if id(param) in names))
             if not own and not any(True for _ in child.children()):
                 continue    # a dropout or an activation: nothing to bring, and the pair of the module around it is in force
             child.register_forward_pre_hook(self._before_forward(own), prepend=True)
             child.register_forward_hook(self._after_forward(own), always_call=True)
         for name, param in chunks.params.items():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._after_grad(name))
+            trained = param.requires_grad
+            param.requires_grad_(True)    # else it takes no hook, and one that is frozen now may be thawed later
+            param.register_post_accumulate_grad_hook(self._after_grad(name))
+            param.requires_grad_(trained)
 
     def _before_forward(self, names: tuple[str, ...]):
         @torch.compiler.disable
         def acquire(module: torch.nn.Module, args: tuple) -> None:
-            self.chunks.acquire(names)
+            if names:
+                self.chunks.acquire(names)
             if self.offload is not None and not self._pairs:
                 self.offload.stay(self._others())
-            pair = self._saving() if torch.is_grad_enabled() else nullcontext()
-            pair.__enter__()
+            pair = self._saving() if torch.is_grad_enabled() else None
+            if pair is not None:
+                pair.__enter__()
             self._pairs.append(pair)
 
         return acquire
@@ -95,24 +104,36 @@ class Hooks:
     def _after_forward(self, names: tuple[str, ...]):
         @torch.compiler.disable
         def release(module: torch.nn.Module, args: tuple, output: object) -> None:
-            self._pairs.pop().__exit__(None, None, None)
-            self.chunks.release(names)
+            pair = self._pairs.pop()
+            if pair is not None:
+                pair.__exit__(None, None, None)
+            if names:
+                self.chunks.release(names)
 
         return release
 
     def _after_grad(self, name: str):
+        # A parameter keeps this function where the garbage collector does not look. If it knew us it would be a circle, and
+        # an engine that nobody has any more would keep all its memory.
+        us = weakref.ref(self)
+
         def take(param: torch.nn.Parameter) -> None:
-            self._leave_node()
-            self.chunks.add_grad(name, param.grad, self.last_micro_step)
+            hooks = us()
+            if hooks is None:
+                return
+            hooks._leave_node()
+            hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)
             param.grad = None
 
         return take
 
-    def _saving(self) -> AbstractContextManager:
-        """A pair of saved-tensor hooks that replaces views of chunks and leaves all else to the pair in force below it."""
+    def _saving(self) -> AbstractContextManager | None:
+        """A pair of saved-tensor hooks that replaces views of chunks and leaves all else to the pair in force below it;
+        None where that is such a pair."""
         below = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        below = getattr(below[0], "below", below) if below else (self._keep, _unpack_kept)    # our own need no chain
-        pack_below, unpack_below = below
+        if below and getattr(below[0], "of", None) is self:
+            return None
+        pack_below, unpack_below = below or (self._keep, _unpack_kept)
 
         def pack(tensor: torch.Tensor) -> object:
             view = self._pack(tensor)
@@ -121,7 +142,7 @@ class Hooks:
         def unpack(saved: object) -> torch.Tensor:
             return self._unpack(saved) if isinstance(saved, SavedView) else unpack_below(saved)
 
-        pack.below = below
+        pack.of = self
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _others(self) -> list[torch.Tensor]:
@@ -156,8 +177,19 @@ class Hooks:
 
     def _leave_node(self) -> None:
         """What the node before this one used is not in use any more."""
-        self.chunks.release(self._in_backward)
+        if self._in_backward:
+            self.chunks.release(self._in_backward)
         self._in_backward, self._node = (), None
+
+    def abandon(self) -> None:
+        """Forward or backward was left by an exception. torch calls the hooks after a module for an Exception, but not where
+        Ctrl-C leaves it: what was set and acquired would be in force, and in use, for ever."""
+        while self._pairs:
+            pair = self._pairs.pop()
+            if pair is not None:
+                pair.__exit__(None, None, None)
+        self._in_backward, self._node = (), None
+        self.chunks.release_uses()
 
     def end_backward(self) -> None:
         self._leave_node()

@@ -204,12 +204,26 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
     return module, Recipe(recorder.ops, recorder.kept)
 
 
+def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
+    """The name of an attribute with a recorded tensor that no replay would make; None where there is none."""
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            for leaf in tree_flatten(value)[0] if name not in ("_parameters", "_buffers", "_modules") else ():
+                if (isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and id(leaf) not in known
+                        and storage_key(leaf) in recipe.kept):
+                    return f"{prefix}.{name}" if prefix else name
+    return None
+
+
 def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
     """The model without memory and the recipe of its weights; where that cannot be, the model and None, with a warning."""
     try:
         module, recipe = record(model_func)
         if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
+        if (name := _unregistered(module, recipe)) is not None:
+            raise StateError(f"its {name} is a tensor, neither a parameter nor a buffer (register_buffer makes it one)")
         return module, recipe
     except Exception as error:    # whatever the model's own code raises when it computes with shapes alone
         module = model_func()     # a mistake of the model's own is raised again here

@@ -23,8 +23,9 @@ EXIT_WAIT_S = 60.0
 class Handle:
     """A copy that was submitted."""
 
-    def __init__(self, mover: Mover):
+    def __init__(self, mover: Mover, job: Callable[[], None]):
         self._mover = mover                  # which must not be collected while somebody may wait
+        self._job: Callable[[], None] | None = job
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._told = False
@@ -51,8 +52,17 @@ class Handle:
             raise StateError(f"mover {self._mover.name}: this process was forked while the copy was under way elsewhere")
         self._ended.wait()
 
+    def _run(self) -> BaseException | None:
+        """Carries it out and lets go of its tensors, before anybody hears that it has ended. What it raised."""
+        try:
+            self._job()
+        except BaseException as error:
+            return error
+        finally:
+            self._job = None
+
     def _end(self, error: BaseException | None) -> None:
-        self._error = error
+        self._job, self._error = None, error
         self._ended.set()
 
     @property
@@ -90,13 +100,14 @@ class Mover:
         if not self._stop.alive or self.pid != os.getpid():
             reason = "it was made before a fork, make movers after it" if self._stop.alive else "it is closed"
             raise StateError(f"mover {self.name} takes no more copies: {reason}")
-        handle = Handle(self)
+        handle = Handle(self, job)
+        del job    # the handle's, which drops it when it is done
         self._open = [each for each in self._open if not each.done or each._owes_error] + [handle]
         if self.asynchronous:
             self._worker.start(f"pstar mover {self.name}")
-            self._worker.jobs.put((job, num_bytes, handle))
+            self._worker.jobs.put((num_bytes, handle))
         else:
-            self._worker.run(job, num_bytes, handle)
+            self._worker.run(num_bytes, handle)
             if not isinstance(handle._error, Exception | None):    # Ctrl-C is the user's, not the copy's
                 handle.wait()
         return handle
@@ -129,9 +140,9 @@ class _Worker:
     def __init__(self, bytes_per_s: float | None):
         self.bytes_per_s = bytes_per_s
         self.busy_s = 0.0
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], None], int, Handle] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[int, Handle] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
-        self.copying = threading.Lock()
+        self.copying = threading.RLock()    # the garbage collector may call stop on the very thread that copies
         self.stopping = threading.Event()
 
     def start(self, name: str) -> None:
@@ -148,20 +159,23 @@ class _Worker:
             self.copying.release()
 
     def work(self) -> None:
-        while (item := self.jobs.get()) is not None:
+        """An item and its tensors end under the lock: freeing memory is C++ code too, so stop must wait for that as well."""
+        item = self.jobs.get()
+        while item is not None:
             with self.copying:
-                if self.stopping.is_set():
-                    item[2]._end(StateError("the process ends: this copy was dropped"))
-                else:
+                if not self.stopping.is_set():
                     self.run(*item)
-            del item    # while this waits for the next one, the last one's tensors are free
+                    item = None
+                while self.stopping.is_set():    # and None is the last that was put
+                    if item is not None:
+                        item[1]._end(StateError("the process ends: this copy was dropped"))
+                    if (item := self.jobs.get()) is None:
+                        return
+            item = self.jobs.get()
 
-    def run(self, job: Callable[[], None], num_bytes: int, handle: Handle) -> None:
-        begin, error = time.perf_counter(), None
-        try:
-            job()
-        except BaseException as raised:
-            error = raised
+    def run(self, num_bytes: int, handle: Handle) -> None:
+        begin = time.perf_counter()
+        error = handle._run()
         end = begin + num_bytes / self.bytes_per_s if self.bytes_per_s else begin
         while (left := end - time.perf_counter()) > 0 and not self.stopping.is_set():
             self.stopping.wait(left)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from pstar.chunks import Chunks
-from pstar.errors import StateError
+from pstar.errors import ConfigError, StateError
 from pstar.kernels import adam_steps
 from pstar.layout import Group
 from pstar.norms import ParameterNorms
 from pstar.outside import OutsideParams
 from pstar.precision import Precision
+from pstar.residency import Key
 from pstar.scaler import LossScaler
 from pstar.tiers import FAR, NEAR
 
@@ -54,6 +55,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.skipped = False
         """Whether the last step was skipped."""
         self.names = {id(param): name for name, param in params.items()}
+        self._check_groups()
         self.steps = dict.fromkeys(params, 0)
         self._parameter_norms = ParameterNorms(chunks.layout, list(chunks.params), chunks.collectives, chunks.device)
         chunks.store_grad = self._parameter_norms.store
@@ -61,8 +63,12 @@ class ChunkedAdam(torch.optim.Optimizer):
         self._spans = {group.index: group.spans(chunks.collectives.rank) for group in chunks.layout.groups}
         self._overlap = overlap
         self._far_stays = not (stream or movable)
+        self.before_step: Callable[[], None] = lambda: None
+        """Called at the beginning of every step: raises where the gradients are not those of a whole one."""
         self.after_step: Callable[[], None] = lambda: None
         """Called at the end of every step."""
+        self.after_zero_grad: Callable[[], None] = lambda: None
+        """Called when all gradients are dropped."""
         if stream:
             chunks.update_tier = lambda group: NEAR
         for group in chunks.layout.groups:
@@ -71,6 +77,22 @@ class ChunkedAdam(torch.optim.Optimizer):
                 self.residency.create(key, group.piece_elems, dtype, chunks.home[group.index]).zero_()
                 if self._stays(group.index):
                     self.residency.pin(key)    # states stay where their update is computed
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As any torch optimizer, but only at the start. Raises StateError later: what is trained lies in chunks."""
+        if hasattr(self, "names"):
+            raise StateError("parameters cannot be added to chunks: give param_groups to initialize_engine")
+        super().add_param_group(param_group)
+
+    def _check_groups(self) -> None:
+        """Raises ConfigError unless the groups list every parameter of the model and no other one."""
+        listed = {id(param) for group in self.param_groups for param in group["params"]}
+        missing = [name for number, name in self.names.items() if number not in listed]
+        if missing:
+            raise ConfigError(f"param_groups lacks {len(missing)} parameters ({', '.join(missing[:3])}): list all of the "
+                              "model, frozen ones too")
+        if len(listed) > len(self.names):
+            raise ConfigError(f"param_groups lists {len(listed) - len(self.names)} parameters that the model does not have")
 
     def _stays(self, group: int) -> bool:
         """Whether the group's states never leave their home."""
@@ -110,15 +132,18 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.chunks.drop_grads()
         self._parameter_norms.forget()
         self.outside.drop_grads()
+        self.after_zero_grad()
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
         """One update of every parameter that got a gradient on some rank; none where a gradient is not finite.
 
-        Raises StateError after many skipped steps in a row that no smaller loss scale can end.
+        Raises StateError after many skipped steps in a row that no smaller loss scale can end, and in the middle of the
+        micro-steps of one.
         """
         if closure is not None:
             raise StateError("ChunkedAdam.step takes no closure: call model.backward(loss) before it")
+        self.before_step()
         total, used = self._total_norm()
         self.grad_norm = float(total)
         self.skipped = not math.isfinite(self.grad_norm)
@@ -141,18 +166,35 @@ class ChunkedAdam(torch.optim.Optimizer):
         for option in options.values():
             option |= {"grad_scale": grad_scale, "adamw": self.adamw}
         for group in self._order():
-            if ("grad", group.index) in self.residency:
-                self._update(group, used, options)
+            self._update(group, used, options)
         self.outside.update(used, lambda name: options[name] | {"step": self.steps[name]})
 
-    def _order(self) -> list[Group]:
-        """The groups that are updated near, then those that are updated far."""
-        return sorted(self.chunks.layout.groups, key=lambda group: self.chunks.update_tier(group.index) != NEAR)
+    def _order(self) -> Iterator[Group]:
+        """The groups that have gradients: those that are updated near, then those that are updated far, each in the order of
+        forward, in which the link brings them back.
+
+        But where a link is slow, gradients are still on their way: what has arrived is updated before, and where nothing
+        has, what will arrive first. So the link brings parameters back while it takes gradients away. In the background
+        nobody waits here, and ranks must agree about what is where: there the order is that of forward whatever arrives.
+        """
+        chunks, residency = self.chunks, self.residency
+        groups = [group for group in chunks.layout.groups if ("grad", group.index) in residency]
+        groups.sort(key=lambda group: chunks.first_use(group.index))
+        yield from (group for group in groups if chunks.update_tier(group.index) == NEAR)
+        left = [group for group in groups if chunks.update_tier(group.index) != NEAR]
+        any_order = self._far_stays and not self._overlap and chunks.collectives.num_ranks == 1
+        if any_order and not residency.schedule.recording:
+            sent = {index: number for number, index in enumerate(chunks.completed)}
+            while left:
+                there = (group for group in left if residency.is_settled(("grad", group.index)))
+                group = next(there, None) or min(left, key=lambda group: sent.get(group.index, len(sent)))
+                left.remove(group)
+                yield group
+        yield from left
 
     def _touch_all(self) -> None:
         for group in self._order():
-            if ("grad", group.index) in self.residency:
-                self.chunks.touch_update(group.index)
+            self.chunks.touch_update(group.index)
 
     def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""
@@ -179,26 +221,16 @@ class ChunkedAdam(torch.optim.Optimizer):
         tier = self.chunks.update_tier(group.index)
         self.chunks.touch_update(group.index)
         self.chunks.drop_gathered(group.index)
-        buffers, before, kinds = {}, [], self.precision.kinds
-        for kind in ("grad", *kinds):
-            buffers[kind], pending = self.residency.begin((kind, group.index), tier)
-            before += pending
-            self.residency.pin((kind, group.index))
-        updates = []
-        for part, step, option in self._runs(group, used, options):
-            updates.append(self.precision.update(buffers["grad"][part], {kind: buffers[kind][part] for kind in kinds},
-                                                 step=step, **option))
-        if self._overlap and tier == FAR:
-            going_on = self.residency.update_in_background(f"adam {group.index}", lambda: adam_steps(updates), before)
-        else:
-            going_on = None
-            self.residency.wait(before)
-            adam_steps(updates)
-        for kind in buffers:
-            self.residency.unpin((kind, group.index))
-            self.residency.mark_written((kind, group.index), tier)
-            if going_on is not None:
-                self.residency.goes_on((kind, group.index), going_on)
+        kinds = self.precision.kinds
+
+        def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
+            updates = [self.precision.update(buffers["grad", group.index][part],
+                                             {kind: buffers[kind, group.index][part] for kind in kinds}, step=step, **option)
+                       for part, step, option in self._runs(group, used, options)]
+            return lambda: adam_steps(updates)
+
+        keys = [(kind, group.index) for kind in ("grad", *kinds)]
+        self.residency.work(f"adam {group.index}", keys, tier, prepare, self._overlap and tier == FAR)
         self.residency.drop(("grad", group.index))    # its room is for the next group's
 
     def _runs(self, group: Group, used: set[str], options: dict[str, dict]) -> Iterator[tuple[slice, int, dict]]:

@@ -22,7 +22,7 @@ from pstar.errors import BudgetError, ConfigError
 from pstar.layout import Layout, ModuleSpec, align, candidate_layouts, least_waste, make_layout
 from pstar.lazy import build
 from pstar.precision import Precision
-from pstar.scope import mode_of
+from pstar.scope import mode_of, used_by
 from pstar.tiers import parse_bytes
 
 
@@ -44,7 +44,7 @@ class Plan:
         specs, placed = [], set()
         uses: dict[str, tuple[str, ...]] = {}
         for module_name, child in module.named_modules():
-            own = {names[id(param)]: param.numel() for param in child.parameters(recurse=False) if id(param) in names}
+            own = {names[id(param)]: param.numel() for param in used_by(child) if id(param) in names}
             uses[module_name] = tuple(own)
             specs.append(ModuleSpec(module_name, tuple((n, size) for n, size in own.items() if n not in placed)))
             placed |= set(own)

@@ -7,7 +7,7 @@ are dropped.
 
 Copies go on in the background (mover.py). The books are kept when a copy is begun: a block that leaves is gone from near at
 once, its bytes are valid far when the copy has ended, and its buffer may be taken again by whoever waits for that. So what
-lies where follows from the program alone, not from the speed of a link, and all ranks decide alike.
+lies where follows from what is asked for alone, not from the speed of a link, and where ranks ask alike they decide alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +46,8 @@ class Block:
     pins: int = 0
     pending: list[Handle] = field(default_factory=list)
     """Copies under way that read or write one of the copies."""
+    shared: bool = False
+    """Whether somebody keeps a view of the near copy, which is about to go."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,17 +61,19 @@ class Residency:
         near, far, disk: the tiers; without disk what does not fit into far is refused.
         ledger: where copies are written.
         schedule: names the victims.
-        on_leave: called with a block's key just before its near copy goes.
+        on_leave: called with a block's key before its near copy goes; whether tensors that others know were views of it.
         movers: what carries out the copies; at once, where none are given.
         profile: records what comes and goes.
     """
 
-    def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, on_leave: Callable[[Key], None],
+    def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, on_leave: Callable[[Key], object],
                  disk: DiskTier | None = None, movers: Movers | None = None, profile: Profile | None = None):
         self.tiers: dict[str, Any] = {NEAR: near, FAR: far} | ({DISK: disk} if disk else {})
         self.ledger, self.schedule, self._on_leave = ledger, schedule, on_leave
         self.movers, self.profile = movers or Movers(asynchronous=False), profile
         self.blocks: dict[Key, Block] = {}
+        self.departures = 0
+        """How often a block has left near."""
         self._clock = 0
         self.settle: Callable[[], bool] = lambda: False
         """Ends what is under way and holds near memory meanwhile; whether there was something. Asked before anything is
@@ -102,30 +106,45 @@ class Residency:
 
         Nothing goes on in the background with this block when it returns: the caller may write into the buffer.
         """
-        buffer, _ = self.begin(key, tier)
-        self._settle_block(self._block(key))
-        return buffer
+        block = self._bring(key, tier)
+        if block.pending:
+            self._settle_block(block)
+        return block.copies[tier]
 
-    def begin(self, key: Key, tier: str) -> tuple[torch.Tensor, list[Handle]]:
-        """(the block's buffer in that tier, what to wait for before it is read or written): ensure, without waiting."""
-        block = self._block(key)
-        if tier not in block.copies:
-            self._begin(block, tier)
-        return block.copies[tier], list(block.pending)
+    def work(self, name: str, keys: Sequence[Key], tier: str,
+             prepare: Callable[[dict[Key, torch.Tensor]], Callable[[], object]], background: bool) -> None:
+        """Brings blocks to a tier and does something there that reads and writes them, now or in the background.
 
-    def update_in_background(self, name: str, job: Callable[[], object], before: Sequence[Handle]) -> Handle:
-        """Begins an update when the copies before it have ended; its blocks are to be told by goes_on."""
+        prepare: from the blocks' buffers, which may still be on their way, to the job; called before it is submitted. In the
+        background the job begins when its blocks are there, and whoever uses one of them waits for its end.
+        """
+        buffers, before, handle = {}, [], None
+        for key in keys:
+            block = self._bring(key, tier)
+            buffers[key] = block.copies[tier]
+            before += block.pending
+            block.pins += 1    # no block makes room for the next one
+        job = prepare(buffers)
 
-        def update() -> None:
-            for handle in before:
-                handle.wait()
+        def when_there() -> None:
+            for each in before:
+                each.wait()
             job()
 
-        return self.movers.update(self._timed("compute", name, 0, update))
+        if background:
+            handle = self.movers.update(self._timed("compute", name, 0, when_there))
+        else:
+            self.wait(before)
+            job()
+        for key in keys:
+            self.unpin(key)
+            self.mark_written(key, tier)
+            if handle is not None:
+                self._block(key).pending.append(handle)
 
-    def goes_on(self, key: Key, handle: Handle) -> None:
-        """Something in the background works on the block: whoever uses it waits."""
-        self._block(key).pending.append(handle)
+    def is_settled(self, key: Key) -> bool:
+        """Whether nothing goes on with the block any more."""
+        return all(handle.done for handle in self._block(key).pending)
 
     def finish(self, key: Key) -> None:
         """Waits for what goes on with the block."""
@@ -147,7 +166,7 @@ class Residency:
                     return False
             finally:
                 block.pins -= 1
-            self._begin(block, step)
+            self._begin(block, step, self.schedule.is_in_next_step(next_use))
         self.schedule.ahead(key)
         return True
 
@@ -194,8 +213,9 @@ class Residency:
         block = self._block(key)
         if tier not in block.copies:
             raise StateError(f"block {key} was written in {tier}, where it is not")
-        for other in [name for name in block.copies if name != tier]:
-            self._drop_copy(block, other)
+        if len(block.copies) > 1:
+            for other in [name for name in block.copies if name != tier]:
+                self._drop_copy(block, other)
 
     def send_far(self, key: Key) -> None:
         """The block leaves near: copied to far if no other tier has an equal copy, dropped if it is derived."""
@@ -203,9 +223,11 @@ class Residency:
         if block.derived:
             self.drop(key)
         elif NEAR in block.copies:
+            self._check_unpinned(block)
+            self._leave(block)    # before a copy of it begins, which has views of its own
             if len(block.copies) == 1:
                 self._begin(block, FAR)
-            self._drop_copy(block, NEAR)
+            self._drop_copy(block, NEAR, has_left=True)
 
     def drop(self, key: Key) -> None:
         """The block ends."""
@@ -305,7 +327,14 @@ class Residency:
 
     # ---------------------------------------------------------------- copies
 
-    def _begin(self, block: Block, tier: str) -> None:
+    def _bring(self, key: Key, tier: str) -> Block:
+        """The block, which has a copy in that tier, there or on its way."""
+        block = self._block(key)
+        if tier not in block.copies:
+            self._begin(block, tier)
+        return block
+
+    def _begin(self, block: Block, tier: str, for_next_step: bool = False) -> None:
         """Begins to copy a block to a tier, from the fastest one that has it; between disk and near it goes through far."""
         source = next(tier for tier in ORDER if tier in block.copies)
         if {source, tier} == {NEAR, DISK}:
@@ -330,7 +359,7 @@ class Residency:
             else:
                 self.movers.copy(buffer, data)
 
-        self.ledger.add(way, block.num_bytes)
+        self.ledger.add(way, block.num_bytes, for_next_step)
         job = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
         with nullcontext() if self.movers.asynchronous else self._waiting():
             block.pending.append(self.movers.submit(source, tier, job, block.num_bytes))
@@ -375,21 +404,34 @@ class Residency:
             self.profile.enter(block.key, tier, block.num_bytes)
             self.profile.used(tier, self.tiers[tier].used_bytes)
 
-    def _drop_copy(self, block: Block, tier: str) -> None:
+    def _drop_copy(self, block: Block, tier: str, has_left: bool = False) -> None:
         if tier == NEAR:
-            if block.pins:
-                raise StateError(f"block {block.key} is in use ({block.pins} pins) and cannot leave near")
-            self._on_leave(block.key)
+            self._check_unpinned(block)
+            if not has_left:
+                self._leave(block)
+            self.departures += 1
         block.pending = [handle for handle in block.pending if not handle.done]
         buffer = block.copies.pop(tier)
         if tier == DISK:
             self._settle_block(block)
             self.tiers[DISK].release(buffer)
         else:
-            self.tiers[tier].release(buffer, block.pending)
+            shared, block.shared = block.shared, False
+            self.tiers[tier].release(buffer, block.pending, keep=not (shared and tier == NEAR))
         if self.profile is not None:
             self.profile.leave(block.key, tier)
             self.profile.used(tier, self.tiers[tier].used_bytes)
+
+    @staticmethod
+    def _check_unpinned(block: Block) -> None:
+        if block.pins:
+            raise StateError(f"block {block.key} is in use ({block.pins} pins) and cannot leave near")
+
+    def _leave(self, block: Block) -> None:
+        """Who knows of the near copy lets go of it. A view may stay all the same: what a module returned of its parameter
+        (positions that every layer adds), or a graph that was made in backward (create_graph). Nothing is written there."""
+        if self._on_leave(block.key):
+            block.shared = self.tiers[NEAR].shared(block.copies[NEAR])
 
     def _block(self, key: Key) -> Block:
         if key not in self.blocks:

@@ -44,7 +44,7 @@ class Trace:
     accesses: the keys in order. peaks: for each moment the most bytes of other things near, from it to the next one.
     positions: for each key the sorted moments at which it is touched. stretches: (key, largest peak, first moment) without
     those touches that repeat one of the two keys before them: backward turns from a group's parameters to its gradients and
-    back for every parameter.
+    back for every parameter. stretch_of: the number of each moment's stretch.
     """
 
     def __init__(self, accesses: Sequence[Key], peaks: Sequence[int] = ()):
@@ -54,12 +54,14 @@ class Trace:
         for moment, key in enumerate(self.accesses):
             self.positions.setdefault(key, []).append(moment)
         self.stretches: list[tuple[Key, int, int]] = []
+        self.stretch_of: list[int] = []
         for moment, (key, peak) in enumerate(zip(self.accesses, self.peaks, strict=True)):
             if key in [stretch[0] for stretch in self.stretches[-2:]]:
                 last, most, first = self.stretches[-1]
                 self.stretches[-1] = last, max(most, peak), first
             else:
                 self.stretches.append((key, peak, moment))
+            self.stretch_of.append(len(self.stretches) - 1)
 
     def __len__(self) -> int:
         return len(self.accesses)
@@ -71,6 +73,19 @@ class Trace:
             return NEVER
         index = bisect_right(positions, moment)
         return positions[index] if index < len(positions) else positions[0] + len(self.accesses)
+
+    def bring_forward(self, key: Key, moment: int) -> None:
+        """Key is touched at `moment`, and what was to come from there until its own turn one moment later each. Nothing
+        where one of these is touched at other moments too."""
+        turn = next((turn for turn in self.positions.get(key, ()) if turn >= moment), moment)
+        keys = self.accesses[moment : turn + 1]
+        if turn == moment or any(len(self.positions[each]) > 1 for each in keys):
+            return
+        self.accesses = (*self.accesses[:moment], key, *keys[:-1], *self.accesses[turn + 1 :])
+        for at, each in enumerate(self.accesses[moment : turn + 1], moment):
+            self.positions[each] = [at]
+            _, peak, first = self.stretches[self.stretch_of[at]]
+            self.stretches[self.stretch_of[at]] = each, peak, first
 
 
 class Schedule:
@@ -105,6 +120,8 @@ class Schedule:
         self._paused = False
         self._clock = 0
         self._last_use: dict[Key, int] = {}
+        self.last: Key | None = None
+        """What was touched last, where touching it again would tell nothing new."""
 
     @property
     def in_step(self) -> bool:
@@ -134,7 +151,7 @@ class Schedule:
         """A step begins. signature: the shapes of its inputs, or whatever else makes a step another one."""
         if self._in_step:
             raise StateError("begin_step inside a step: the step before it was not ended by optimizer.step()")
-        self._in_step = True
+        self._in_step, self.last = True, None
         self._moment = -1
         self._signature = signature
         self.trace = self._traces.get(signature)
@@ -143,16 +160,17 @@ class Schedule:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Accesses inside (an evaluation between two steps, or in the middle of one) are not part of the step."""
-        before, self._paused = self._paused, True
+        before, self._paused, self.last = self._paused, True, None
         try:
             yield
         finally:
-            self._paused = before
+            self._paused, self.last = before, None
 
     def touch(self, key: Key) -> None:
         """Key is needed now. Touching the same key again and again is one moment."""
         self._clock += 1
         self._last_use[key] = self._clock
+        self.last = key
         if not self._in_step or self._paused:
             return
         if self._recording is not None:
@@ -165,6 +183,11 @@ class Schedule:
             self._moment += 1
             if self._moment >= len(self.trace) or self.trace.accesses[self._moment] != key:
                 self.forget()
+
+    def in_its_turn(self, key: Key) -> None:
+        """Key will be touched next, whatever the trace names next: it is free to come before that, and from now on does."""
+        if self._in_step and not self._paused and self.trace is not None:
+            self.trace.bring_forward(key, self._moment + 1)
 
     def ahead(self, key: Key) -> None:
         """Key was brought before its moment: for the least recent use as good as used, else it would be the first to go."""
@@ -194,20 +217,22 @@ class Schedule:
 
     def following(self, num: int) -> list[Key]:
         """The next `num` different keys of this step; empty where that is not known."""
-        found: dict[Key, None] = {}
+        found: list[Key] = []
         if self._in_step and not self._paused and self.trace is not None:
-            for moment in range(self._moment + 1, len(self.trace)):
+            accesses = self.trace.accesses
+            for moment in range(self._moment + 1, len(accesses)):
                 if len(found) == num:
                     break
-                found[self.trace.accesses[moment]] = None
-        return list(found)
+                if accesses[moment] not in found:
+                    found.append(accesses[moment])
+        return found
 
     @property
     def stretch(self) -> int:
         """Which of the trace's stretches this moment belongs to; -1 where that is not known."""
         if not self._in_step or self._paused or self.trace is None:
             return -1
-        return max(0, bisect_right(self.trace.stretches, self._moment, key=lambda stretch: stretch[2]) - 1)
+        return self.trace.stretch_of[max(0, self._moment)]
 
     def coming(self) -> Iterator[tuple[Key, int, int]]:
         """(key, bytes of other things near at most, moment) of the stretches of the trace from this one on, around the end
@@ -224,6 +249,16 @@ class Schedule:
             return NEVER
         return min((self.trace.next_use(use, self._moment) for use in self.uses(key)), default=NEVER)
 
+    def is_in_next_step(self, moment: float) -> bool:
+        """Whether a moment that was counted on lies behind the end of this step."""
+        return self.trace is not None and moment >= len(self.trace)
+
+    def first_use(self, key: Key) -> float:
+        """The moment of this step at which a key was touched first, or will be; NEVER where that is not known."""
+        if self._recording is not None:
+            return self._recording.index(key) if key in self._recording else NEVER
+        return self.trace.positions.get(key, (NEVER,))[0] if self.trace is not None else NEVER
+
     def end_step(self) -> None:
         """The step is over: what was recorded becomes the trace; a trace not walked to its end is forgotten."""
         if self._recording is not None and self._in_step:
@@ -239,7 +274,7 @@ class Schedule:
         self.just_recorded = self._recording is not None
         self.num_steps += 1
         self._recording, self._peaks = None, []
-        self._in_step = False
+        self._in_step, self.last = False, None
         self._moment = -1
 
     def forget(self) -> None:

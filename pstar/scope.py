@@ -1,4 +1,4 @@
-"""Which parameters stay with PyTorch: a mark on the parameter, nothing else."""
+"""Whose a parameter is: which stay with PyTorch, by a mark on the parameter, and which a module uses itself."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ from torch.nn.modules.module import (
 )
 
 _MARK = "_pstar_outside"
+
+# Children that a module of torch never calls: its own forward computes with their parameters.
+BORROWED = ((torch.nn.MultiheadAttention, "out_proj"),)
+
+
+def used_by(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that a module's own forward computes with."""
+    own = list(module.parameters(recurse=False))
+    for kind, child in BORROWED:
+        if isinstance(module, kind):
+            own += getattr(module, child).parameters(recurse=False)
+    return own
 
 
 class Outside(Enum):

@@ -2,7 +2,8 @@
 
     PATH/
         .metadata, __0_0.distcp, __1_0.distcp ...   DCP's own format: 'model.NAME' (the fp32 master), 'exp_avg.NAME' and
-                                                    'exp_avg_sq.NAME' under their whole shapes, and random states
+                                                    'exp_avg_sq.NAME' under their whole shapes, 'buffer.NAME.RANK' and random
+                                                    states, which every rank has of its own
         state.json                                  counts of updates, hyper-parameters, the loss scale, what the caller adds
         manifest.json                               size and SHA-256 of each file above
 
@@ -20,7 +21,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -43,6 +45,7 @@ from pstar.optimizer import ChunkedAdam
 from pstar.precision import PARAM
 
 NAMES = PREFIXES | {PARAM: "model."}
+BUFFER = "buffer."
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 1
 
@@ -55,11 +58,12 @@ class Part:
         spans: this rank's runs of its flattened elements.
         read: from a span to its values, (span.numel,); None for what is to be loaded.
         dtype: of the values.
+        finite: refuse to save other values.
     """
 
     def __init__(self, shape: torch.Size, spans: list[Span], read: Callable[[Span], torch.Tensor] | None = None,
-                 dtype: torch.dtype = torch.float32):
-        self._shape, self._read, self._dtype = shape, read, dtype
+                 dtype: torch.dtype = torch.float32, finite: bool = True):
+        self._shape, self._read, self._dtype, self._finite = shape, read, dtype, finite
         self._boxes = {box.offsets: (box, span) for span in spans for box in boxes(shape, span.param_offset, span.numel)}
         self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -86,7 +90,7 @@ class Part:
         if self._read is not None:
             first = box.start - span.param_offset
             values = self._read(span)[first : first + box.numel].view(box.sizes)
-            if not torch.isfinite(values).all():
+            if self._finite and not torch.isfinite(values).all():
                 raise CheckpointError(f"{index.fqn} holds numbers that are not finite: it is not saved")
             return values
         if offsets not in self._loaded:
@@ -122,13 +126,14 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return found.at(index) if isinstance(found, Part) else super().lookup_tensor(index)
 
 
-def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any]) -> None:
+def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
     """Writes the checkpoint; every rank calls it. Moves no block and changes no number.
 
     Args:
         optimizer: with its chunks.
-        path: the folder to be; replaced when it exists, on a file system that all ranks share.
+        path: the folder to be, on a file system that all ranks share; an older checkpoint there is replaced, nothing else.
         extra: JSON content of the caller: schedulers' states, where the data are.
+        buffers: by name, this rank's own: running statistics differ from rank to rank.
 
     Raises:
         CheckpointError: on all ranks, when one of them could not write; nothing is left, what stood at `path` stands.
@@ -139,13 +144,15 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any]) -> N
     def begin() -> None:
         if ranks.rank == 0:
             json.dumps(extra)    # what cannot be written is said before anything is
+            if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
+                raise CheckpointError(f"{path} exists and is no checkpoint: it is not replaced; give another name")
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
 
     def write_parts() -> None:
         writer, planner = dcp.FileSystemWriter(beside), SavePlanner(False, False)
-        _quietly(lambda: dcp.save(_parts(optimizer), storage_writer=writer, planner=planner, no_dist=ranks.alone,
-                                  process_group=ranks.host_group))
+        _quietly(lambda: dcp.save(_parts(optimizer, buffers), storage_writer=writer, planner=planner,
+                                  no_dist=ranks.alone, process_group=ranks.host_group))
 
     outside = optimizer.outside
     own_steps = {outside.own_key(name) if name in outside.params else name: n for name, n in optimizer.steps.items()}
@@ -181,10 +188,11 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any]) -> N
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def load_sharded(optimizer: ChunkedAdam, path: Path) -> dict[str, Any]:
+def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Reads a checkpoint at any number of ranks, chunk size, ownership and precision; returns what the caller had added.
 
-    Each rank reads by itself, one group of chunks at a time. Random states are restored on ranks that were there.
+    Each rank reads by itself, one group of chunks at a time. Random states are restored on ranks that were there; ranks that
+    were not there take the buffers of rank 0.
 
     Raises:
         CheckpointError: damaged, of another model, or no checkpoint.
@@ -217,6 +225,12 @@ def load_sharded(optimizer: ChunkedAdam, path: Path) -> dict[str, Any]:
             for span in spans:
                 if span.name == name:
                     write_span(optimizer, kind, group.index, span, part.loaded(span))
+    for name, buffer in buffers.items():
+        key = next((key for key in (f"{BUFFER}{name}.{ranks.rank}", f"{BUFFER}{name}.0") if key in known), None)
+        if key is not None:    # older checkpoints have none
+            values = torch.empty(buffer.shape, dtype=buffer.dtype)
+            _read(reader, {key: values}, path)
+            buffer.copy_(values)
     optimizer.steps.update({name: int(state["steps"].get(key, 0)) for name, key in own_keys.items()})
     if optimizer.precision.name == "fp16" and state["precision"] == "fp16":
         optimizer.scaler.load(state["scaler"])
@@ -254,20 +268,29 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    ALLOWED = {("torch", "Size"), ("torch", "float32"), ("torch", "uint8"), ("torch.serialization", "_get_layout"),
+    ALLOWED = {("torch", "Size"), ("torch.serialization", "_get_layout"),
                ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
                ("torch.distributed.checkpoint.filesystem", "_StorageInfo")} | {
         ("torch.distributed.checkpoint.metadata", name) for name in (
             "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta",
-            "_MEM_FORMAT_ENCODING")}
+            "_MEM_FORMAT_ENCODING")} | {
+        ("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):    # so the first releases of Python 3.11 pickle a member of an enum
+            return self._member
         if (module, name) not in self.ALLOWED:
             raise CheckpointError(f"the checkpoint's metadata name {module}.{name}, which does not belong there: refused")
         return super().find_class(module, name)
 
+    @staticmethod
+    def _member(enum: Any, name: str) -> Any:
+        if enum is not _MEM_FORMAT_ENCODING:
+            raise CheckpointError("the checkpoint's metadata name builtins.getattr, which does not belong there: refused")
+        return enum[name]
 
-def _parts(optimizer: ChunkedAdam) -> dict[str, Any]:
+
+def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Everything this rank has, by name, read when it is written: one piece of a group at a time."""
     chunks = optimizer.chunks
     rank, found, last = chunks.collectives.rank, {}, {}
@@ -289,6 +312,9 @@ def _parts(optimizer: ChunkedAdam) -> dict[str, Any]:
         for kind, values in outside.read(name).items():    # the same on all ranks: rank 0 writes it; else each its own
             whole = [Span(name, 0, 0, values.numel())] if rank == 0 or len(outside.keys(name)) > 1 else []
             found[NAMES[kind] + outside.own_key(name)] = Part(values.shape, whole, lambda _, v=values: v.reshape(-1))
+    for name, buffer in buffers.items():    # a mask may hold infinities
+        whole, flat = Span(name, 0, 0, buffer.numel()), buffer.detach().cpu().reshape(-1)
+        found[f"{BUFFER}{name}.{rank}"] = Part(buffer.shape, [whole], lambda _, v=flat: v, buffer.dtype, finite=False)
     for name, (get, _) in _random_states(chunks.device).items():
         state = get()
         whole = Span(name, 0, 0, state.numel())

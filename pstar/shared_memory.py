@@ -30,6 +30,8 @@ from pstar.errors import StateError
 SLICE_BYTES = 4 * 2**20
 COUNTER_BYTES = 64    # a cache line each, so that ranks do not wait for each other's writes
 WAIT_S = 600.0
+NAP_S = 50e-6
+"""Between two looks of a rank that waits, where there are more ranks than cores: its core is for whoever it waits for."""
 
 
 def available() -> bool:
@@ -83,6 +85,7 @@ class SharedMemory:
         # What each rank does in its exchanges of even and of odd number; two, for a rank may be one ahead.
         self._tags = cells[:, 1:3]
         self._halves = data[head:].view(2, num_ranks, SLICE_BYTES)
+        self._naps = num_ranks > len(os.sched_getaffinity(0))
         self._count = 0
         self._begun: deque[Exchange] = deque()
         self.subject = -1
@@ -199,7 +202,10 @@ class SharedMemory:
         deadline = time.monotonic() + WAIT_S
         self.progress()
         while not exchange.done:
-            os.sched_yield()
+            if self._naps:
+                time.sleep(NAP_S)
+            else:
+                os.sched_yield()
             self.progress()
             if time.monotonic() > deadline:
                 late = [rank for rank in range(self.num_ranks) if int(self._counters[rank]) < self._count]

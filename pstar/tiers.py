@@ -53,6 +53,10 @@ OWN_PAGES_BYTES = 2**16
 """From this size on a host buffer has pages of its own."""
 
 
+OWN_USES = 3
+"""Of a buffer's memory, by the tier's tensor, by its user's view of that in another dtype, and by who counts."""
+
+
 class Ledger:
     """What happened: bytes and counts of copies between tiers and of collectives, in all and in the last whole step."""
 
@@ -60,7 +64,7 @@ class Ledger:
         self.moved_bytes: Counter[str] = Counter()
         self.moves: Counter[str] = Counter()
         self.step_bytes: Counter[str] = Counter()
-        """moved_bytes of the last step that was ended."""
+        """Moved for the last step that was ended: what came for the next one already counts there, whenever it came."""
         self.waited_s = 0.0
         """Seconds in which this process did nothing but wait for collectives."""
         self.step_waited_s = 0.0
@@ -70,11 +74,15 @@ class Ledger:
         self.step_copy_waited_s = 0.0
         """Those of the last step that was ended."""
         self._at_begin: Counter[str] = Counter()
+        self._early: Counter[str] = Counter()         # moved in this step for the next one
+        self._came_early: Counter[str] = Counter()    # and in the last one for this
         self._waited_at_begin = self._copy_waited_at_begin = 0.0
 
-    def add(self, kind: str, num_bytes: int) -> None:
+    def add(self, kind: str, num_bytes: int, for_next_step: bool = False) -> None:
         """One movement of num_bytes; kind is one of MOVES."""
         self.moved_bytes[kind] += num_bytes
+        if for_next_step:
+            self._early[kind] += num_bytes
         self.moves[kind] += 1
 
     def begin_step(self) -> None:
@@ -82,7 +90,8 @@ class Ledger:
         self._waited_at_begin, self._copy_waited_at_begin = self.waited_s, self.copy_waited_s
 
     def end_step(self) -> None:
-        self.step_bytes = self.moved_bytes - self._at_begin
+        self.step_bytes = self.moved_bytes - self._at_begin + self._came_early - self._early
+        self._came_early, self._early = self._early, Counter()
         self.step_waited_s = self.waited_s - self._waited_at_begin
         self.step_copy_waited_s = self.copy_waited_s - self._copy_waited_at_begin
 
@@ -156,8 +165,11 @@ class Tier:
         if not self.has_room(num_bytes):
             raise BudgetError(f"{self.name}: {num_bytes} bytes for {kind} do not fit: "
                               f"{self.used_bytes} of {self.budget_bytes} bytes are in use")
-        if self._idle[num_bytes]:
-            buffer, pending = self._idle[num_bytes].pop()
+        idle = self._idle[num_bytes]
+        if idle:
+            # The last one that nobody works on (it may be in a cache), else the one whose copies will end first.
+            free = [number for number, (_, pending) in enumerate(idle) if not pending]
+            buffer, pending = idle.pop(free[-1] if free else 0)
             self.idle_bytes -= num_bytes
             if fences is not None:
                 fences.extend(pending)
@@ -173,8 +185,9 @@ class Tier:
         self._check()
         return buffer.view(dtype)
 
-    def release(self, tensor: torch.Tensor, fences: Sequence[Fence] = ()) -> None:
-        """Gives a buffer back, which is free when the fences are passed.
+    def release(self, tensor: torch.Tensor, fences: Sequence[Fence] = (), keep: bool = True) -> None:
+        """Gives a buffer back, which is free when the fences are passed. keep: for the next taker; False: somebody
+        else still looks at it (see shared), so its memory is his now.
 
         Raises StateError for one that is not from this tier or was given back before.
         """
@@ -184,9 +197,18 @@ class Tier:
         buffer, kind = taken
         self.used_bytes -= buffer.nbytes
         self.used_by_kind[kind] -= buffer.nbytes
-        self._idle[buffer.nbytes].append((buffer, tuple(fences)))
-        self.idle_bytes += buffer.nbytes
+        if keep:
+            self._idle[buffer.nbytes].append((buffer, tuple(fences)))
+            self.idle_bytes += buffer.nbytes
+        else:
+            _wait_for(fences)    # from here on nobody here knows of it, and a copy on a stream does not keep memory alive
         self._check()
+
+    @staticmethod
+    def shared(tensor: torch.Tensor) -> bool:
+        """Whether tensors beside the tier's and its user's look at the memory of a buffer: views that somebody kept."""
+        storage = tensor.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > OWN_USES
 
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         """num_bytes of memory, uint8. In host memory large ones get pages of their own, outside malloc's heap: activations

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import pstar
 from pstar.layout import boxes
@@ -199,6 +200,21 @@ def test_metadata_cannot_run_code(saved, tmp_path, monkeypatch):
     with pytest.raises(pstar.CheckpointError, match="posix.mkdir, which does not belong there"):
         model.load_checkpoint(path)
     assert not Path("carried_out").exists()
+
+
+def test_metadata_of_an_early_python_311_are_read(saved, tmp_path, monkeypatch):
+    """Debian 12's, say: it pickles a member of an enum as getattr(its class, its name), and no other getattr is let in."""
+    from pstar.sharded import Reader
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    known = Reader(saved[0]).read_metadata()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(known))
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert Reader(tmp_path).read_metadata().state_dict_metadata == known.state_dict_metadata
+    monkeypatch.setattr(Payload, "__reduce__", lambda self: (getattr, (torch.Size, "count")))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(pstar.CheckpointError, match="builtins.getattr, which does not belong there"):
+        Reader(tmp_path).read_metadata()
 
 
 def test_the_checkpoint_of_another_model_is_refused(saved):

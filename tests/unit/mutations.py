@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from tests.limits import limited
 
 SECONDS = 5  # a case takes milliseconds
 DEEP = "[" * 20_000 + "]" * 20_000
@@ -78,20 +79,9 @@ class TooLong(BaseException):
     """A case takes longer than SECONDS."""
 
 
-@contextmanager
-def in_time() -> Iterator[None]:
+def in_time() -> AbstractContextManager[None]:
     """Raises TooLong in its block after SECONDS."""
-
-    def stop(*_: object) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    return limited(SECONDS, TooLong())
 
 
 def judge(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -50,8 +51,9 @@ def build(use_reentrant: bool | None = None, **keys) -> tuple:
     return toy.build(lambda: Stack(use_reentrant), **{"default_chunk_size": 20_000, "offload_activations": True} | keys)
 
 
-def train(model: pstar.Engine, optimizer, num_micros: int = 1, evaluate: bool = False) -> list[float]:
-    losses = []
+def train(model: pstar.Engine, optimizer, num_micros: int = 1, evaluate: bool = False) -> tuple[list[float], Counter[str]]:
+    """(losses, bytes moved for these steps: what already came for the next one depends on when gradients arrived)."""
+    losses, moved = [], Counter()
     for step in range(STEPS):
         torch.manual_seed(step)
         optimizer.zero_grad()
@@ -67,9 +69,10 @@ def train(model: pstar.Engine, optimizer, num_micros: int = 1, evaluate: bool = 
             del loss
             assert activation_bytes(model) == 0
         optimizer.step()
+        moved += model.ledger.step_bytes
         blocks = [block.copies[FAR] for block in model._residency.blocks.values() if FAR in block.copies]
         assert model.far.used_bytes == sum(data.nbytes for data in blocks), "nothing but chunks is in far between steps"
-    return losses
+    return losses, moved
 
 
 def plain(use_reentrant: bool | None, num_micros: int) -> tuple[list[float], nn.Module]:
@@ -98,10 +101,10 @@ def test_not_one_bit_depends_on_where_activations_wait(use_reentrant, near, num_
     for offload in (False, True):
         model, optimizer = build(use_reentrant, near_budget=near, gradient_accumulation_steps=num_micros,
                                  offload_activations=offload)
-        assert train(model, optimizer, num_micros, evaluate=True) == expected
+        losses, moved[offload] = train(model, optimizer, num_micros, evaluate=True)
+        assert losses == expected
         weights, _ = model.gather_state()
         assert all(torch.equal(weights[name], value) for name, value in reference.named_parameters())
-        moved[offload] = model.ledger.moved_bytes
     assert model.schedule.num_traced == 1
     # In every variant: the input of each block, and of the mean of squares, there and back again.
     least = STEPS * num_micros * (BLOCKS + 1) * HIDDEN_BYTES
@@ -228,7 +231,7 @@ def test_without_room_in_far_activations_stay_near():
         model, optimizer = build(True, near_budget="min", far_budget=least + room)
         peak = []
         model.module.blocks[-1].register_forward_pre_hook(lambda *_, m=model, p=peak: p.append(activation_bytes(m)))
-        assert train(model, optimizer) == expected
+        assert train(model, optimizer)[0] == expected
         loss = model(tokens(0))
         assert activation_bytes(model) <= in_far * HIDDEN_BYTES and max(peak) <= room
         assert (activation_bytes(model) > 0) == (in_far > 0)
@@ -262,9 +265,9 @@ def test_what_does_not_go():
 
 def rank_case(rank: int, num_ranks: int, offload: bool) -> dict:
     model, optimizer = build(True, near_budget="min", offload_activations=offload)
-    losses = train(model, optimizer, evaluate=True)
+    losses, moved = train(model, optimizer, evaluate=True)
     weights, _ = model.gather_state()
-    return {"losses": losses, "weights": weights, "moved": model.ledger.moved_bytes["near to far"]}
+    return {"losses": losses, "weights": weights, "moved": moved["near to far"]}
 
 
 def test_two_ranks(ranks):

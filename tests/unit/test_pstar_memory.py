@@ -309,9 +309,9 @@ def watch_copies(model: pstar.Engine) -> list[tuple[str, torch.dtype, str]]:
     """(kind, dtype, tier it goes to) of every block that is copied from now on."""
     came, begin = [], model._residency._begin
 
-    def watched(block, tier):
+    def watched(block, tier, *more):
         came.append((block.key[0], block.dtype, tier))
-        begin(block, tier)
+        begin(block, tier, *more)
 
     model._residency._begin = watched
     return came

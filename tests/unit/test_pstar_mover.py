@@ -237,3 +237,21 @@ def test_a_process_with_pending_copies_ends_cleanly(tmp_path, how, status, last_
     assert run.stdout == "True True {'the process ends: this copy was dropped'}\n"
     lines = run.stderr.splitlines()
     assert run.returncode == status and (lines[-1] == last_line if last_line else not lines)
+
+
+FREED_BY_THE_WORKER = """
+import sys, time, torch
+from pstar.mover import Mover
+mover = Mover("test", bytes_per_s=2e7)
+for _ in range(8):    # the job holds the only references
+    mover.submit(lambda a=torch.randn(300_000), b=torch.empty(300_000): b.copy_(a), 1_200_000)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.09])
+def test_the_tensors_of_a_copy_under_way_are_freed_before_the_process_ends(after_s):
+    """A thread that is stopped while it frees one takes the process down: terminate called without an active exception."""
+    command = [sys.executable, "-c", FREED_BY_THE_WORKER, str(after_s)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -228,9 +228,7 @@ def _do(residency: Residency, operation: str, group: int, clock: int, sizes: lis
                 residency.mark_written(key, NEAR)
                 expected[group] = clock
         elif operation == "update" and not residency.blocks[key].pins:
-            data, before = residency.begin(key, FAR)
-            residency.mark_written(key, FAR)
-            residency.goes_on(key, residency.update_in_background("update", lambda: data.fill_(clock), before))
+            residency.work("update", [key], FAR, lambda buffers: lambda: buffers[key].fill_(clock), background=clock % 3 > 0)
             expected[group] = clock
         elif operation == "far" and not residency.blocks[key].pins:
             residency.send_far(key)

@@ -1,0 +1,159 @@
+"""What comes early, what goes early, and in which order: beyond the tests that no placement changes a number."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from pstar.hooks import Hooks
+from pstar.tiers import NEAR, Tier
+from tests import toy
+
+KEYS = {"near_budget": "25%", "default_chunk_size": 5_000}    # parameters just fit: all states are far
+
+
+def build(**keys):
+    """A model whose steps are known."""
+    model, optimizer = toy.build(lambda: toy.Toy(10), **KEYS, **keys)
+    toy.train(model, optimizer, 2)
+    assert model._chunks.home.count(NEAR) == 0
+    return model, optimizer
+
+
+def updates(model) -> list[int]:
+    return [index for kind, index in model.schedule.trace.accesses if kind == "adam"]
+
+
+def test_parameters_that_will_be_updated_far_leave_when_their_gradients_do():
+    model, optimizer = build()
+    optimizer.zero_grad()
+    loss = model(*toy.batch(2))
+    assert any(model._residency.is_near(("param", group.index)) for group in model.layout.groups)
+    copied = model.ledger.moved_bytes["near to far"]
+    model.backward(loss)
+    assert not any(model._residency.is_near(("param", group.index)) for group in model.layout.groups)
+    grads = sum(group.piece_elems * 4 for group in model.layout.groups)
+    assert model.ledger.moved_bytes["near to far"] - copied == grads, "they were equal far: nothing is copied for it"
+
+
+def test_a_buffer_that_nobody_reads_is_taken_before_one_that_is_being_copied():
+    class Copy:
+        waited = False
+
+        def wait(self):
+            self.waited = True
+
+    tier, first, second = Tier(NEAR, torch.device("cpu"), 1000), Copy(), Copy()
+    buffers = [tier.allocate(25, torch.float32, "param") for _ in range(3)]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    for buffer, fences in zip(buffers, ((first,), (), (second,)), strict=True):
+        tier.release(buffer, fences)
+    taken = [tier.allocate(25, torch.float32, "grad").data_ptr() for _ in range(2)]
+    assert taken == [addresses[1], addresses[0]] and first.waited and not second.waited
+
+
+def hold_back(model, num: int) -> list[tuple[str, int]]:
+    """Of the next step's gradients the last `num` stay on their way to far, each until somebody begins to wait for it.
+    Returns what is written meanwhile: ("param", group) begins to come near, ("adam", group) is updated."""
+    events, passes = [], threading.Semaphore(len(model.layout.groups) - num)
+    submit, begin, touch = model._residency.movers.submit, model._residency._begin, model._chunks.touch_update
+
+    def submits(source, target, job, num_bytes):
+        def when_it_may():
+            assert passes.acquire(timeout=20)
+            job()
+
+        return submit(source, target, when_it_may if source == NEAR else job, num_bytes)
+
+    def begins(block, tier, *more):
+        if tier == NEAR:
+            events.append(block.key)
+        begin(block, tier, *more)
+
+    def touches(group):
+        events.append(("adam", group))
+        if not model._residency.is_settled(("grad", group)):
+            passes.release()
+        touch(group)
+
+    model._residency.movers.submit, model._residency._begin, model._chunks.touch_update = submits, begins, touches
+    return events
+
+
+def arrived(model, num: int) -> None:
+    """Waits until all gradients but the last `num` are far."""
+    for group in model._chunks.completed[:-num]:
+        model._residency.finish(("grad", group))
+
+
+def needed(model) -> list[int]:
+    """The groups in the order of forward."""
+    return list(dict.fromkeys(index for kind, index in model.schedule.trace.accesses if kind == "param"))
+
+
+def test_gradients_that_have_arrived_are_updated_first():
+    """In the order of forward, which is not that of their numbers; then the others as they arrive. The trace follows."""
+    model, optimizer = build()
+    order = needed(model)
+    assert order != sorted(order)
+    events = hold_back(model, 2)
+    optimizer.zero_grad()
+    model.backward(model(*toy.batch(2)))
+    assert model._chunks.completed[-2:] == [order[1], order[0]], "backward ends where forward begins"
+    arrived(model, 2)
+    optimizer.step()
+    assert [index for kind, index in events if kind == "adam"] == updates(model) == [*order[2:], order[1], order[0]]
+    assert model.schedule.num_traced == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_slow_link_changes_the_order_of_updates_and_no_number(overlap):
+    """In the background nobody waits for a gradient that is on its way: there the order is that of forward. And whatever
+    comes before the end of a step because of it, counts in the step that it comes for."""
+    model, optimizer = toy.build(lambda: toy.Toy(10), **KEYS, simulated_link=5e6, overlap_update=overlap)
+    losses, moved = [], []
+    for step in range(6):
+        losses += toy.train(model, optimizer, 1, first=step)
+        moved.append(model.ledger.step_bytes)
+    assert moved[1:] == moved[1:2] * 5
+    assert (updates(model) == needed(model)) == overlap
+    assert sorted(updates(model)) == sorted(needed(model)) and model.schedule.num_traced == 1
+    assert losses == toy.train(*toy.build(lambda: toy.Toy(10)), 6)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_while_gradients_are_on_their_way_what_forward_needs_comes_in_its_order(prefetch):
+    """`prefetch` of those after the first that is not updated yet; that one when it is."""
+    model, optimizer = build(prefetch=prefetch)
+    order = needed(model)
+    events = hold_back(model, 2)
+    optimizer.zero_grad()
+    model.backward(model(*toy.batch(2)))
+    arrived(model, 2)
+    events.clear()
+    optimizer.step()
+    assert events[-2:] == [("adam", order[0]), ("param", order[1])]
+    came = [index for kind, index in events if kind == "param"]
+    assert came == [*order[2 : 2 + prefetch], order[1]]
+    for number, (kind, index) in enumerate(events):
+        assert kind == "adam" or ("adam", index) in events[:number], "and nothing before its update"
+    model(*toy.batch(3))
+    assert next(index for kind, index in events[len(came) + len(order) :] if kind == "param") == order[0]
+
+
+def test_one_pair_of_saved_tensor_hooks_serves_a_whole_forward(monkeypatch):
+    """What each module costs in Python is the price of chunks where everything fits."""
+    pairs, saving = [], Hooks._saving
+
+    def counted(hooks):
+        pair = saving(hooks)
+        pairs.append(pair is not None)
+        return pair
+
+    monkeypatch.setattr(Hooks, "_saving", counted)
+    model, _ = build()
+    pairs.clear()
+    model(*toy.batch(2))
+    assert sum(pairs) == 1 < len(pairs)
