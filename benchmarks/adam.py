@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from facts import bullets, busy_seconds, processor, versions
+from turns import in_turns
 
 from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_steps, cpu, split_master
 from pstar.kernels.build import find_compiler
@@ -126,12 +127,10 @@ def deepspeed_adam(param: torch.Tensor, grad: torch.Tensor) -> torch.optim.Optim
 def measure(found: list[Contender], rounds: int) -> float:
     """Times every contender once a round. Returns the number of cores that other processes used meanwhile."""
     busy, own, begin = busy_seconds(), time.process_time(), time.perf_counter()
-    for number in range(rounds + WARM_UP):
-        start = number % len(found)
-        for contender in found[start:] + found[:start]:
-            at = time.perf_counter()
-            contender.run()
-            contender.seconds.append(time.perf_counter() - at)
+    for contender in in_turns(found, rounds + WARM_UP):
+        at = time.perf_counter()
+        contender.run()
+        contender.seconds.append(time.perf_counter() - at)
     for contender in found:
         del contender.seconds[:WARM_UP]
     elapsed = time.perf_counter() - begin

@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
+from turns import in_turns  # noqa: E402
 
 from pstar.disk import DiskTier, check_disk_path  # noqa: E402
 from pstar.errors import PstarError  # noqa: E402
@@ -111,17 +112,15 @@ class PlainContender(Contender):
 
 
 def measure(found: list[Contender], rounds: int) -> None:
-    for number in range(rounds + WARM_UP):
-        start = number % len(found)
-        for contender in found[start:] + found[:start]:
-            for doing in ("write", "read"):
-                if doing == "read":
-                    contender.forget()
-                begin = time.perf_counter()
-                getattr(contender, doing)()
-                if doing == "write":
-                    contender.sync()
-                contender.seconds[doing].append(time.perf_counter() - begin)
+    for contender in in_turns(found, rounds + WARM_UP):
+        for doing in ("write", "read"):
+            if doing == "read":
+                contender.forget()
+            begin = time.perf_counter()
+            getattr(contender, doing)()
+            if doing == "write":
+                contender.sync()
+            contender.seconds[doing].append(time.perf_counter() - begin)
     for contender in found:
         for seconds in contender.seconds.values():
             del seconds[:WARM_UP]

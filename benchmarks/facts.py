@@ -31,10 +31,10 @@ def versions(**more: str) -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def when_and_how(script: str, argv: list[str]) -> list[tuple[str, str]]:
+def when_and_how(script: str, argv: list[str], program: str = "bash") -> list[tuple[str, str]]:
     """(name, fact) of the date and of the command that makes the page again."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return [("date", now), ("command", f"`{shlex.join(['bash', f'benchmarks/{script}', *argv])}`")]
+    return [("date", now), ("command", f"`{shlex.join([program, f'benchmarks/{script}', *argv])}`")]
 
 
 def bullets(facts: list[tuple[str, str]]) -> list[str]:

@@ -7,15 +7,16 @@ bash benchmarks/memory_speed.sh --only link --near 20%
 Everything fits: pstar with all model data near against the loop that everybody writes, with torch's fused AdamW.
 
 A slow link: near holds a part, and one core less than there are computes, for here it is a processor that copies, where a
-GPU has copy engines. Copies take as long as over a link of a given speed (simulated_link), which is chosen so that the
-transfers of a step take a given multiple of its compute time. Compute is the step with everything near, transfer the bytes
-of the busier direction divided by the speed, and a step is reported as a share of the longer of the two. That bound lets
-loads run at any time of a step. But parameters that were updated far are needed in forward and gradients leave in backward,
-so a second bound is given: the same, taken for forward, backward and update each, and added up. What waits inside a pass is
-the engine's to hide; what lies between the two bounds is the work's own. For a parameter that was updated far can be loaded
-only after the update, which with clipping waits for the last gradient: its load has forward alone to hide in, a third of the
-computation. So with all states far the first bound can be met while transfers take up to a third of it, and by no exact
-schedule beyond.
+GPU has copy engines. The batch is twice that of the first table: what Python needs for each module is the same for any
+batch, it is the first table's business, and no part of what a link is waited for. Copies take as long as over a link of a
+given speed (simulated_link), which is chosen so that the transfers of a step take a given multiple of its compute time.
+Compute is the step with everything near, transfer the bytes of the busier direction divided by the speed, and a step is
+reported as a share of the longer of the two. That bound lets loads run at any time of a step. But no update begins before
+the last gradient is there: only their norm says whether the step is made at all, and how much it is clipped. So what was
+updated far comes back after backward, and has forward alone to hide in, a third of the computation. Hence a second bound,
+what any exact schedule takes at least with this placement: backward, and then forward or the load of all that was updated
+far, whichever is longer. With all states far the first bound can be met while transfers take up to a third of the computing,
+and by no exact schedule beyond; how near a step comes to the second one is the engine's own doing.
 
 With near filled (near_states) the states of the first groups stay near, and the parameters of the others come twice a step.
 That moves more bytes, but spreads them over both directions and over all passes. And who moves more has a longer bound, so
@@ -41,6 +42,7 @@ from typing import Any
 
 import ranks
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from turns import in_turns
 
 HERE = Path(__file__).resolve().parent
 FULL = ranks.MODEL | {"batch": ranks.BATCH, "threads": num_cores()}
@@ -56,7 +58,7 @@ VARIANTS = {"0": {"prefetch": 0}, "2": {"prefetch": 2},
 WAYS = {"in": "far to near", "out": "near to far"}
 WARM_UP_STEPS = 3    # the first is traced, the second follows the trace
 FITS_GOAL, LINK_GOAL = 0.95, 1.10
-PASSES = ("forward", "backward", "update")
+PASSES = ("forward", "backward")
 
 
 # ---- one process ---------------------------------------------------------------------------------------------------------
@@ -83,29 +85,26 @@ def plain_steps(size: dict[str, int], keep: bool) -> Callable[..., dict]:
 
 
 def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
-    """A training step of the engine; tells also the seconds and bytes of each of its passes."""
+    """A training step of the engine; tells also how long it waited, and what it moved."""
     import pstar
+    from pstar.tiers import FAR
 
     keys = {"optimizer": {"type": "AdamW", "params": ranks.ADAM}}
     model, optimizer = pstar.initialize_engine(lambda: make_model(size), 0, keys | config)
+    updated_far = sum(group.piece_elems * model._chunks.param_dtype.itemsize for group in model.layout.groups
+                      if model._chunks.home[group.index] == FAR)
 
     def step(inputs: Any, targets: Any) -> dict:
-        moments = [(time.perf_counter(), model.ledger.moved_bytes.copy())]
-
-        def passed() -> None:
-            moments.append((time.perf_counter(), model.ledger.moved_bytes.copy()))
-
+        moments = [time.perf_counter()]
         optimizer.zero_grad()
         loss = model(inputs, targets)
-        passed()
+        moments.append(time.perf_counter())
         model.backward(loss)
-        passed()
+        moments.append(time.perf_counter())
         optimizer.step()
-        passed()
-        told: dict[str, Any] = {"loss": float(loss.detach()), "waited": model.ledger.step_copy_waited_s}
-        for name, (begin, before), (end, after) in zip(PASSES, moments, moments[1:], strict=False):
-            told[name] = end - begin
-            told[f"{name} bytes"] = max(after[way] - before[way] for way in WAYS.values())
+        told: dict[str, Any] = {"loss": float(loss.detach()), "waited": model.ledger.step_copy_waited_s,
+                                "updated far": updated_far}
+        told |= {name: end - begin for name, begin, end in zip(PASSES, moments, moments[1:], strict=False)}
         told |= {f"bytes {short}": model.ledger.step_bytes[way] for short, way in WAYS.items()}
         return told | {"bytes": max(told["bytes in"], told["bytes out"])}
 
@@ -166,10 +165,8 @@ def measure(runners: list[Runner], rounds: int, steps: int) -> float:
     for runner in runners:
         runner.run(WARM_UP_STEPS)
     busy, own, begin = busy_seconds(), ranks.own_seconds(runners), time.perf_counter()
-    for number in range(rounds):
-        start = number % len(runners)
-        for runner in runners[start:] + runners[:start]:
-            runner.rounds.append(runner.run(steps))
+    for runner in in_turns(runners, rounds):
+        runner.rounds.append(runner.run(steps))
     elapsed = time.perf_counter() - begin
     others = max(0.0, (busy_seconds() - busy) - (ranks.own_seconds(runners) - own)) / elapsed
     for runner in runners:
@@ -187,12 +184,12 @@ def same_losses(runners: list[Runner]) -> None:
 
 
 def bounds(base: dict, told: dict, bytes_per_s: float) -> tuple[float, float]:
-    """(the longer of compute and transfer, the same by pass and added up): seconds that a step takes at least.
+    """(the longer of compute and transfer, what any exact schedule takes): seconds that a step takes at least.
 
     base: the step with everything near in the same round.
     """
-    by_pass = sum(max(base[name], told[f"{name} bytes"] / bytes_per_s) for name in PASSES)
-    return max(base["seconds"], told["bytes"] / bytes_per_s), by_pass
+    longer = max(base["seconds"], told["bytes"] / bytes_per_s)
+    return longer, max(longer, base["backward"] + max(base["forward"], told["updated far"] / bytes_per_s))
 
 
 def spread(ratios: list[float]) -> str:
@@ -231,15 +228,16 @@ def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
 
 
 def behind_link(size: dict[str, int]) -> dict[str, int]:
-    """The model behind the link, and one thread less."""
-    return size | {"vocab_size": min(LINK_VOCABULARY, size["vocab_size"]), "threads": max(1, size["threads"] - 1)}
+    """The model behind the link, twice the batch, and one thread less."""
+    return size | {"vocab_size": min(LINK_VOCABULARY, size["vocab_size"]), "batch": 2 * size["batch"],
+                   "threads": max(1, size["threads"] - 1)}  # fmt: skip
 
 
 def link_row(name: str, runner: Runner, base: Runner, at_need: Runner, speed: float) -> str:
     """A variant behind a link of a speed, beside everything near and beside prefetch 0 in the same rounds."""
     rounds = list(zip(runner.rounds, base.rounds, at_need.rounds, strict=True))
-    shares = [(told["seconds"] / whole, told["seconds"] / by_pass)
-              for told, near, _ in rounds for whole, by_pass in [bounds(near, told, speed)]]
+    shares = [(told["seconds"] / longer, told["seconds"] / exact)
+              for told, near, _ in rounds for longer, exact in [bounds(near, told, speed)]]
     was = statistics.median(told["bytes"] / speed / near["seconds"] for told, near, _ in rounds)
     against = statistics.median(told["seconds"] / slow["seconds"] for told, _, slow in rounds)
     median = {key: statistics.median(told[key] for told in runner.rounds)
@@ -263,14 +261,14 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
         raise SystemExit(f"error: --near {options.near}: nothing travels; give less")
     lines = [f"Near {options.near} of the model data, chunks of a layer ({layer:,} elements). In and out: bytes to near and "
              "from near. Step: share of the longer of compute and transfer (the busier direction), goal at most "
-             f"{LINK_GOAL:.2f} with prefetch. By pass: share of that bound taken for forward, backward and update each. "
-             "Waiting: for copies in the background; without prefetch they are made at once instead. All losses are bitwise "
-             "those of everything near.", "",
+             f"{LINK_GOAL:.2f} with prefetch. Exact: share of what any exact schedule takes at least, backward and then "
+             "forward or the load of what was updated far. Waiting: for copies in the background; without prefetch they are "
+             "made at once instead. All losses are bitwise those of everything near.", "",
              "With all states far no exact schedule reaches the bound where transfers take more than a third of the "
              "computing. Near filled: more bytes, but in both directions and in all passes. Who moves more has a longer "
              "bound, so look at the seconds as well, here against prefetch 0 in the same round.", "",
              "| transfer / compute | link, MB/s | prefetch | in, MB a step | out, MB a step | step, s | "
-             "against prefetch 0 | waiting, s | step | middle half | by pass | middle half |",
+             "against prefetch 0 | waiting, s | step | middle half | exact | middle half |",
              "|---:|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---|"]
     busiest = 0.0
     for multiple in LINKS[:1] if options.quick else LINKS:

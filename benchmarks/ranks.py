@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from turns import in_turns
 
 HERE = Path(__file__).resolve().parent
 MODEL = {"n_layer": 12, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 21128}
@@ -266,12 +267,10 @@ def measure(found: list[Contender], num_ranks: int, rounds: int, steps: int) -> 
             teams.append(Team(contender, num_ranks, folder))
             contender.loss = teams[-1].run(WARM_UP_STEPS)[1]
         busy, own, begin = busy_seconds(), own_seconds(teams), time.perf_counter()
-        for number in range(rounds):
-            start = number % len(teams)
-            for team in teams[start:] + teams[:start]:
-                seconds, _, waited = team.run(steps)
-                team.contender.seconds.append(seconds)
-                team.contender.waits += [] if waited is None else [waited]
+        for team in in_turns(teams, rounds):
+            seconds, _, waited = team.run(steps)
+            team.contender.seconds.append(seconds)
+            team.contender.waits += [] if waited is None else [waited]
         elapsed = time.perf_counter() - begin
         others = max(0.0, (busy_seconds() - busy) - (own_seconds(teams) - own)) / elapsed
         for team in teams:

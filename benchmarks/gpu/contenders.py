@@ -1,0 +1,135 @@
+"""Those that benchmarks/gpu/models.py compares: each makes its model on one device and returns one training step.
+
+pstar       16-bit parameters, the states wherever there is room
+plain       torch.autocast over fp32 parameters, fused AdamW: everything on the device
+fsdp2       fully_shard with CPUOffloadPolicy: fp32 parameters and moments in host memory, AdamW of the CPU, bf16 computation
+
+All recompute a block in backward where they are asked to, clip at a global norm of 1, and read the same batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from gpt2_chinese.config import ModelConfig
+from gpt2_chinese.model import GPT2LMHeadModel
+
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+CLIP = 1.0
+
+Step = Callable[[torch.Tensor, torch.Tensor], dict[str, float]]
+"""From (inputs, targets), each (batch, length) int64 on the device, to what is known of the step: its loss at least."""
+
+
+def make_model(work: dict[str, Any]) -> GPT2LMHeadModel:
+    """work: the arguments of ModelConfig under "model", and "recompute"."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(ModelConfig(**work["model"]))
+    if work["recompute"]:
+        for block in model.transformer.h:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def pstar(work: dict[str, Any], device: torch.device) -> Step:
+    """work["near_memory"]: bytes of the device for chunks and activations together; work["config"]: more keys."""
+    import pstar
+
+    near = {"near_memory": work["near_memory"], "near_budget": work["near_memory"]}
+    keys = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": True}, "gradient_clipping": CLIP}
+    model, optimizer = pstar.initialize_engine(lambda: make_model(work), 0, keys | near | work["config"], device=device)
+    movers = model._residency.movers
+    links = {"far to near": movers._in, "near to far": movers._out}
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        busy = {way: mover.busy_s for way, mover in links.items()}
+        moved = model.ledger.moved_bytes.copy()
+        optimizer.zero_grad()
+        loss = model(inputs, targets)
+        model.backward(loss)
+        optimizer.step()
+        told = {"loss": float(loss.detach()), "waited": model.ledger.step_copy_waited_s, "chunks": model.near.peak_bytes}
+        for way, mover in links.items():
+            took = mover.busy_s - busy[way]
+            told[f"{way} bytes"] = model.ledger.step_bytes[way]
+            told[f"{way} speed"] = (model.ledger.moved_bytes[way] - moved[way]) / took if took else 0.0
+        return told
+
+    return step
+
+
+def plain(work: dict[str, Any], device: torch.device) -> Step:
+    with device:
+        model = make_model(work)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
+    return functools.partial(_torch_step, model, optimizer, device)
+
+
+def fsdp2(work: dict[str, Any], device: torch.device) -> Step:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    place, backend = Path(work["folder"]) / f"meet.{os.getpid()}", "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, f"file://{place}", rank=0, world_size=1)
+    with torch.device("meta"):
+        model = make_model(work)
+    how = {"mesh": init_device_mesh(device.type, (1,)), "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    if device.type == "cuda":
+        how["offload_policy"] = CPUOffloadPolicy()
+    for block in model.transformer.h:
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            local = param.to_local()
+            local.fill_(float("ln_" in name)) if param.dim() == 1 else local.normal_(0.0, 0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
+    return functools.partial(_torch_step, model, optimizer, None)
+
+
+def _torch_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.device | None,
+                inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+    optimizer.zero_grad()
+    with torch.autocast(autocast.type if autocast else "cpu", torch.bfloat16, enabled=autocast is not None):
+        loss = model(inputs, targets)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    return {"loss": float(loss.detach())}
+
+
+CONTENDERS: dict[str, Callable[[dict[str, Any], torch.device], Step]] = {"pstar": pstar, "plain": plain, "fsdp2": fsdp2}
+
+
+def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
+    """A process of its own: answers every number of steps with what each of them took and told, or with an error's line."""
+    try:
+        device = torch.device(work["device"])
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        step = CONTENDERS[name](work, device)
+        generator, shape = torch.Generator().manual_seed(1), (work["batch"], work["seq_len"] + 1)
+        while (number := pipe.recv()) is not None:
+            told = []
+            for _ in range(number):
+                tokens = torch.randint(0, work["model"]["vocab_size"], shape, generator=generator)
+                inputs, targets = tokens[:, :-1].to(device), tokens[:, 1:].contiguous().to(device)
+                begin = time.perf_counter()
+                one = step(inputs, targets)    # the loss comes back to the host ...
+                if device.type == "cuda":
+                    torch.cuda.synchronize()    # ... before the update is done
+                peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+                told.append(one | {"seconds": time.perf_counter() - begin, "peak": peak})
+            pipe.send(told)
+    except Exception as error:    # out of memory, most likely: that is a result
+        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")

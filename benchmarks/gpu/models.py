@@ -1,0 +1,259 @@
+"""GPT-2 of several sizes on one GPU: pstar beside plain PyTorch where everything fits, beside FSDP2 where it does not.
+
+    python benchmarks/gpu/models.py --billions 1.5                 # beside plain PyTorch, interleaved
+    python benchmarks/gpu/models.py --billions 7 --batch 16        # beside FSDP2 with parameters in host memory
+    python benchmarks/gpu/models.py --billions 17 --only pstar     # the largest: does it train five steps?
+    python benchmarks/gpu/models.py --quick --device cpu           # a toy, to see that it runs
+
+One size a command, each in less than ten minutes. Whoever is compared lives in a process of its own: in turns, in an order
+that rotates, where all fit into the GPU together (up to 2 billion), one after the other where not. The first steps are not
+counted: pstar records the first. Rows are kept in benchmarks/results/gpu_models.json, and the page gpu_models.md is made of
+all of them. Goals: 0.95 of plain PyTorch; the near peak within 2 % of what pstar.predict says of it; copies at 0.8 of what a
+pinned copy reaches here (theirs are timed from when the GPU may begin them, so the number given is a least one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+import contenders  # noqa: E402
+import torch  # noqa: E402
+from facts import bullets, num_cores, versions, when_and_how  # noqa: E402
+from turns import in_turns  # noqa: E402
+
+VOCAB, SEQ_LEN, WARM_UP_STEPS = 21128, 1024, 2
+WIDTHS = ((3.0, 1600, 64), (9.0, 4096, 128), (1000.0, 5120, 128))
+"""(up to so many billion parameters, width, width of a head)"""
+FSDP2_BYTES = 16
+"""Of host memory a parameter: fp32 parameters, gradients and moments."""
+TOGETHER = 2.0
+"""Billions up to which all are alive at once."""
+QUICK = {"n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300}
+COLUMNS = ("size", "who", "batch", "tokens/s", "of plain", "TFLOP/s, 6N", "TFLOP/s, 8N", "peak, GiB", "predicted, GiB",
+           "in, GB a step", "out, GB a step", "in, GB/s", "out, GB/s", "waiting, s", "loss")  # fmt: skip
+
+
+def model_of(billions: float) -> dict[str, int]:
+    """ModelConfig's arguments of a GPT-2 of about so many parameters, as deep as its width asks for."""
+    width, head = next((width, head) for most, width, head in WIDTHS if billions <= most)
+    layers = max(1, round((billions * 1e9 - (VOCAB + SEQ_LEN) * width) / (12 * width**2 + 13 * width)))
+    return {"n_layer": layers, "n_embd": width, "n_head": width // head, "n_positions": SEQ_LEN, "vocab_size": VOCAB}
+
+
+def predicted(work: dict[str, Any], host_bytes: int) -> tuple[int, int, dict[str, int]]:
+    """(parameters, most bytes near at once with activations, bytes that are missing by tier) as pstar.predict says, before
+    anything is made."""
+    from pstar.gpt_shape import GptShape
+    from pstar.machines import Machine
+    from pstar.predict import Job, predict
+
+    model = work["model"]
+    shape = GptShape(model["n_layer"], model["n_embd"], model["n_head"], model["vocab_size"], model["n_positions"])
+    machine = Machine("this one", 1, work["near_memory"], host_bytes, 1e9, 1e9, 1e9, 1e9, gpu_reserve_bytes=0,
+                      gpu_fragmentation=0.0, host_reserve_bytes=0, process_reserve_bytes=0)  # fmt: skip
+    near_states = work["config"].get("near_states", "margin")
+    job = Job(work["batch"], work["seq_len"], "bf16", recompute=work["recompute"], near_states=near_states,
+              chunk_elems=work["config"].get("default_chunk_size", "auto"))  # fmt: skip
+    answer = predict(shape, machine, job)
+    return answer.num_params, answer.near_bytes + answer.activation_bytes, answer.short_of
+
+
+def pinned_copy(device: torch.device, num_bytes: int = 2**30) -> dict[str, float]:
+    """Bytes a second of one large copy each way; empty without a GPU."""
+    if device.type != "cuda":
+        return {}
+    host, found = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), {}
+    near = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    for way, target, source in (("in", near, host), ("out", host, near)):
+        times = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        found[way] = num_bytes / statistics.median(times)
+    del near, target, source    # that memory is for those who are measured
+    torch.cuda.empty_cache()
+    return found
+
+
+def hopeless(name: str, num_params: int, short_of: dict[str, int], host_bytes: int) -> str | None:
+    """Why a contender is not even tried: one that takes all host memory takes the machine with it."""
+    if name == "pstar" and short_of:
+        return "not tried: " + ", ".join(f"{miss / 2**30:.1f} GiB too little {tier}" for tier, miss in short_of.items())
+    if name == "fsdp2" and FSDP2_BYTES * num_params > 0.95 * host_bytes:
+        return f"not tried: needs {FSDP2_BYTES * num_params / 2**30:.0f} GiB of host memory"
+    return None
+
+
+class Alive:
+    """A contender's process."""
+
+    def __init__(self, name: str, work: dict[str, Any], error: str | None = None):
+        self.name, self.told, self.error, self._process = name, [], error, None
+        if error:
+            return
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=contenders.work_on, args=(name, work, there), daemon=True)
+        self._process.start()
+        there.close()
+
+    def run(self, steps: int) -> list[dict]:
+        """What each step took and told; nothing more once there was an error."""
+        if self.error:
+            return []
+        try:
+            self._pipe.send(steps)
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            answer = "its process was killed: host memory is full, most likely"
+        if isinstance(answer, str):
+            self.error = answer
+            return []
+        return answer
+
+    def close(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
+            self._process.join(60)
+
+
+def measure(names: dict[str, str | None], work: dict[str, Any], rounds: int, together: bool) -> list[Alive]:
+    """Runs all of {name: why it is not tried, if so}; each round is a step of each, told is a step a round."""
+    groups = [list(names)] if together else [[name] for name in names]
+    done = []
+    for group in groups:
+        alive = [Alive(name, work, names[name]) for name in group]
+        for one in alive:
+            one.run(WARM_UP_STEPS)
+        for one in in_turns(alive, rounds):
+            one.told += one.run(1)
+        for one in alive:
+            one.close()
+        done += alive
+    return done
+
+
+def row(one: Alive, base: Alive | None, work: dict[str, Any], num_params: int, near_peak: int) -> dict[str, str]:
+    """One contender's cells by column; where it failed, why."""
+    cells = {"size": f"{num_params / 1e9:.2f} billion", "who": one.name, "batch": f"{work['batch']} x {work['seq_len']}"}
+    if one.error or not one.told:
+        return cells | {"tokens/s": one.error or "nothing"}
+    median = {key: statistics.median(each[key] for each in one.told) for key in one.told[0]}
+    tokens = work["batch"] * work["seq_len"] / median["seconds"]
+    cells |= {"tokens/s": f"{tokens:,.0f}", "TFLOP/s, 6N": f"{6 * num_params * tokens / 1e12:.1f}",
+              "peak, GiB": f"{max(each['peak'] for each in one.told) / 2**30:.2f}", "loss": f"{one.told[-1]['loss']:.3f}"}
+    if work["recompute"]:
+        cells["TFLOP/s, 8N"] = f"{8 * num_params * tokens / 1e12:.1f}"
+    if base is not None and base.told and len(base.told) == len(one.told):
+        ratios = [b["seconds"] / a["seconds"] for a, b in zip(one.told, base.told, strict=True)]
+        cells["of plain"] = f"{statistics.median(ratios):.2f}"
+    if one.name == "pstar":
+        cells |= {"predicted, GiB": f"{near_peak / 2**30:.2f}", "waiting, s": f"{median['waited']:.3f}"}
+        for short, way in (("in", "far to near"), ("out", "near to far")):
+            cells[f"{short}, GB a step"] = f"{median[f'{way} bytes'] / 1e9:.2f}"
+            cells[f"{short}, GB/s"] = f"{median[f'{way} speed'] / 1e9:.1f}" if median[f"{way} bytes"] else ""
+    return cells
+
+
+def page(runs: dict[str, dict]) -> str:
+    """All runs, the smallest model first, each with what it ran on."""
+    lines = ["# Models on a GPU", "",
+             "tokens/s: median over the steps after the first ones. 6N and 8N: operations a token, the second "
+             "with a block's forward done twice. Peak: what torch's allocator held at most, predicted by "
+             "pstar.predict before anything was made. GB/s: of pstar's copies, from when the GPU may begin them.", ""]
+    for run in sorted(runs.values(), key=lambda run: run["params"]):
+        lines += [f"## {run['params'] / 1e9:.2f} billion parameters", "", *run["about"], "",
+                  f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+        lines += [f"| {' | '.join(cells.get(column, '') for column in COLUMNS)} |" for cells in run["rows"]]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; a wrong one is one line and status 2."""
+    parser = argparse.ArgumentParser(prog="models.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser.add_argument("--billions", type=float, default=1.5, help="parameters (default: 1.5)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step (default: 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="steps that are counted (default: 5)")
+    parser.add_argument("--only", help="of pstar, plain, fsdp2, with commas between (default: pstar and the one that it is "
+                        "compared with at this size)")
+    parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
+    parser.add_argument("--near-memory", help="of the GPU, for pstar (default: 90%% of what is free)")
+    parser.add_argument("--config", type=json.loads, default={}, help="more of pstar's configuration, as JSON")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
+    parser.add_argument("--quick", action="store_true", help="a toy model")
+    parser.add_argument("--results", type=Path, default=HERE.parent / "results", help="where to write")
+    options = parser.parse_args(argv)
+    usual = "pstar,plain" if options.billions <= TOGETHER else "pstar,fsdp2"
+    options.only = [name.strip() for name in (options.only or usual).split(",")]
+    if wrong := [name for name in options.only if name not in contenders.CONTENDERS]:
+        parser.error(f"--only {','.join(wrong)}: not known; choose from {', '.join(contenders.CONTENDERS)}")
+    for name in ("batch", "rounds", "billions"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name} must be above 0")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; --quick --device cpu shows that the program runs")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures, writes, prints. Ends with status 1 where pstar did not train."""
+    from pstar.tiers import parse_bytes
+
+    options = parse(argv)
+    device = torch.device("cuda:0" if options.device == "cuda" else options.device)
+    model = QUICK if options.quick else model_of(options.billions)
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 2**26
+    near_memory = parse_bytes(options.near_memory, free) if options.near_memory else int(0.9 * free)
+    together = options.quick or options.billions <= TOGETHER
+    if together and device.type == "cuda" and not options.near_memory:
+        near_memory //= len(options.only)
+    with tempfile.TemporaryDirectory(prefix="models_") as folder:
+        work = {"model": model, "batch": options.batch, "seq_len": model["n_positions"], "near_memory": near_memory,
+                "recompute": not options.no_recompute, "config": options.config, "device": str(device), "folder": folder}
+        num_params, near_peak, short_of = predicted(work, host_bytes)
+        link = pinned_copy(device)
+        tried = {name: hopeless(name, num_params, short_of, host_bytes) for name in options.only}
+        done = measure(tried, work, options.rounds, together)
+    base = next((one for one in done if one.name == "plain"), None)
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{num_cores()} cores of a CPU, no GPU"
+    about = [f"- model: {model['n_layer']} layers, {model['n_embd']} wide, {model['n_head']} heads, vocabulary "
+             f"{model['vocab_size']}, length {model['n_positions']}; "
+             f"{'blocks recomputed in backward' if work['recompute'] else 'all activations kept'}; pstar: "
+             f"{near_memory / 2**30:.1f} GiB near, {json.dumps(options.config)}",
+             f"- machine: {what}, {host_bytes / 2**30:.0f} GiB of host memory"
+             + "".join(f", a pinned copy {way} {speed / 1e9:.1f} GB/s" for way, speed in link.items()),
+             f"- versions: {versions(CUDA=str(torch.version.cuda))}",
+             *bullets(when_and_how("gpu/models.py", argv, "python"))]
+    rows = [row(one, base if one is not base and together else None, work, num_params, near_peak) for one in done]
+    options.results.mkdir(parents=True, exist_ok=True)
+    kept = options.results / "gpu_models.json"
+    runs = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    runs[f"{num_params} {' '.join(options.only)}"] = {"params": num_params, "about": about, "rows": rows}
+    kept.write_text(json.dumps(runs, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (options.results / "gpu_models.md").write_text(page(runs), encoding="utf-8")
+    print(page(runs), end="")
+    return int(any(one.name == "pstar" and (one.error or not one.told) for one in done))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
