@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,10 @@ from tests.harness import RankPool
 # As each rank does: a matrix product shared by two threads adds in another order, and a reference computed in this process
 # is compared bit for bit with what ranks computed.
 torch.set_num_threads(1)
+
+# What a script starts in the background (&) ignores Ctrl-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,8 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         return [f"{command}: there is no extra {one}" for group in wanted for one in group.split(",") if one not in extras]
     if program == "conda":
         return [f"{command}: there is no {word}" for word in rest if word.endswith(".yml") and not (root / word).is_file()]
+    if program == "source":  # the only environment that the pages know, made by the set-up
+        return [] if rest == [".venv/bin/activate"] else [f"{command}: not .venv/bin/activate"]
     if program == "tensorboard":
         return [] if rest[:1] == ["--logdir"] else [f"{command}: --logdir is missing"]
     if program == "pstar":

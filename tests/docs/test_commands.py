@@ -22,7 +22,9 @@ REASONS = {  # of every command that one of these patterns begins
     r"pytest tests/exercises": "tests/exercises runs the graders, on the exercise and on its solution",
     r"bash tests/run\.sh": "it is running",
     r"bash benchmarks/": "minutes; tests/unit and tests/chapters run them with --quick",
+    r"python benchmarks/gpu/": "needs a GPU; tests/unit runs models.py with --quick --device cpu",
     r"pip install -e|conda env": "they change the environment; tests of the set-up and the extras hold them",
+    r"source \.venv/bin/activate": "the environment of the tests is active; test_setup.py makes a .venv",
     r"pip install horovod": "the mistake that the sentence is about",
     r"bash docs/serve\.sh|tensorboard --logdir": "it does not end",
     r"pstar (trace|plan|config)$|pstar config my_config\.json|python -m pstar\.cli config$":

@@ -21,6 +21,7 @@ NOT_RUN = {
     "bash chapters/00_single/train.sh --init-from mine/exported --train-data mine/text/train --valid-data mine/text/valid "
     "--output-dir runs/begun": "seen as `init_from`, with flags that make it short",
     "sbatch scripts/train.sbatch 02_ddp": "it needs Slurm; run once by hand, docs/captured/slurm.log",
+    'sbatch --output="$HOME/%x-%j.log" scripts/train.sbatch 02_ddp --output-dir "$HOME/runs/02_ddp"': "it needs Slurm",
     "sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 scripts/train.sbatch 07_patrickstar --model-config small":
         "it needs 32 GPUs",
     "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=4 --master-addr=node1 --master-port=29500 chapters/02_ddp/train.py":

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.exercises.conftest import grading
+from tests.exercises.conftest import grading, in_time
 from tests.exercises.exercise import ROOT, Exercise, holes, load, path_of
 from tests.exercises.say import short
 from tests.exercises.solutions import SOLUTIONS
@@ -257,6 +257,15 @@ def test_a_students_files_are_judged_where_the_folder_is_named(arguments, judged
     assert grading(config) is judged
     config.getoption = lambda *_: True  # --solved
     assert grading(config) is False
+
+
+def test_a_loop_without_end_is_ended_and_named(tmp_path):
+    file = tmp_path / "exercise.py"
+    file.write_text("def next_token_loss():\n    while True:\n        pass\n")
+    with pytest.raises(TimeoutError) as caught, in_time(0.2):
+        load("00", str(file)).next_token_loss()
+    said = short(caught.value, file)
+    assert said.startswith("TimeoutError: no answer in 0.2 s: it hangs\n") and "exercise.py, line " in said
 
 
 def test_a_number_names_one_chapter():
