@@ -83,8 +83,9 @@ def _in_order(said: str) -> str:
 
 def _start(command: list[str]) -> str:
     """What a command prints; raises SystemExit with it when the command fails."""
-    done = subprocess.run(command, cwd=REPO, env=environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1"), capture_output=True,
-                          text=True, encoding="utf-8", timeout=120)  # fmt: skip
+    # unbuffered, Python writes a line and its end apart, and between them comes what another rank prints
+    env = environment(PYTHONUNBUFFERED="", OMP_NUM_THREADS="1")
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, encoding="utf-8", timeout=120)
     if done.returncode:
         raise SystemExit(f"error: {shlex.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import subprocess
@@ -209,8 +210,8 @@ def arithmetic(words: Words) -> str:
 def loads(words: Words) -> str:
     """Loads per step of a forward and a backward pass over n equal chunks, by running pstar's own schedule on numbers.
 
-    In the last row the room shrinks in forward, as activations fill it, and grows back in backward; then the optimizer
-    wants three blocks for each of a few groups.
+    In the last row the room shrinks in forward, as activations fill it, and is whole again for the update of all chunks,
+    for which a few of them want three blocks of states each.
     """
     from pstar.schedule import POLICIES, count_loads
 
@@ -219,13 +220,15 @@ def loads(words: Words) -> str:
     rows = [(room, 2 * (num_chunks - room), *(count_loads(accesses, room, policy) for policy in POLICIES))
             for room in range(2, num_chunks + 1, 2)]  # fmt: skip
     num_chunks, most, least = 40, 45, 25
-    shrinking = [most - round((most - least) * chunk / (num_chunks - 1)) for chunk in range(num_chunks)]
-    states = [(kind, group) for group in range(5) for kind in ("master", "exp_avg", "exp_avg_sq")]
-    accesses = [*range(num_chunks), *reversed(range(num_chunks)), *states]
-    rooms = [*shrinking, *reversed(shrinking), *(most for _ in states)]
-    what = words("{n} chunks, room {most} to {least} and back, then {states} blocks of states")
-    rows.append((what.format(n=num_chunks, most=most, least=least, states=len(states)), "",
-                 *(count_loads(accesses, rooms, policy) for policy in POLICIES)))  # fmt: skip
+    shrinking = [most - chunk // 2 for chunk in range(num_chunks)]
+    kinds, num_near = ("master", "exp_avg", "exp_avg_sq"), 5
+    update = [key for chunk in range(num_chunks)
+              for key in [*((kind, chunk) for kind in kinds if chunk < num_near), chunk]]  # fmt: skip
+    accesses = [*range(num_chunks), *reversed(range(num_chunks)), *update]
+    rooms = [*shrinking, *(least for _ in range(num_chunks)), *(most for _ in update)]
+    what = words("{n} chunks, room {most} to {least}, then {most} for the update of all, with {states} blocks of states")
+    rows.append((what.format(n=num_chunks, most=most, least=least, states=len(kinds) * num_near), "",
+                 *(count_loads(accesses, rooms, policy, num_steps=4) for policy in POLICIES)))  # fmt: skip
     head = [words("room C, of n = 8 chunks"), "2·(n − C)", *(f"`{policy}`" for policy in POLICIES)]
     return table(head, rows, right=4)
 
@@ -240,8 +243,9 @@ def paper(words: Words) -> str:
     return _asked("plan", "--paper")
 
 
+@functools.cache
 def _asked(*arguments: str) -> str:
-    """A command of pstar, and what it printed."""
+    """A command of pstar, and what it printed: the same in both languages."""
     from pstar.cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
