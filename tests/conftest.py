@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.harness import RankPool
 
 # As each rank does: a matrix product shared by two threads adds in another order, and a reference computed in this process
 # is compared bit for bit with what ranks computed.
 torch.set_num_threads(1)
+
+# The same examples at every run, and no limit of time for one of them: 0.2 s are little on a busy machine.
+settings.register_profile("tests", derandomize=True, deadline=None, database=None)
+settings.load_profile("tests")
+
+# Unbuffered, Python writes a line and its end apart, and between them comes what another process says.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # What a script starts in the background (&) ignores Ctrl-C, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,15 +1,19 @@
-"""A limit for a block of this process; ranks and programs have their own (tests/harness, subprocess)."""
+"""Limits. They end what hangs and decide nothing else: a busy machine must not meet them."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+HANGS_S = 300.0  # of a program, a process that is waited for, or a condition that must come
 
 
 @contextmanager
 def limited(seconds: float, error: BaseException) -> Iterator[None]:
-    """Raises error in its block where that has not ended after so many seconds."""
+    """Raises error in a block of this process where that has not ended after so many seconds."""
 
     def end(*_: object) -> None:
         raise error
@@ -21,3 +25,22 @@ def limited(seconds: float, error: BaseException) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def wait_until(true: Callable[[], object], what: str, alive: Callable[[], object] = lambda: True, every: float = 0.02) -> None:
+    """Returns when true() is; fails where alive() is not before that, or nothing has come after HANGS_S.
+
+    Args:
+        what: is waited for, in words.
+        alive: whether that can still come, e.g. the process is there.
+        every: seconds between two looks.
+    """
+    __tracebackhide__ = True
+    end = time.monotonic() + HANGS_S
+    while True:
+        can_come = alive()  # asked first: what a process did last counts
+        if true():
+            return
+        assert can_come, f"{what}: whoever was to do it has ended"
+        assert time.monotonic() < end, f"{what}: not after {HANGS_S:g} s"
+        time.sleep(every)

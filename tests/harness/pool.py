@@ -33,7 +33,9 @@ from unittest import mock
 from tests.harness.rank import READY, serve
 
 START_TIMEOUT_S = 180  # the first start imports torch, which takes long on a busy machine
-GRACE_S = 0.6  # after a first failure: time for the other ranks to say what they know
+GRACE_S = 0.6  # after a failure whose cause is known: time for the other ranks to say what they know
+LOST_GRACE_S = 5.0  # after one that lost another rank: until that one says why; all mostly do at the same moment
+STACK_S = 5.0  # until a stack that was asked for is written: at once, but on a busy machine
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 # The server process imports these once; ranks are forked from it and start in a fraction of a second.
@@ -159,13 +161,15 @@ class RankPool:
                 if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
                     outcomes[rank] = self._receive(rank)
                     if outcomes[rank][0] in ("raised", "died"):
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                        lost_another = outcomes[rank][0] == "raised" and outcomes[rank][3]
+                        deadline = min(deadline, time.monotonic() + (LOST_GRACE_S if lost_another else GRACE_S))
         hanging = [rank for rank in range(self.num_ranks) if rank not in outcomes]
         waited_s = time.monotonic() - begin
         for rank in hanging:
             os.kill(self.pids[rank], signal.SIGUSR1)  # faulthandler writes the stack, even from inside a collective
-        if hanging:
-            time.sleep(0.3)
+        end = time.monotonic() + STACK_S
+        while not all(map(self._wrote_stack, hanging)) and time.monotonic() < end:
+            time.sleep(0.02)
         for rank in hanging:
             line = f"had not finished when the case was stopped after {waited_s:.1f} s"
             outcomes[rank] = ("hung", line, self._read("stack", rank))
@@ -182,6 +186,11 @@ class RankPool:
             return ("raised", f"its result cannot be unpickled here: {error}", "", False)
         process.join(5)
         return ("died", _how_it_ended(process.exitcode), "")
+
+    def _wrote_stack(self, rank: int) -> bool:
+        """True when the whole stack is there. The main thread comes last, and its outermost frame is a module's."""
+        lines = self._read("stack", rank).splitlines()
+        return bool(lines) and (lines[-1].endswith("in <module>") or lines[-1].strip() == "...")
 
     def _file(self, kind: str, rank: int) -> Path:
         return self._folder / f"{kind}_{rank}"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import RankFailure, RankPool, run_ranks
+from tests.limits import wait_until
 
 REPO = Path(__file__).parents[2]
 
@@ -43,11 +44,8 @@ def alive(pid):
         return False
 
 
-def wait_until_gone(pids, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not left
+def wait_until_gone(pids):
+    wait_until(lambda: not any(map(alive, pids)), f"the end of {pids}")
 
 
 # ---- what works
@@ -66,14 +64,6 @@ def test_the_same_processes_serve_many_cases(pool):
     assert first == second
     assert [result[:2] for result in first] == [(0, 2), (1, 2)]
     assert {result[3:] for result in first} == {(2, "gloo", 1)}
-
-
-def test_cases_are_cheap_once_the_ranks_are_up(pool):
-    pool.run(add_up, 1.0)
-    begin = time.monotonic()
-    for _ in range(5):
-        pool.run(add_up, 1.0)
-    assert time.monotonic() - begin < 5  # about 0.2 s on an idle machine
 
 
 def test_run_ranks_alone_and_with_three():
@@ -136,11 +126,11 @@ def raise_before_collective(rank, num_ranks):
 
 
 def test_the_cause_comes_before_its_consequence(pool):
-    begin = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        pool.run(raise_before_collective, timeout=60)
-    assert time.monotonic() - begin < 10  # nobody waits for rank 0, which waits for rank 1
-    assert str(caught.value).splitlines()[1] == "  rank 1 raised ValueError: the cause"
+        pool.run(raise_before_collective, timeout=600)
+    first, second = str(caught.value).splitlines()[1:3]
+    assert first == "  rank 1 raised ValueError: the cause"
+    assert second.startswith("  rank 0 had not finished"), "nobody waits for rank 0, which waits 300 s for rank 1"
     assert_recovers(pool)
 
 
@@ -181,10 +171,9 @@ def kill_oneself(rank, num_ranks):
 
 
 def test_a_killed_rank_is_noticed_at_once_and_named_first(pool):
-    begin = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        pool.run(kill_oneself, timeout=60)
-    assert time.monotonic() - begin < 10
+        pool.run(kill_oneself, timeout=600)
+    assert "Timed out" not in str(caught.value), "rank 0 did not wait for as long as a collective may"
     assert str(caught.value).splitlines()[1] == "  rank 1 was killed by SIGKILL without a result"
     assert_recovers(pool)
 
@@ -192,7 +181,7 @@ def test_a_killed_rank_is_noticed_at_once_and_named_first(pool):
 def test_a_rank_that_died_between_two_cases_is_named(pool):
     assert_recovers(pool)
     os.kill(pool.pids[0], signal.SIGKILL)
-    time.sleep(0.2)
+    wait_until_gone(pool.pids[:1])
     with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL"):
         pool.run(add_up, 1.0)
     assert_recovers(pool)
@@ -211,10 +200,8 @@ def wait_for_godot():
 
 
 def test_a_hanging_rank_ends_in_time_and_shows_where(pool):
-    begin = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        pool.run(hang_on, 0, timeout=3)
-    assert time.monotonic() - begin < 10
+        pool.run(hang_on, 0, timeout=2)
     assert "rank 0 had not finished when the case was stopped after" in str(caught.value)
     assert "in wait_for_godot" in str(caught.value)
     assert_recovers(pool)
@@ -238,10 +225,8 @@ def miss_the_last_collective_of_two(rank, num_ranks):
 
 @pytest.mark.parametrize("case", [miss_one_collective, miss_the_last_collective_of_two])
 def test_a_removed_collective_is_red(pool, case):
-    begin = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         pool.run(case, timeout=4)
-    assert time.monotonic() - begin < 12
     assert "did not make the same collective calls" in str(caught.value)
     if case is miss_one_collective:
         assert "dist.all_reduce(total)" in str(caught.value)  # the line at which rank 0 waited
@@ -306,16 +291,17 @@ def test_ranks_and_what_they_started_are_gone_after_close(tmp_path):
         pids = started_in(tmp_path)
         assert len(pids) == 4 and all(alive(pid) for pid in pids)
         folder = pool._folder
-    assert wait_until_gone(pids)
+    wait_until_gone(pids)
     assert not folder.exists()
 
 
 def test_ranks_and_what_they_started_are_gone_after_a_hang(tmp_path):
     with RankPool(2) as pool:
         with pytest.raises(RankFailure):
-            pool.run(start_a_child, tmp_path, True, timeout=2)
+            pool.run(start_a_child, tmp_path, True, timeout=3)
         pids = started_in(tmp_path)
-        assert len(pids) == 4 and wait_until_gone(pids)
+        assert len(pids) == 4
+        wait_until_gone(pids)
         assert pool.pids == []
 
 
@@ -340,4 +326,4 @@ def test_ranks_are_gone_when_the_test_run_is_killed(tmp_path):
     run.kill()
     run.wait()
     run.stdout.close()
-    assert wait_until_gone(pids)
+    wait_until_gone(pids)
