@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-
-HANGS_S = 300.0  # of a program, a process that is waited for, or a condition that must come
+HANGS_S = 600.0  # of a program, a process that is waited for, or a condition that must come
 
 
 @contextmanager
@@ -27,13 +26,14 @@ def limited(seconds: float, error: BaseException) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def wait_until(true: Callable[[], object], what: str, alive: Callable[[], object] = lambda: True, every: float = 0.02) -> None:
+def wait_until(
+    true: Callable[[], object], what: Callable[[], str] | str, alive: Callable[[], object] = lambda: True
+) -> None:
     """Returns when true() is; fails where alive() is not before that, or nothing has come after HANGS_S.
 
     Args:
         what: is waited for, in words.
         alive: whether that can still come, e.g. the process is there.
-        every: seconds between two looks.
     """
     __tracebackhide__ = True
     end = time.monotonic() + HANGS_S
@@ -41,6 +41,7 @@ def wait_until(true: Callable[[], object], what: str, alive: Callable[[], object
         can_come = alive()  # asked first: what a process did last counts
         if true():
             return
-        assert can_come, f"{what}: whoever was to do it has ended"
-        assert time.monotonic() < end, f"{what}: not after {HANGS_S:g} s"
-        time.sleep(every)
+        said = what if isinstance(what, str) or (can_come and time.monotonic() < end) else what()
+        assert can_come, f"{said}: whoever was to do it has ended"
+        assert time.monotonic() < end, f"{said}: not after {HANGS_S:g} s"
+        time.sleep(0.02)

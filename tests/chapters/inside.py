@@ -26,6 +26,7 @@ from gpt2_chinese import launch, runlog
 from gpt2_chinese.launch import Ranks
 from tests.chapters.horovod import horovodrun
 from tests.chapters.program import ROOT, Chapter, run
+from tests.limits import HANGS_S
 
 
 @dataclasses.dataclass
@@ -98,7 +99,7 @@ def on_gloo(rank: int, num_ranks: int, name: str, flags: list[str]) -> Report:
 def train(ranks: Any, num_ranks: int, chapter: Chapter, *flags: object) -> list[Report]:
     """Runs a small chapter on `num_ranks` ranks of the session's pools; returns their reports."""
     _, _, *given = chapter.command(*flags, "--nproc", num_ranks)
-    return ranks(num_ranks).run(on_gloo, chapter.name, given, timeout=300)
+    return ranks(num_ranks).run(on_gloo, chapter.name, given, timeout=HANGS_S)
 
 
 def train_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, ...]]]) -> list[list[Report]]:
@@ -107,7 +108,7 @@ def train_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, 
     jobs = [(chapter.name, chapter.command(*flags, "--nproc", num_ranks)[2:]) for chapter, flags in runs]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = horovodrun(num_ranks, "-m", "tests.chapters.inside", folder)
-    run(command, timeout=600)
+    run(command)
     by_rank = [json.loads((folder / f"reports.{rank}.json").read_text()) for rank in range(num_ranks)]
     return [[Report(**report) for report in reports] for reports in zip(*by_rank, strict=True)]
 

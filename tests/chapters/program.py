@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.limits import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
@@ -42,13 +46,18 @@ class Chapter:
         small = ["--model-config", config, "--batch-size", 12, "--valid-data", VALID, "--output-dir", self.output]
         return [sys.executable, program, *map(str, small), *given]
 
-    def train(self, *flags: object, status: int = 0, timeout: float = 120) -> str:
+    def train(self, *flags: object, status: int = 0) -> str:
         """Runs it and returns what it printed; asserts its exit status."""
-        return run(self.command(*flags), status, timeout)
+        return run(self.command(*flags), status)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+
+    def num_rows(self) -> int:
+        """The lines of metrics.jsonl that are whole, 0 before there is one."""
+        metrics = self.output / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
     def losses(self) -> list[float]:
         """The loss of every step."""
@@ -60,28 +69,54 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 
 
-def run(command: list[str], status: int = 0, timeout: float = 120) -> str:
+def run(command: list[str], status: int = 0) -> str:
     """Runs a command; returns stdout and stderr together, asserts the exit status."""
     done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S
     )
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}"
     return done.stdout
 
 
-def end_a_rank(command: list[str], metrics: Path, num_ranks: int, rank: int, number: int) -> tuple[str, float]:
-    """Starts a job, sends a signal to one rank after some steps; returns what the job said and the seconds until its end.
+def wait_for_rows(chapter: Chapter, process: subprocess.Popen[Any], number: int = 1, log: Path | None = None) -> None:
+    """Returns when a program that runs has written so many rows of metrics; `log` is what it says meanwhile."""
+    wait_until(lambda: chapter.num_rows() >= number, lambda: f"{number} rows\n{log.read_text() if log else chapter}",
+               lambda: process.poll() is None)  # fmt: skip
+
+
+def ranks_below(launcher: int) -> dict[int, int]:
+    """{rank: process} of the ranks that a launcher has started. Numbers of processes need not rise: they begin anew."""
+    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
+    found = {}
+    for pid in (int(pid) for pid, parent in map(str.split, table) if int(parent) == launcher):
+        with contextlib.suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            found |= {int(line.partition("=")[2]): pid for line in lines if line.startswith("RANK=")}
+    return found
+
+
+def end_a_rank(chapter: Chapter, num_ranks: int, rank: int, number: int, *flags: object) -> str:
+    """Starts a job of many steps, sends a signal to one rank after some of them; returns what the job said.
 
     Asserts that the job fails, with status 1.
     """
+    many = ("--max-steps", 10**5, "--eval-every", 10**6, "--save-every", 10**6)
+    command = chapter.command("--nproc", num_ranks, *many, *flags)
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None
-        time.sleep(0.05)
-    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
-    ranks = sorted(int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid)
-    begin = time.monotonic()
-    os.kill(ranks[-num_ranks:][rank], number)
-    said, _ = process.communicate(timeout=60)
+    wait_for_rows(chapter, process, 4)
+    os.kill(ranks_below(process.pid)[rank], number)
+    said, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 1, said
-    return said, time.monotonic() - begin
+    return said
+
+
+def free_port() -> int:
+    """A port that nobody uses, of those that the system gives to nobody by itself: it stays free until it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as tried:
+            try:
+                tried.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue

@@ -12,13 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, SMALL, Chapter, environment, run
+from tests.limits import wait_until
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2")
 
@@ -137,9 +137,7 @@ def test_a_killed_run_goes_on_bit_for_bit(ranks, tmp_path: Path) -> None:
     for chapter in (straight, killed):
         chapter.folder.mkdir()
     process = subprocess.Popen(killed.command(*flags), env=environment(), stdout=subprocess.DEVNULL)
-    while not (killed.output / "checkpoints" / "step_000010").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until((killed.output / "checkpoints" / "step_000010").exists, "step 10", lambda: process.poll() is None)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert "next is step" in killed.train(*flags)
@@ -222,6 +220,6 @@ def test_generate_says_what_is_wrong(finished, tmp_path: Path) -> None:
 
 def test_an_error_is_one_line_and_status_2(tmp_path: Path) -> None:
     chapter = Chapter("00_single", tmp_path)
-    said = chapter.train("--train-data", tmp_path / "none", status=2, timeout=30)
+    said = chapter.train("--train-data", tmp_path / "none", status=2)
     assert said == f"error: corpus {tmp_path}/none does not exist: give an array-JSON file or a folder of them\n"
     assert not chapter.output.exists()

@@ -7,14 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.chapters.horovod import horovodrun, needs_horovod, rank_pids
 from tests.chapters.inside import train
-from tests.chapters.program import ROOT, Chapter, environment, run
+from tests.chapters.program import ROOT, Chapter, environment, run, wait_for_rows
+from tests.limits import HANGS_S, wait_until
 
 STEPS = ("--max-steps", 8, "--save-every", 4, "--eval-every", 8, "--lr", "1e-2", "--clip-grad-norm", 0.3)
 
@@ -103,11 +103,13 @@ def start(chapter: Chapter, *flags: object) -> subprocess.Popen:
     command = chapter.command("--max-steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, *flags)
     log = (chapter.folder / "log").open("w")
     process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
-    metrics = chapter.output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None, (chapter.folder / "log").read_text()
-        time.sleep(0.05)
+    wait_for_rows(chapter, process, 4, chapter.folder / "log")
     return process
+
+
+def assert_no_rank_is_left(chapter: Chapter) -> None:
+    """Soon: the launcher does not wait until the system has cleared up what it killed."""
+    wait_until(lambda: rank_pids(chapter.output) == {}, "the end of all ranks")
 
 
 @needs_horovod
@@ -117,11 +119,10 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tmp_path: Path, kil
     process = start(chapter, *flags)
     pids = rank_pids(chapter.output)
     os.kill(pids[1], kill)
-    begin = time.monotonic()
-    assert process.wait(timeout=60) == 1 and time.monotonic() - begin < 30
+    assert process.wait(timeout=HANGS_S) == 1
     said = (tmp_path / "log").read_text()
     assert "error: rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said, said
-    assert rank_pids(chapter.output) == {}
+    assert_no_rank_is_left(chapter)
 
 
 @needs_horovod
@@ -129,10 +130,10 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
     chapter = Chapter("03_horovod", tmp_path)
     process = start(chapter)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=HANGS_S) == 130
     said = (tmp_path / "log").read_text()
     assert "interrupted: the same command goes on" in said and "Traceback" not in said, said
-    assert rank_pids(chapter.output) == {}
+    assert_no_rank_is_left(chapter)
 
 
 @needs_horovod
@@ -143,7 +144,7 @@ def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, t
     chapter.folder.mkdir()
     process = start(chapter, *flags, "--elastic", "--nproc", 3, "--timeout-s", 8)
     os.kill(rank_pids(chapter.output)[lost], signal.SIGKILL)
-    assert process.wait(timeout=90) == 0, (chapter.folder / "log").read_text()
+    assert process.wait(timeout=HANGS_S) == 0, (chapter.folder / "log").read_text()
     said = (chapter.folder / "log").read_text()
     assert f"elastic: lost the worker that began as rank {lost}" in said and "resuming    memory" in said
     rows = chapter.metrics()
@@ -188,7 +189,7 @@ def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     chapter = Chapter("03_horovod", tmp_path)
     command = ["bash", str(ROOT / "chapters/03_horovod/train.sh"), *chapter.command("--max-steps", 2)[2:]]
     env = environment() | {"PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     assert "Done." in done.stdout
     assert "horovod: 0.28" in done.stderr and done.stderr.count("horovod:") == 1

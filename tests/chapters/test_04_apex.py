@@ -13,6 +13,7 @@ import pytest
 from tests.chapters.horovod import horovodrun, needs_horovod
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, environment, run
+from tests.limits import HANGS_S
 
 STEPS = ("--max-steps", 6, "--save-every", 3, "--eval-every", 6, "--lr", "1e-2", "--seq-len", 16)
 MISTAKES = ROOT / "chapters/04_apex/mistakes"
@@ -100,7 +101,7 @@ def test_the_other_apex_is_recognised(tmp_path: Path) -> None:
     (other / "__init__.py").write_text("")
     command = Chapter("04_apex", tmp_path).command("--apex")
     env = environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --apex: the package apex that is installed here is another project, not NVIDIA's")
 
@@ -151,6 +152,6 @@ def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     chapter = Chapter("04_apex", tmp_path)
     command = ["bash", str(ROOT / "chapters/04_apex/train.sh"), *chapter.command("--max-steps", 2)[2:]]
     env = environment() | {"PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     assert "O2 (bf16, no loss scaling)" in done.stdout

@@ -21,6 +21,7 @@ from gpt2_chinese.model import GPT2LMHeadModel
 from tests.chapters.inside import on_gloo, train
 from tests.chapters.program import Chapter, end_a_rank
 from tests.chapters.technique import is_red, settings_error, technique
+from tests.limits import HANGS_S
 
 NAME = "05_model_parallel"
 CONFIG = {"n_embd": 32, "n_head": 4, "n_positions": 32}
@@ -133,7 +134,7 @@ def broken(rank: int, num_ranks: int, flags: list[str], what: str) -> None:
 def test_without_it_the_curve_is_another(ranks, curve, tmp_path, what, flags):
     chapter, model = chapter_in(tmp_path, NAME, 4)
     given = chapter.command(*flags_of(12), *model, *flags, "--nproc", 2)[2:]
-    ranks(2).run(broken, given, what, timeout=300)
+    ranks(2).run(broken, given, what, timeout=HANGS_S)
     is_red(lambda: assert_same(chapter.metrics(), curve(4, 12), 12))
 
 
@@ -217,10 +218,8 @@ def test_dropout_is_the_same_where_it_must_be_and_recomputation_draws_it_again(r
 
 def test_a_stage_that_dies_ends_the_job_and_is_named(tmp_path):
     chapter = Chapter(NAME, tmp_path)
-    command = chapter.command("--max-steps", 100_000, "--grad-accum", 4, "--timeout-s", 4, "--eval-every", 10**6,
-                              "--save-every", 10**6, "--seq-len", 16)  # fmt: skip
-    said, seconds = end_a_rank(command, chapter.output / "metrics.jsonl", 2, 1, signal.SIGKILL)
-    assert "rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said and seconds < 30, said
+    said = end_a_rank(chapter, 2, 1, signal.SIGKILL, "--grad-accum", 4, "--timeout-s", 4, "--seq-len", 16)
+    assert "rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said, said
 
 
 def test_the_program_with_a_picture(tmp_path):

@@ -17,6 +17,7 @@ import pytest
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, run
 from tests.chapters.technique import settings_error
+from tests.limits import HANGS_S
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2", "--near-budget", "min")
 
@@ -182,8 +183,7 @@ def test_fp16_goes_on_with_the_scale_of_its_checkpoint(ranks, tmp_path: Path) ->
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
-    command = chapter.command("--max-steps", 2000, "--near-budget", "min")
-    said, _ = end_a_rank(command, chapter.output / "metrics.jsonl", 2, 1, signal.SIGKILL)
+    said = end_a_rank(chapter, 2, 1, signal.SIGKILL, "--near-budget", "min")
     assert "rank 1 failed with status -9" in said, said
 
 
@@ -191,7 +191,7 @@ def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     command = ["bash", str(ROOT / "chapters/07_patrickstar/train.sh"), *chapter.command(*STEPS)[2:]]
     env = environment() | {"PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     assert "Done." in done.stdout
 

@@ -94,7 +94,7 @@ def test_what_01_refuses(capsys, tmp_path, flags, line) -> None:
 ])  # fmt: skip
 def test_a_dead_or_hanging_rank_ends_the_job_and_is_named(tmp_path: Path, name, number, rank, line) -> None:
     chapter = Chapter(name, tmp_path)
-    command = chapter.command("--max-steps", 100_000, "--nproc", 3, "--timeout-s", 4, "--eval-every", 10**6,
-                              "--save-every", 10**6, "--seq-len", SMALL["n_positions"] // 2)  # fmt: skip
-    said, seconds = end_a_rank(command, chapter.output / "metrics.jsonl", 3, rank, number)
-    assert line in said and "Traceback" not in said and seconds < 30, said
+    said = end_a_rank(chapter, 3, rank, number, "--timeout-s", 4, "--seq-len", SMALL["n_positions"] // 2)
+    assert line in said and "Traceback" not in said, said
+    # who hangs is killed by the others: torchrun would wait for it, and then name the one that ended first
+    assert f"rank {rank} failed with status -9 (SIGKILL)" in said, said

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.program import ROOT, Chapter, environment
+from tests.limits import HANGS_S
 
 WRONG = {
     "a pipe as corpus": ("02_ddp", ["--train-data", "{t}/pipe"], {}, r"cannot read corpus \S+/pipe: it is a pipe or"),
@@ -44,7 +45,7 @@ def test_the_program_says_one_line(case: str, tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60,
+            command, capture_output=True, text=True, timeout=HANGS_S,
             env=environment() | {key: value.replace("{port}", port) for key, value in variables.items()},
         )  # fmt: skip
     assert done.returncode == 2, done

@@ -23,6 +23,7 @@ from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import train, train_under_horovod
 from tests.chapters.program import ROOT, SMALL, VALID, Chapter, environment
 from tests.chapters.technique import settings_error
+from tests.limits import HANGS_S
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -177,5 +178,5 @@ def test_ctrl_c_ends_an_interactive_session_well(folder) -> None:
     process.stdin.flush()
     assert process.stdout.readline().startswith("今天")
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0 and told == ""

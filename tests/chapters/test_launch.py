@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import Chapter, environment, run
+from tests.chapters.program import Chapter, environment, free_port, ranks_below, run, wait_for_rows
+from tests.limits import HANGS_S
 
 PROGRAM = '''"""A program of two ranks."""
 from dataclasses import dataclass
@@ -66,15 +65,13 @@ def test_one_rank_has_no_group(program: list[str]) -> None:
 
 
 def test_errors_come_before_any_process(program: list[str]) -> None:
-    said = run([*program, "--batch-size", "7"], status=2, timeout=30)
+    said = run([*program, "--batch-size", "7"], status=2)
     assert said.startswith("error: --batch-size 7 is not divisible") and said.count("\n") == 1
 
 
 def started_by_hand(chapter: Chapter, *flags: object) -> list[subprocess.Popen[str]]:
     """Two ranks, as two nodes start them; the second one has `flags` more."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     return [subprocess.Popen(chapter.command("--max-steps", 2, *flags[: rank * len(flags)]),
                              env={**environment(), **where, "RANK": str(rank)}, text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for rank in range(2)]  # fmt: skip
@@ -84,7 +81,7 @@ def test_ranks_without_a_shared_disk_are_told_so_in_one_line(tmp_path: Path) -> 
     chapter = Chapter("02_ddp", tmp_path)
     chapter.train("--max-steps", 1, "--nproc", 1)
     both = started_by_hand(chapter, "--output-dir", tmp_path / "of_this_node")
-    said = [process.communicate(timeout=60)[1] for process in both]
+    said = [process.communicate(timeout=HANGS_S)[1] for process in both]
     line = "error: the ranks found different checkpoints: is --output-dir on a disk that all of them share?\n"
     assert (said, [process.returncode for process in both]) == ([line, ""], [2, 2])
 
@@ -95,19 +92,16 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     process = subprocess.Popen(first.command("--max-steps", 100_000, "--eval-every", 100_000), env=environment(),
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     try:
-        metrics = first.output / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for_rows(first, process)
         line = f"error: --output-dir {first.output} is in use by another run: "
         line += "give another one, or wait until that run has ended"
         assert second.train("--max-steps", 2, status=2) == f"{line}\n"
         both = started_by_hand(second)
-        assert [other.communicate(timeout=60)[1] for other in both] == [f"{line}\n", ""]
+        assert [other.communicate(timeout=HANGS_S)[1] for other in both] == [f"{line}\n", ""]
         assert [other.returncode for other in both] == [2, 2]
     finally:
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=HANGS_S)[0]
     assert process.returncode == 0 and "Stopped by SIGTERM" in said
     assert [row["step"] for row in first.metrics()] == list(range(1, len(first.metrics()) + 1))
 
@@ -119,12 +113,9 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
     # A terminal sends SIGINT to the whole foreground group; a group of its own stands for it.
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
-    metrics = chapter.output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for_rows(chapter, process)
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=HANGS_S)[1]
     assert process.returncode == 130
     assert said.strip() == "interrupted: the same command goes on from the newest checkpoint", said
 
@@ -132,13 +123,16 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
 def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     """They would train on, and the next start of the same command beside them, in the same folder."""
     chapter = Chapter("07_patrickstar", tmp_path)
-    # Few enough steps that ranks left behind end by themselves, though not within the time that is waited for here.
-    command = chapter.command("--max-steps", 1500, "--near-budget", "min")
+    command = chapter.command("--max-steps", 100_000, "--near-budget", "min")
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                start_new_session=True)
-    metrics = chapter.output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for_rows(chapter, process)
+    left = ranks_below(process.pid)
     process.kill()
-    process.communicate(timeout=20)  # until the last rank has closed its end
+    try:
+        process.communicate(timeout=60)  # until the last rank has closed its end; its steps take much longer
+    except subprocess.TimeoutExpired:
+        for pid in left.values():
+            os.kill(pid, signal.SIGKILL)
+        raise
+    assert len(left) == 2
