@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import random
-import signal
 import stat
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from gpt2_chinese import token_parts
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.sealed import block_digests, file_digests, sealed, unsealed
 from gpt2_chinese.tokens import load_tokens, main
+from tests.limits import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,33 +164,75 @@ def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "GPT2_CHINESE_CACHE": str(cache)}
 
 
-def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
-    """Eight rounds of SIGKILL, each at a random moment of the real command; then it ends, with the same bytes."""
-    corpus = permuted(tmp_path / "corpus", 7)
-    begin = time.monotonic()
-    subprocess.run(command(corpus), env=environment(tmp_path / "calm"), check=True, capture_output=True, timeout=120)
-    seconds = time.monotonic() - begin
-    chance = random.Random(11)
-    finished = 0
-    for _ in range(8):
-        process = subprocess.Popen(command(corpus), env=environment(tmp_path / "shot"), stdout=subprocess.DEVNULL)
-        time.sleep(chance.uniform(0.1, 0.6) * seconds)
-        process.send_signal(signal.SIGKILL)
-        finished += process.wait(timeout=60) == 0
-    done = subprocess.run(command(corpus), env=environment(tmp_path / "shot"), check=True, capture_output=True, text=True)
-    assert content(tmp_path / "shot") == content(tmp_path / "calm"), "and no leftovers"
-    assert finished or "went on after an interruption" in done.stdout, done.stdout
+EVERY_KILL = """
+import os, shutil, sys
+from pathlib import Path
+from gpt2_chinese import token_parts, tokens
+from tests.unit.killed import killed_before
+token_parts.PART_CHARACTERS, token_parts._CHARACTERS_AT_ONCE = 600, 200
+corpus, folder = sys.argv[1], Path(sys.argv[2])
+
+def content():
+    return {path.name: path.read_bytes() for path in sorted(cache.iterdir()) if path.suffix != ".lock"}
+
+def command():
+    with open(folder / "said", "w") as sys.stdout:
+        tokens.main(["--corpus", corpus])
+
+cache = folder / "cache"
+os.environ["GPT2_CHINESE_CACHE"] = str(cache)
+assert not killed_before(0, command)
+wanted, number, killed, went_on = content(), 0, True, 0
+while killed:
+    number += 1
+    shutil.rmtree(cache)
+    killed = killed_before(number, command)
+    if not number % 3:  # killed again, a little earlier
+        killed_before(number // 2, command)
+    assert not killed_before(0, command)
+    assert content() == wanted, (number, os.listdir(cache))
+    went_on += "went on after an interruption" in (folder / "said").read_text()
+print(number, went_on)
+"""
 
 
-def test_two_commands_at_once_give_one_right_cache(tmp_path: Path) -> None:
-    corpus = permuted(tmp_path / "corpus", 2)
-    subprocess.run(command(corpus), env=environment(tmp_path / "calm"), check=True, capture_output=True, timeout=120)
-    both = [subprocess.Popen(command(corpus), env=environment(tmp_path / "both"), stdout=subprocess.PIPE, text=True)
-            for _ in range(2)]  # fmt: skip
-    said = [process.communicate(timeout=120)[0].splitlines() for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+def test_killed_before_any_change_of_the_disk_it_goes_on(corpus: Path, tmp_path: Path) -> None:
+    """The real command, then it again until it ends: the same bytes, no leftovers, and parts that were made are used."""
+    done = subprocess.run([sys.executable, "-c", EVERY_KILL, str(corpus), str(tmp_path)], env=environment(tmp_path),
+                          capture_output=True, text=True, timeout=HANGS_S)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills, went_on = map(int, done.stdout.split())
+    assert kills > 20 and went_on > 10
+
+
+MAKES_IT_WHEN_TOLD = """
+import sys, time
+from pathlib import Path
+from gpt2_chinese import tokens
+go, real = Path(sys.argv.pop(1)), tokens.tokenise
+def tokenise(*given):
+    print("at work", flush=True)
+    while not go.exists():
+        time.sleep(0.02)
+    return real(*given)
+tokens.tokenise = tokenise
+tokens.main(sys.argv[1:])
+"""
+
+
+def test_two_commands_at_once_give_one_right_cache(corpus: Path, tmp_path: Path) -> None:
+    go, where = tmp_path / "go", environment(tmp_path / "both")
+    subprocess.run(command(corpus), env=environment(tmp_path / "calm"), check=True, capture_output=True, timeout=HANGS_S)
+    slow = [sys.executable, "-c", MAKES_IT_WHEN_TOLD, str(go), *command(corpus)[3:]]
+    with subprocess.Popen(slow, env=where, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "at work\n"
+        unbuffered = [sys.executable, "-u", *command(corpus)[1:]]
+        with subprocess.Popen(unbuffered, env=where, stdout=subprocess.PIPE, text=True) as second:
+            assert second.stdout.readline().startswith("waiting for another process")
+            go.touch()
+            said = [process.communicate(timeout=HANGS_S)[0].splitlines() for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0]
     assert content(tmp_path / "both") == content(tmp_path / "calm")
-    assert sum(lines[0].startswith("waiting for another process") for lines in said) == 1, "one made it, one waited"
     assert said[0][-1] == said[1][-1]
 
 
@@ -207,10 +249,10 @@ def test_the_command_says_what_it_made(cache: Path, corpus: Path, capsys: pytest
 
 def test_what_was_left_by_a_kill_after_the_last_write_is_removed(tmp_path: Path) -> None:
     corpus, where = permuted(tmp_path / "corpus", 1), environment(tmp_path / "cache")
-    subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=120)
+    subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=HANGS_S)
     whole = content(tmp_path / "cache")
     (tmp_path / "cache" / next(name for name in whole if name.endswith(".bin"))).with_suffix(".parts").mkdir()
-    subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=120)
+    subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=HANGS_S)
     assert content(tmp_path / "cache") == whole
 
 

@@ -1,0 +1,45 @@
+"""Kills before a change of the disk, counted and not timed: the same moments on every machine, and each of them.
+
+For a process of its own, which has imported what it runs and has no threads: `killed_before` forks it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def killed_before(number: int, function: Callable[[], object]) -> bool:
+    """Runs function in a child that is killed before its number-th change of the disk, 0: not; whether it was killed.
+
+    Raises AssertionError where the child ends in another way than by coming to its end.
+    """
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def count(event: str, arguments: tuple) -> None:
+            nonlocal left
+            if event in CHANGES or (event == "open" and arguments[2] & WRITING):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        status = 1
+        try:
+            function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended in (0, -signal.SIGKILL), ended
+    return ended != 0
