@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,7 +45,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory):
 
     def run(command: str, cwd: Path = ROOT, status: int = 0, **variables: str) -> str:
         done = subprocess.run(["bash", "-ec", command], cwd=cwd, env=environment | variables, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, encoding="utf-8", timeout=240)  # fmt: skip
+                              stderr=subprocess.STDOUT, text=True, encoding="utf-8", timeout=HANGS_S)  # fmt: skip
         assert done.returncode == status, f"status {done.returncode}: {command}\n{done.stdout}"
         return done.stdout
 

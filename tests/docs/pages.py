@@ -11,6 +11,8 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+from tests.limits import HANGS_S
+
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("zh", "en")
 SHELL_BLOCK = re.compile(r"^( *)```(?:bash|sh)\b[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -96,7 +98,7 @@ def known_flags(script: str) -> set[str] | None:
     else:
         target = script.split() if script.startswith("-m ") else [str(ROOT / script)]
     done = subprocess.run([sys.executable, *target, "--help"], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""},
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
+                          capture_output=True, text=True, timeout=HANGS_S)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"--[a-z][\w-]*", done.stdout))
 

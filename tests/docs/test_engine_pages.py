@@ -17,6 +17,7 @@ from pstar import config
 from pstar.profile import Profile, Recording, load_profile
 from pstar.timeline import cut
 from tests.docs.pages import ROOT
+from tests.limits import HANGS_S
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,8 @@ def test_the_view_opens_and_answers_in_a_browser(build, site: Path, address: str
     try:
         done = subprocess.run([CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=390,2000",
                                f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", "--dump-dom",
-                               probe.as_uri()], capture_output=True, text=True, encoding="utf-8", timeout=120)  # fmt: skip
+                               probe.as_uri()], capture_output=True, text=True, encoding="utf-8",
+                              timeout=HANGS_S)  # fmt: skip
     finally:
         probe.unlink()
     said = re.search(r"<title>probe (.*?)</title>", done.stdout)

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import pytest
 
 from tests.chapters.technique import ROOT, technique
+from tests.limits import HANGS_S
 
 TOOLS = ROOT / "docs/assets/tools"
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
@@ -51,7 +52,7 @@ def dumped(address: str, *flags: str) -> str:
     """The document at an address after its scripts have run."""
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                "--allow-file-access-from-files", "--virtual-time-budget=4000", *flags, "--dump-dom", address]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=HANGS_S)
     assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
     return done.stdout
 

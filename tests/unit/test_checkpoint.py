@@ -17,6 +17,7 @@ from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import weight_decay_groups
+from tests.limits import HANGS_S
 
 CONFIG = ModelConfig(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=31)
 
@@ -146,7 +147,7 @@ def test_killed_anywhere_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> No
         "    if status == 0: break\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program, KILLED, str(tmp_path)], capture_output=True, text=True, timeout=HANGS_S, check=True
     )
     lines = [line.split() for line in done.stdout.splitlines() if line != "saved"]
     assert len(lines) > 8, done.stdout + done.stderr

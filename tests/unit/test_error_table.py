@@ -20,6 +20,7 @@ from gpt2_chinese import corpus as corpus_module
 from gpt2_chinese import files as files_module
 from gpt2_chinese.sealed_folder import seal
 from gpt2_chinese.settings import ROOT
+from tests.limits import HANGS_S
 from tests.unit.chapter_settings import settings_of
 from tests.unit.mutations import in_time
 
@@ -270,6 +271,6 @@ COMMANDS = {  # of the programs beside the chapters: a command line, its one lin
 def test_other_commands_answer_in_one_line(case: str, folder: Path) -> None:
     command, line = COMMANDS[case]
     done = subprocess.run([sys.executable, *command.split()], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, timeout=HANGS_S)  # fmt: skip
     assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
     assert re.fullmatch(rf"error: .*{re.escape(line)}.*\n", done.stderr), done.stderr

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import convert_memory  # noqa: E402
@@ -39,7 +41,7 @@ def number(cell: str) -> float:
 def run_quick(name: str, folder: Path, pages: tuple[str, ...] = ()) -> list[list[list[str]]]:
     """The tables of all pages that a benchmark writes; without pages it is one, of its own name."""
     done = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--results", str(folder)],
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     texts = [(folder / f"{page}.md").read_text(encoding="utf-8") for page in pages or (name,)]
     assert done.stdout == "".join(texts)

@@ -10,6 +10,7 @@ import torch
 from pstar.hooks import Hooks
 from pstar.tiers import NEAR, Tier
 from tests import toy
+from tests.limits import HANGS_S
 
 KEYS = {"near_budget": "25%", "default_chunk_size": 5_000}    # parameters just fit: all states are far
 
@@ -62,7 +63,7 @@ def hold_back(model, num: int) -> list[tuple[str, int]]:
 
     def submits(source, target, job, num_bytes):
         def when_it_may():
-            assert passes.acquire(timeout=20)
+            assert passes.acquire(timeout=HANGS_S)
             job()
 
         return submit(source, target, when_it_may if source == NEAR else job, num_bytes)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pstar.disk import ALIGN, DiskTier, check_disk_path
 from pstar.errors import BudgetError, ConfigError, DiskError, StateError
 from pstar.tiers import FAR, OWN_PAGES_BYTES, Tier
+from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -227,7 +228,7 @@ def test_threads_read_and_write_at_the_same_time(tier):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANGS_S)
     assert not failures and tier.used_bytes > 0
 
 
@@ -240,7 +241,7 @@ def test_nothing_goes_away_while_it_is_read_or_written(tmp_path):
         closer.start()
         closer.join(0.2)
         assert closer.is_alive() and os.fstat(tier._buffered).st_size == ALIGN
-    closer.join(60)
+    closer.join(HANGS_S)
     assert not closer.is_alive() and tier.file_bytes == 0
 
 

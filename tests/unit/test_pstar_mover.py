@@ -14,8 +14,7 @@ import torch
 from pstar.disk import DiskTier
 from pstar.errors import StateError
 from pstar.mover import Mover
-
-LONG_S = 60
+from tests.limits import HANGS_S as LONG_S
 
 
 @pytest.fixture(params=[True, False], ids=["thread", "at once"])

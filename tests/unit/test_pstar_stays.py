@@ -11,6 +11,7 @@ import torch
 
 import pstar
 from tests import toy
+from tests.limits import HANGS_S
 
 SILENT, TOLD = {}, {"near_budget": "min"}
 OTHERS = {"near_memory": "1GiB"}, {"offload_activations": True}, {"optimizer": {"params": {"use_hybrid_adam": False}}}
@@ -63,7 +64,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more):
     """One thread more, the worker's own; torch's copy_ there would bring a second one, as the second case shows."""
     code = TEAMS.format(copy=copy)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS_S,
                           env=os.environ | {"OMP_NUM_THREADS": "2"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == more

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.limits import HANGS_S
+
 SAYS_ITS_PEAK = "import torch; from gpt2_chinese.runlog import peak_bytes; print(peak_bytes(torch.device('cpu')))"
 STARTS_IT = f"""
 import subprocess, sys
@@ -16,7 +18,7 @@ subprocess.run([sys.executable, "-c", {SAYS_ITS_PEAK!r}], check=True)
 def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
     """ru_maxrss is: the child begins with it when it is started by vfork, as Python does."""
     alone, started = (
-        int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout)
+        int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=HANGS_S).stdout)
         for code in (SAYS_ITS_PEAK, STARTS_IT)
     )
     assert 2**26 < alone < 2**30 and abs(started - alone) < 0.1 * alone

@@ -12,6 +12,7 @@ import pytest
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.settings import ROOT, Settings, flag
+from tests.limits import HANGS_S
 
 PROGRAM = str(ROOT / "chapters" / "00_single" / "train.py")
 CONTRACT = [
@@ -189,4 +190,4 @@ def test_torch_is_not_loaded_before_settings_are_right() -> None:
         f"Settings.from_command_line({PROGRAM!r}, None, [])\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANGS_S)

@@ -17,6 +17,7 @@ from gpt2_chinese import checkpoint, parts
 from gpt2_chinese.errors import RunError, UserError
 from gpt2_chinese.launch import Ranks
 from gpt2_chinese.sealed_folder import damage, seal
+from tests.limits import HANGS_S
 
 ROUNDS = 200
 WRITER = """
@@ -35,7 +36,7 @@ def write(first, said):
         checkpoint.prune(folder, 2, step)
         os.write(said, step.to_bytes(4, "big"))
 
-last, span = 0, 0.04
+last = 0
 for number in range(rounds):
     hear, said = os.pipe()
     # every other writer begins at a step that is complete, and replaces it
@@ -43,10 +44,12 @@ for number in range(rounds):
     if child == 0:
         write(max(1, last + number % 2), said)
     os.close(said)
-    time.sleep(draw.uniform(0, span))
+    heard = b""
+    for _ in range(draw.randrange(4)):  # by saves, not by time: a busy machine is killed as late as an idle one
+        heard += os.read(hear, 4)
+    time.sleep(draw.uniform(0, 0.01))  # and then anywhere in the next save
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    heard = b""
     while piece := os.read(hear, 4096):
         heard += piece
     os.close(hear)
@@ -115,7 +118,7 @@ print(f"states {len(states)} kills {kills}")
 def test_a_kill_before_every_change_of_the_disk(tmp_path: Path) -> None:
     """And from all that such kills leave, until nothing new comes: what is found is whole, and nothing is in its way."""
     command = [sys.executable, "-c", EVERY_KILL, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "damaged" not in done.stdout, done.stdout
     states, kills = (int(number) for number in done.stdout.split()[1::2])
@@ -124,11 +127,11 @@ def test_a_kill_before_every_change_of_the_disk(tmp_path: Path) -> None:
 
 def test_two_hundred_kills_while_saving(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WRITER, str(tmp_path), str(ROUNDS)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WRITER, str(tmp_path), str(ROUNDS)], capture_output=True, text=True, timeout=HANGS_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     last = int(done.stdout.split()[-1])
-    assert last >= ROUNDS / 8, f"the kills came before the saves: {done.stdout}"
+    assert last >= ROUNDS, f"the kills came before the saves: {done.stdout}"
     assert "damaged" not in done.stdout, "what a kill leaves is never under the name of a checkpoint"
 
 

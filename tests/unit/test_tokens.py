@@ -15,6 +15,7 @@ from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.tokens import Tokens, load_tokens
 from gpt2_chinese.vocabulary import Vocabulary
+from tests.limits import HANGS_S
 
 
 def reference(corpus: Path, vocab: Path) -> list[int]:
@@ -95,7 +96,7 @@ def test_many_builders_at_once(folder: Path, corpus: Path, vocab: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(corpus), str(vocab)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    said = {process.communicate(timeout=60)[0].splitlines()[-1] for process in running}  # who waits says so before
+    said = {process.communicate(timeout=HANGS_S)[0].splitlines()[-1] for process in running}  # who waits says so before
     ids = reference(corpus, vocab)
     assert said == {f"{len(ids)} {sum(ids)}"}
     assert len(list(folder.iterdir())) == 3, "no leftovers"
