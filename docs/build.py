@@ -198,6 +198,12 @@ def main() -> None:
     if arguments.readme or arguments.capture or arguments.log:
         readme.renew(Words, arguments.log, arguments.capture)
     sys.path.insert(0, str(REPO))  # the tables ask pstar and gpt2_chinese
+    with measured.alone():
+        generate()
+
+
+def generate() -> None:
+    """Writes all that pages include; what is up to date is left alone, so that nobody who reads it is disturbed."""
     for name, pages in wanted().items():
         try:
             text = fragment(name)
@@ -211,7 +217,8 @@ def main() -> None:
     overview.write(Words, figures)
     measured.draw_profile(figures)
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
-        shutil.copyfile(picture, figures / picture.name)
+        if not (figures / picture.name).exists() or (figures / picture.name).read_bytes() != picture.read_bytes():
+            shutil.copyfile(picture, figures / picture.name)
 
 
 if __name__ == "__main__":

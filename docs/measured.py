@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +106,15 @@ def call(command: list[str], variables: dict[str, str]) -> str:
     if done.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Of several builds in one checkout one writes at a time; the next one finds what that made."""
+    GENERATED.mkdir(parents=True, exist_ok=True)
+    with (GENERATED / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def write_whole(path: Path, text: str) -> None:

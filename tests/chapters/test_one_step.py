@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.chapters.horovod import needs_horovod
-from tests.chapters.inside import Report, assert_one_clipped_step_a_batch, train, train_under_horovod
+from tests.chapters.inside import Report, assert_one_clipped_step_a_batch, on_gloo, train, train_under_horovod
 from tests.chapters.program import ROOT, Chapter
+from tests.chapters.technique import technique
+from tests.limits import HANGS_S, wait_until
 
 STEPS, CLIP, PEAK = 12, 0.3, 0.003
 FLAGS = ("--seq-len", 16, "--batch-size", 24, "--lr", PEAK, "--warmup-steps", 2, "--max-steps", STEPS,
@@ -66,11 +69,27 @@ def test_an_asynchronous_server_takes_one_clipped_step_a_logged_step(ranks, tmp_
     assert max(row["staleness_max"] for row in rows) <= 2
 
 
+def behind(rank: int, num_ranks: int, chapter: Chapter, flags: list[str], meetings: tuple[int, ...]) -> Report:
+    """Rank 1 does not go on before the server has taken all steps that it may take without this rank."""
+    server = technique("01_parameter_server", "server").ParameterServer
+    work = server.work
+
+    def slowly(side, step, micro_batches):
+        if rank == 1 and step > side.version:
+            most = min(side.version + side.bound, next(meeting for meeting in meetings if meeting > side.version) - 1)
+            wait_until(lambda: chapter.num_rows() >= most, f"step {most} of the server")
+        return work(side, step, micro_batches)
+
+    with mock.patch.object(server, "work", slowly):
+        return on_gloo(rank, num_ranks, chapter.name, flags)
+
+
 def test_asynchronous_ranks_agree_where_they_have_met(ranks, tmp_path):
     """Rank 1 is behind at the beginning of each step that evaluates or saves: who agreed there would wait for ever."""
     chapter = Chapter("01_parameter_server", tmp_path)
-    behind = ("--mode", "async", "--staleness", 3, "--slow-worker-s", 0.5)
-    train(ranks, 3, chapter, *FLAGS, "--eval-every", 6, "--save-every", 8, *behind)
+    flags = ("--mode", "async", "--staleness", 3, "--slow-worker-s", 0.01, "--eval-every", 6, "--save-every", 8)
+    given = chapter.command(*FLAGS, *flags, "--nproc", 3)[2:]
+    ranks(3).run(behind, chapter, given, (6, 8, 12), timeout=HANGS_S)
     rows = chapter.metrics()
     assert max(row["staleness_max"] for row in rows) == 3 and min(row["num_gradients"] for row in rows) < 3
     assert [row["step"] for row in rows if "valid_loss" in row] == [6, 12]

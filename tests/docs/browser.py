@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.limits import HANGS_S
+
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions", "--hide-scrollbars",
          "--disable-dev-shm-usage", "--disable-background-networking", "--force-color-profile=srgb",
@@ -53,7 +55,7 @@ class Browser:
         complaints: since the last open(): exceptions, console.error, and what could not be loaded.
     """
 
-    def __init__(self, timeout: float = 30.0) -> None:
+    def __init__(self, timeout: float = HANGS_S) -> None:
         self.timeout, self.complaints = timeout, []
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._number, self._session, self._rest, self._events = 0, None, b"", set()
@@ -87,7 +89,7 @@ class Browser:
         os.close(self._to)
         os.close(self._back)
         try:
-            self._process.wait(5)
+            self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -50,9 +51,11 @@ def schedules():
 
 def dumped(address: str, *flags: str) -> str:
     """The document at an address after its scripts have run."""
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-               "--allow-file-access-from-files", "--virtual-time-budget=4000", *flags, "--dump-dom", address]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=HANGS_S)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:  # a second browser would hand its page to the first
+        command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+                   "--allow-file-access-from-files", "--virtual-time-budget=4000", f"--user-data-dir={own}", *flags,
+                   "--dump-dom", address]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=HANGS_S)
     assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
     return done.stdout
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,15 @@ from tests.docs.pages import ROOT
 
 
 @pytest.fixture(scope="module")
-def built(shell, site: Path) -> Path:
+def built(shell, site: Path) -> Iterator[Path]:
     """site/zensical, built as a user builds it: Zensical writes inside of the checkout only."""
     pytest.importorskip("zensical")
-    said = shell("bash docs/zensical.sh")
-    assert said.count("No issues found") == 2, said
-    return ROOT / "site/zensical"
+    (ROOT / "site").mkdir(exist_ok=True)
+    with (ROOT / "site/.zensical.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test run in this checkout would write to the same folder
+        said = shell("bash docs/zensical.sh")
+        assert said.count("No issues found") == 2, said
+        yield ROOT / "site/zensical"
 
 
 def pages_of(built: Path, language: str) -> dict[str, str]:
