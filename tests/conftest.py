@@ -28,8 +28,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Token caches go to a folder of the session. Here, before the first rank: ranks keep the environment of that moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPT2_CHINESE_CACHE", str(tmp_path_factory.mktemp("tokens")))
+        yield
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks(_own_cache: None) -> Iterator[Callable[[int], RankPool]]:
     """`ranks(n).run(case, *args)` runs a case on n gloo ranks that live as long as the session (see tests/harness)."""
     pools: dict[int, RankPool] = {}
     yield lambda num_ranks: pools.setdefault(num_ranks, RankPool(num_ranks))

@@ -5,11 +5,10 @@ import time
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-dist.barrier()  # the clocks of all ranks begin together
-begin = time.perf_counter()
+rank, begin = dist.get_rank(), [time.time()]
+dist.broadcast_object_list(begin, 0)  # all ranks count from the same moment
 time.sleep(0.3 * rank)  # work, more of it on later ranks
-arrived = time.perf_counter() - begin
+arrived = time.time() - begin[0]
 dist.barrier()
-print(f"rank {rank}: arrives after {arrived:.1f} s, goes on after {time.perf_counter() - begin:.1f} s")
+print(f"rank {rank}: arrives after {arrived:.1f} s, goes on after {time.time() - begin[0]:.1f} s")
 dist.destroy_process_group()

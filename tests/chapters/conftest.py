@@ -1,4 +1,4 @@
-"""What the tests of all chapters share: token caches of the session's own, the curve, ranks that start quickly."""
+"""What the tests of all chapters share: the curve, ranks that start quickly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from tests.harness.pool import preload
 preload("tests.chapters.inside", "torch.utils.tensorboard")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPT2_CHINESE_CACHE", str(tmp_path_factory.mktemp("tokens")))
-        yield
-
-
 @pytest.fixture(scope="session")
-def curve(ranks, _own_cache, tmp_path_factory: pytest.TempPathFactory):
+def curve(ranks, tmp_path_factory: pytest.TempPathFactory):
     """curve(steps, grad_accum): the rows of chapter 00 in the run that tests/chapters/law.py describes."""
     return curves(ranks, tmp_path_factory.mktemp)

@@ -1,4 +1,4 @@
-"""Small corpora and a vocabulary for the unit tests; token caches go to a folder of the session."""
+"""Small corpora and a vocabulary for the unit tests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPT2_CHINESE_CACHE", str(tmp_path_factory.mktemp("tokens")))
-        yield
 
 
 @pytest.fixture
