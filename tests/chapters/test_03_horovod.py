@@ -113,7 +113,7 @@ def assert_no_rank_is_left(chapter: Chapter) -> None:
 
 
 @needs_horovod
-@pytest.mark.parametrize("kill, flags", [(signal.SIGKILL, ()), (signal.SIGSTOP, ("--timeout-s", 2))], ids=["dies", "hangs"])
+@pytest.mark.parametrize("kill, flags", [(signal.SIGKILL, ()), (signal.SIGSTOP, ("--timeout-s", 4))], ids=["dies", "hangs"])
 def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tmp_path: Path, kill: signal.Signals, flags) -> None:
     chapter = Chapter("03_horovod", tmp_path)
     process = start(chapter, *flags)

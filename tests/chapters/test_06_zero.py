@@ -146,7 +146,7 @@ def test_what_it_refuses(capsys, tmp_path, flags, line) -> None:
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     chapter = Chapter("06_zero", tmp_path)
-    said = end_a_rank(chapter, 3, 1, signal.SIGKILL, "--timeout-s", 4, "--seq-len", SMALL["n_positions"] // 2)
+    said = end_a_rank(chapter, 3, 1, signal.SIGKILL, "--timeout-s", 300, "--seq-len", SMALL["n_positions"] // 2)
     assert "rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said, said
 
 
