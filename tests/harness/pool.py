@@ -33,6 +33,7 @@ from unittest import mock
 from tests.harness.rank import READY, serve
 
 START_TIMEOUT_S = 180  # the first start imports torch, which takes long on a busy machine
+LIMIT_S = 180.0  # of a case that does not say its own; most take less than a second
 GRACE_S = 0.6  # after a failure whose cause is known: time for the other ranks to say what they know
 LOST_GRACE_S = 5.0  # after one that lost another rank: until that one says why; all mostly do at the same moment
 STACK_S = 5.0  # until a stack that was asked for is written: at once, but on a busy machine
@@ -57,7 +58,7 @@ class RankFailure(AssertionError):
     """A case failed on at least one rank. The message names the ranks, the causes and the tracebacks."""
 
 
-def run_ranks(function: Callable, num_ranks: int, *args, timeout: float = 60.0) -> list:
+def run_ranks(function: Callable, num_ranks: int, *args, timeout: float = LIMIT_S) -> list:
     """Runs one case on ranks of its own and returns the results by rank. For more than one case keep a `RankPool`."""
     __tracebackhide__ = True
     with RankPool(num_ranks) as pool:
@@ -81,7 +82,7 @@ class RankPool:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def run(self, function: Callable, *args, timeout: float = 60.0) -> list:
+    def run(self, function: Callable, *args, timeout: float = LIMIT_S) -> list:
         """Returns `[function(rank, num_ranks, *args) for each rank]`; raises `RankFailure` in about `timeout` s.
 
         A collective that waits longer than `timeout / 2` raises on its rank.
@@ -184,7 +185,7 @@ class RankPool:
             pass
         except Exception as error:
             return ("raised", f"its result cannot be unpickled here: {error}", "", False)
-        process.join(5)
+        process.join(30)
         return ("died", _how_it_ended(process.exitcode), "")
 
     def _wrote_stack(self, rank: int) -> bool:
