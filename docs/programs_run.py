@@ -85,7 +85,7 @@ def _start(command: list[str]) -> str:
     """What a command prints; raises SystemExit with it when the command fails."""
     # unbuffered, Python writes a line and its end apart, and between them comes what another rank prints
     env = environment(PYTHONUNBUFFERED="", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, encoding="utf-8", timeout=600)
     if done.returncode:
         raise SystemExit(f"error: {shlex.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -97,7 +97,7 @@ def main(folder: str, *group: str) -> None:
 
     join, rank = dist.init_process_group, int(os.environ.get("RANK", 0))
     for name in group:
-        place = {"init_method": f"file://{folder}/meet.{name}", "rank": rank, "timeout": timedelta(seconds=30)}
+        place = {"init_method": f"file://{folder}/meet.{name}", "rank": rank, "timeout": timedelta(seconds=300)}
         dist.init_process_group = partial(join, world_size=int(os.environ.get("WORLD_SIZE", 1)), **place)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")

@@ -103,7 +103,7 @@ def test_near_takes_states_where_far_is_too_small(ranks):
 
 def test_a_disk_that_fills_up_on_one_rank_ends_all(ranks, tmp_path):
     with pytest.raises(AssertionError, match="disk"):
-        ranks(2).run(full_case, str(tmp_path), timeout=20)
+        ranks(2).run(full_case, str(tmp_path))
 
 
 def full_case(rank: int, num_ranks: int, folder: str):
