@@ -21,6 +21,7 @@ from gpt2_chinese.model import GPT2LMHeadModel
 from tests.chapters.inside import on_gloo, train
 from tests.chapters.program import Chapter, end_a_rank
 from tests.chapters.technique import is_red, settings_error, technique
+from tests.cover import quick_only
 
 NAME = "05_model_parallel"
 CONFIG = {"n_embd": 32, "n_head": 4, "n_positions": 32}
@@ -99,7 +100,12 @@ CASES = {  # nproc, layers, grad_accum, steps, flags
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+# One for each schedule and split, of the chapter and of torch, and all of them at once; the rest are combinations.
+QUICK = ("naive", "gpipe", "1f1b", "interleaved", "three stages", "tensor", "sequence x interleaved, recomputed",
+         "tensor x data", "torch interleaved", "torch sequence x pipeline", "2 x 2 x 2")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_only(CASES, *QUICK))
 def test_the_law_of_the_curve(ranks, curve, tmp_path, case):
     nproc, layers, accumulate, steps, flags = CASES[case]
     chapter, model = chapter_in(tmp_path, NAME, layers)
@@ -167,7 +173,8 @@ def saved(ranks, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("case", RESUMES)
+@pytest.mark.parametrize("case", quick_only(
+    RESUMES, "pipeline to tensor x pipeline", "tensor to torch tensor", "tensor to chunks"))  # fmt: skip
 def test_one_split_goes_on_from_another(ranks, curve, saved, tmp_path, case):
     name, nproc, flags, then, then_nproc, then_flags = RESUMES[case]
     chapter, model = chapter_in(tmp_path, then, 4)

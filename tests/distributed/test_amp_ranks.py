@@ -116,6 +116,7 @@ def gap(ours: list[float], theirs: list[float]) -> float:
     return sum(abs(a - b) / b for a, b in zip(ours[-20:], theirs[-20:], strict=True)) / 20
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("backend", ["own", "torch"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_at_o0_the_curve_is_that_of_one_process(ranks, num_ranks: int, backend: str) -> None:
