@@ -11,7 +11,7 @@ cd "$REPO"
 # Two workers even on one core: half of the time a test waits for a process to start or to end.
 cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 workers=$((cores < 2 ? 2 : cores > 4 ? 4 : cores))
-shared=(--numprocesses "$workers" --no-loadscope-reorder --durations 30 --durations-min 1)
+shared=(--numprocesses "$workers" --no-loadscope-reorder --durations 30 --durations-min 1 --tb short)
 case "${1-}" in
     "") export TESTS_WHOLE=quick; set -- "${shared[@]}" -m "not deep" ;;
     --all) shift; export TESTS_WHOLE=all; set -- "${shared[@]}" "$@" ;;
