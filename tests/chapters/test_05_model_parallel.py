@@ -240,7 +240,7 @@ def test_the_program_with_a_picture(tmp_path):
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("flags", [(), ("--sequence-parallel", "--activation-checkpointing")])
+@pytest.mark.parametrize("flags", quick_only([(), ("--sequence-parallel", "--activation-checkpointing")], ()))
 def test_the_bytes_of_a_layer_are_those_of_the_formula_and_of_the_kernel(tmp_path, flags):
     chapter = Chapter(NAME, tmp_path)
     said = chapter.train("--tp", 2, "--seq-len", 32, "--max-steps", 6, *flags)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.program import Chapter, environment, run
+from tests.cover import quick_only
 
 PROGRAM = '''"""A program of two ranks."""
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert [row["step"] for row in first.metrics()] == list(range(1, len(first.metrics()) + 1))
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", quick_only([1, 2], 2))
 def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     command = chapter.command("--max-steps", 100_000, "--near-budget", "min", "--nproc", nproc)
