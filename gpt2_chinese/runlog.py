@@ -243,7 +243,7 @@ class Run:
     def _step_traffic(self) -> dict[str, int]:
         """What rank 0 has sent and received since the last row, as the kernel counts it; nothing where it does not.
 
-        What still lies in a socket's buffer counts for the next step: over many steps it is exact, over one it is not.
+        Received bytes that are still on their way count for the next step: over many steps they are exact, over one not.
         """
         before, now = self._traffic, tcp_bytes() if self._traffic else None
         if before is None or now is None:

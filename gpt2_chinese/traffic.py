@@ -7,9 +7,11 @@ GPUs (NVLink, shared memory) does not pass here.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
+import termios
 
 TCP_INFO = 11  # linux/tcp.h
 ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # of struct tcp_info: tcpi_bytes_acked, tcpi_bytes_received
@@ -24,9 +26,22 @@ def tcp_bytes() -> tuple[int, int] | None:
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as connection:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKED_AND_RECEIVED.size)
-                    acked, got = ACKED_AND_RECEIVED.unpack(info)
-                    sent, received = sent + acked, received + got
+                    written, got = _of(connection)
+                    sent, received = sent + written, received + got
     except (OSError, struct.error):
         return None
     return sent, received
+
+
+def _of(connection: socket.socket) -> tuple[int, int]:
+    """(written, received): written bytes are those acknowledged and those that wait for it, on a busy machine many."""
+    while True:
+        acked, got = _acked_and_received(connection)
+        (waiting,) = struct.unpack("=i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+        if _acked_and_received(connection)[0] == acked:  # else bytes were acknowledged in between, and no count has them
+            return acked + waiting, got
+
+
+def _acked_and_received(connection: socket.socket) -> tuple[int, int]:
+    info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKED_AND_RECEIVED.size)
+    return ACKED_AND_RECEIVED.unpack(info)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import cover, tally, workers
 from tests.harness import RankPool
+from tests.workers import pytest_xdist_make_scheduler  # noqa: F401  (a hook of pytest-xdist)
 
 # As each rank does: a matrix product shared by two threads adds in another order, and a reference computed in this process
 # is compared bit for bit with what ranks computed.
@@ -27,6 +29,15 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # What a script starts in the background (&) ignores Ctrl-C, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+pytest_configure = tally.pytest_configure
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest drops what -m leaves out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what only `--all` runs, and puts the files in order."""
+    cover.mark_deep(items)
+    workers.sort(items)
 
 
 @pytest.hookimpl(tryfirst=True)

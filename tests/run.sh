@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
-# bash tests/run.sh [PYTEST ARGUMENTS]: sets the environment up when it is missing, checks the style, runs the tests.
-# Without arguments everything runs; with arguments (a path, -k WORDS, -m "not slow") what they name.
+# bash tests/run.sh                      the quick command: sets the environment up when it is missing, checks the style, runs
+#                                        every mechanism and every oracle at least once. CI runs it.
+# bash tests/run.sh --all                the deep rest too: full matrices, hundreds of kills, long fuzzing, every page's commands
+# bash tests/run.sh PYTEST ARGUMENTS     what they name (a path, -k WORDS, -m deep), in one process
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 source "$here/../scripts/setup.sh" dev,docs,horovod
 cd "$REPO"
+
+# Two workers even on one core: half of the time a test waits for a process to start or to end.
+cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+workers=$((cores < 2 ? 2 : cores > 4 ? 4 : cores))
+shared=(--numprocesses "$workers" --no-loadscope-reorder --durations 30 --durations-min 1 --tb short)
+case "${1-}" in
+    "") export TESTS_WHOLE=quick; set -- "${shared[@]}" -m "not deep" ;;
+    --all) shift; export TESTS_WHOLE=all; set -- "${shared[@]}" "$@" ;;
+esac
 
 begin=$SECONDS
 style=0 tests=0 horovod=0

@@ -32,9 +32,17 @@ STEPS, CLIP, PEAK = 6, 0.5, 1e-2
 def technique(chapter: str, module: str) -> ModuleType:
     """A module of a chapter, whose folder cannot be a package because its name begins with a digit."""
     folder = str(ROOT / "chapters" / chapter)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(module)
+    known = sys.modules.get(module)
+    if known is not None and Path(known.__file__).parent != Path(folder):
+        del sys.modules[module]  # a file of the same name in another folder, benchmarks/zero.py for example
+    # First in the path while it is imported, and last afterwards: what the module imports late must be found too.
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def settings_error(chapter: str, module: str, capsys: Any, *flags: object) -> str:

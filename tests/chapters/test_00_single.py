@@ -18,6 +18,7 @@ import pytest
 
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, SMALL, Chapter, environment, run
+from tests.cover import quick_only
 from tests.limits import wait_until
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2")
@@ -203,7 +204,7 @@ def test_dropout_resumes_bit_for_bit(ranks, tmp_path: Path) -> None:
     goes_on_bit_for_bit(ranks, Chapter("00_single", tmp_path), "--model-config", config)
 
 
-@pytest.mark.parametrize("where", ["", "final", "checkpoints/step_000005", "final/model.safetensors"])
+@pytest.mark.parametrize("where", quick_only(["", "final", "checkpoints/step_000005", "final/model.safetensors"], ""))
 def test_generate_takes_a_run_its_final_or_a_checkpoint(finished, where: str) -> None:
     command = [sys.executable, "-m", "gpt2_chinese.generate", "--model", str(finished[0].output / where)]
     said = run([*command, "--prompt", "今天", "--length", "20", "--num", "2", "--seed", "3"])

@@ -184,6 +184,7 @@ def test_without_horovod_it_says_what_to_do(tmp_path: Path) -> None:
     assert said.startswith("error: Horovod is missing in this environment") and said.count("\n") == 1
 
 
+@pytest.mark.deep
 @needs_horovod
 def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     chapter = Chapter("03_horovod", tmp_path)

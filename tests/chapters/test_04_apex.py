@@ -122,6 +122,7 @@ def test_mistake_1_clipping_scaled_gradients() -> None:
     assert numbers(lines["wrong"])[-1] > 4 and numbers(lines["right"])[-1] < 0.1
 
 
+@pytest.mark.deep
 def test_mistake_2_two_steps_a_batch() -> None:
     lines = lines_of(run([sys.executable, str(MISTAKES / "two_steps_a_batch.py")]))
     wrong, right = numbers(lines["wrong"]), numbers(lines["right"])
@@ -135,6 +136,7 @@ def test_mistake_3_clipping_before_synchronising() -> None:
     assert numbers(lines["right"]) == pytest.approx([1.0] * 5, abs=1e-3)
 
 
+@pytest.mark.deep
 @needs_horovod
 def test_mistake_4_accumulating_without_passes() -> None:
     lines = lines_of(run(horovodrun(2, MISTAKES / "accumulate_without_passes.py")))
@@ -148,6 +150,7 @@ def test_mistake_5_a_schedule_without_processes() -> None:
     assert (processes, right) == (4, 1) and wrong > 75
 
 
+@pytest.mark.deep
 def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     chapter = Chapter("04_apex", tmp_path)
     command = ["bash", str(ROOT / "chapters/04_apex/train.sh"), *chapter.command("--max-steps", 2)[2:]]

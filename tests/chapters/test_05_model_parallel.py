@@ -21,6 +21,7 @@ from gpt2_chinese.model import GPT2LMHeadModel
 from tests.chapters.inside import on_gloo, train
 from tests.chapters.program import Chapter, end_a_rank
 from tests.chapters.technique import is_red, settings_error, technique
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 NAME = "05_model_parallel"
@@ -100,7 +101,12 @@ CASES = {  # nproc, layers, grad_accum, steps, flags
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+# One for each schedule and split, of the chapter and of torch, and all of them at once; the rest are combinations.
+QUICK = ("naive", "gpipe", "1f1b", "interleaved", "three stages", "tensor", "sequence x interleaved, recomputed",
+         "tensor x data", "torch interleaved", "torch sequence x pipeline", "2 x 2 x 2")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_only(CASES, *QUICK))
 def test_the_law_of_the_curve(ranks, curve, tmp_path, case):
     nproc, layers, accumulate, steps, flags = CASES[case]
     chapter, model = chapter_in(tmp_path, NAME, layers)
@@ -168,7 +174,8 @@ def saved(ranks, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("case", RESUMES)
+@pytest.mark.parametrize("case", quick_only(
+    RESUMES, "pipeline to tensor x pipeline", "tensor to torch tensor", "tensor to chunks"))  # fmt: skip
 def test_one_split_goes_on_from_another(ranks, curve, saved, tmp_path, case):
     name, nproc, flags, then, then_nproc, then_flags = RESUMES[case]
     chapter, model = chapter_in(tmp_path, then, 4)
@@ -232,7 +239,7 @@ def test_the_program_with_a_picture(tmp_path):
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("flags", [(), ("--sequence-parallel", "--activation-checkpointing")])
+@pytest.mark.parametrize("flags", quick_only([(), ("--sequence-parallel", "--activation-checkpointing")], ()))
 def test_the_bytes_of_a_layer_are_those_of_the_formula_and_of_the_kernel(tmp_path, flags):
     chapter = Chapter(NAME, tmp_path)
     said = chapter.train("--tp", 2, "--seq-len", 32, "--max-steps", 6, *flags)

@@ -17,6 +17,7 @@ import pytest
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, run
 from tests.chapters.technique import settings_error
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2", "--near-budget", "min")
@@ -196,7 +197,7 @@ def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     assert "Done." in done.stdout
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", quick_only([1, 2], 1))
 def test_a_loss_scale_that_is_too_large_ends_the_run_in_one_line(tmp_path: Path, nproc: int) -> None:
     (tmp_path / "c.json").write_text('{"fp16": {"enabled": true, "loss_scale": 1e9}}')
     chapter = Chapter("07_patrickstar", tmp_path)

@@ -23,6 +23,7 @@ from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import train, train_under_horovod
 from tests.chapters.program import ROOT, SMALL, VALID, Chapter, environment
 from tests.chapters.technique import settings_error
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -98,7 +99,7 @@ def first(ranks, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return chapter.losses()
 
 
-@pytest.mark.parametrize("case", CHAPTERS)
+@pytest.mark.parametrize("case", quick_only(CHAPTERS, "00", "01", "02", "04", "05 tensor", "06 stage 3", "07"))
 def test_the_first_loss_is_hugging_faces(ranks, folder, wanted, first, tmp_path: Path, case: str) -> None:
     name, nproc, flags = CHAPTERS[case]
     chapter = Begun(name, tmp_path)
@@ -131,7 +132,7 @@ def test_a_run_begun_so_goes_on_from_its_own_checkpoint(ranks, folder, tmp_path:
     assert halves.losses() == whole.losses(), "anew from the same weights"
 
 
-@pytest.mark.parametrize("source", ["00_single", "06_zero", "07_patrickstar"])
+@pytest.mark.parametrize("source", quick_only(["00_single", "06_zero", "07_patrickstar"], "07_patrickstar"))
 def test_a_run_of_ours_is_begun_from(ranks, tmp_path: Path, source: str) -> None:
     """From final/ and from a checkpoint of any chapter: the weights alone, at step 1 again."""
     before = Chapter(source, tmp_path / "before")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.program import Chapter, environment, free_port, ranks_below, run, wait_for_rows
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 PROGRAM = '''"""A program of two ranks."""
@@ -106,7 +107,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert [row["step"] for row in first.metrics()] == list(range(1, len(first.metrics()) + 1))
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", quick_only([1, 2], 2))
 def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     command = chapter.command("--max-steps", 100_000, "--near-budget", "min", "--nproc", nproc)

@@ -22,21 +22,23 @@ from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import assert_one_clipped_step_a_batch, train, train_under_horovod
 from tests.chapters.law import CLIP, LONG, PEAK, SHORT, assert_same_curve, flags_of
 from tests.chapters.program import Chapter
+from tests.cover import quick_only
 
 VARIANTS = {
     "01 synchronous": (LONG, "01_parameter_server", ()),
     "01 asynchronous, bound 0": (SHORT, "01_parameter_server", ("--mode", "async", "--staleness", 0)),
-    "02 naive": (SHORT, "02_ddp", ("--variant", "naive")),
     "02 bucket": (LONG, "02_ddp", ("--variant", "bucket", "--bucket-mb", 0.1)),
+    "02 naive": (SHORT, "02_ddp", ("--variant", "naive")),
     "02 ring": (SHORT, "02_ddp", ("--variant", "ring")),
     "02 torch": (SHORT, "02_ddp", ("--backend", "torch")),
-    "04 O0": (LONG, "04_apex", ("--opt-level", "O0")),
     "04 O0 torch": (SHORT, "04_apex", ("--opt-level", "O0", "--backend", "torch")),
+    "04 O0": (LONG, "04_apex", ("--opt-level", "O0")),
 }
 
 
 # Each technique at 1 to 4 ranks times 1 and 4 micro-batches, on a smaller model: tests/distributed.
-@pytest.mark.parametrize("nproc, accumulate", [(1, 4), (2, 1), (3, 4), (4, 1)])
+@pytest.mark.each
+@pytest.mark.parametrize("nproc, accumulate", [(2, 1), (3, 4), (4, 1), (1, 4)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_data_parallel_chapters_follow_the_curve(ranks, curve, tmp_path, variant, nproc, accumulate):
     steps, name, flags = VARIANTS[variant]
@@ -48,7 +50,7 @@ def test_data_parallel_chapters_follow_the_curve(ranks, curve, tmp_path, variant
 
 
 @needs_horovod
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", quick_only([1, 2, 3, 4], 2))
 def test_horovod_follows_the_curve(curve, tmp_path, nproc):
     """Chapters 03 and 04 under a real horovodrun, whose fused buffers add in an order of their own."""
     cases = [("03_horovod", (), LONG, 4), ("04_apex", ("--opt-level", "O0", "--comm", "horovod"), SHORT, 4)]
@@ -66,7 +68,8 @@ def test_horovod_follows_the_curve(curve, tmp_path, nproc):
         assert all(report.seen == reports[0].seen for report in reports), "all ranks step on the same gradients"
 
 
-@pytest.mark.parametrize("near, steps, accumulate", [("100%", SHORT, 1), ("50%", LONG, 4), ("min", SHORT, 1)])
+@pytest.mark.each
+@pytest.mark.parametrize("near, steps, accumulate", [("min", SHORT, 1), ("50%", LONG, 4), ("100%", SHORT, 1)])
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 def test_patrickstar_follows_the_curve(ranks, curve, tmp_path, nproc, near, steps, accumulate):
     chapter = Chapter("07_patrickstar", tmp_path)
@@ -85,6 +88,7 @@ def test_patrickstar_follows_the_curve(ranks, curve, tmp_path, nproc, near, step
         assert moved == 0, "and stay where they do"
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("flags", [("--ownership", "sharded"), ("--communication", "chunk")], ids=lambda flags: flags[1])
 @pytest.mark.parametrize("nproc", [2, 3, 4])
 def test_patrickstar_s_other_ways_of_sharing_follow_the_curve(ranks, curve, tmp_path, nproc, flags):

@@ -17,6 +17,7 @@ from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import Report, assert_one_clipped_step_a_batch, on_gloo, train, train_under_horovod
 from tests.chapters.program import ROOT, Chapter
 from tests.chapters.technique import technique
+from tests.cover import quick_only
 from tests.limits import HANGS_S, wait_until
 
 STEPS, CLIP, PEAK = 12, 0.3, 0.003
@@ -47,6 +48,7 @@ def assert_steps_and_learns(rows: list[dict], reports: list[Report], of: tuple[i
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -59,6 +61,7 @@ def test_one_clipped_step_a_batch(ranks, tmp_path, strategy, precision, nproc):
     assert_steps_and_learns(chapter.metrics(), reports, of, rel=1e-2 if strategy == "04 O3" else 1e-4)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("nproc", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_asynchronous_server_takes_one_clipped_step_a_logged_step(ranks, tmp_path, precision, nproc):
@@ -96,7 +99,7 @@ def test_asynchronous_ranks_agree_where_they_have_met(ranks, tmp_path):
 
 
 @needs_horovod
-@pytest.mark.parametrize("nproc", [1, 2, 4])
+@pytest.mark.parametrize("nproc", quick_only([1, 2, 4], 2))
 def test_one_clipped_step_a_batch_under_horovod(tmp_path, nproc):
     runs = []
     for strategy, (name, flags) in HOROVOD.items():
@@ -136,11 +139,13 @@ def assert_ends_like(rows: list[dict], alone: list[dict]) -> None:
     assert rows[-1]["valid_loss"] == pytest.approx(alone[-1]["valid_loss"], rel=1e-4)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("nproc", [2, 3, 4])
-@pytest.mark.parametrize("name, flags", [
-    ("01_parameter_server", ()), ("02_ddp", ()), ("02_ddp", ("--backend", "torch")), ("04_apex", ("--opt-level", "O0")),
+@pytest.mark.parametrize("program", [
+    ("01_parameter_server",), ("02_ddp",), ("02_ddp", "--backend", "torch"), ("04_apex", "--opt-level", "O0"),
 ])  # fmt: skip
-def test_uneven_data_end_without_a_hang(ranks, corpus, alone, tmp_path, name, flags, nproc):
+def test_uneven_data_end_without_a_hang(ranks, corpus, alone, tmp_path, program, nproc):
+    name, *flags = program
     chapter = Chapter(name, tmp_path)
     train(ranks, nproc, chapter, *UNEVEN, *corpus, *flags)
     assert_ends_like(chapter.metrics(), alone)

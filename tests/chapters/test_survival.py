@@ -1,6 +1,7 @@
 """Programs that are killed, told to stop, or have no room: what was saved stays, and the curve goes on as if nothing was.
 
-KILL_ROUNDS=25 runs as many rounds of SIGKILL with one process, and as many with two; two each without it.
+KILL_ROUNDS=25 runs as many rounds of SIGKILL with one process, and as many with two; two each without it. The quick command
+kills at every change of the disk instead, one after the other (tests/unit/test_survival.py).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def board(chapter: Chapter) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "nproc"), [("00_single", 1), ("02_ddp", 2)])
 def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int) -> None:
     flags = ("--max-steps", STEPS, "--eval-every", 10_000, "--save-every", 1, "--nproc", nproc)
@@ -102,9 +103,9 @@ def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int) ->
     assert {f.name for f in (chapter.output / "checkpoints").iterdir()} == {f"step_{STEPS - n:06d}" for n in range(3)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "nproc", "to", "number"), [
-    ("00_single", 1, None, signal.SIGTERM), ("02_ddp", 2, None, signal.SIGTERM), ("06_zero", 2, 1, signal.SIGUSR1),
+    ("00_single", 1, None, signal.SIGTERM), pytest.param("02_ddp", 2, None, signal.SIGTERM, marks=pytest.mark.deep),
+    ("06_zero", 2, 1, signal.SIGUSR1),
 ])  # fmt: skip
 def test_a_signal_saves_and_ends_with_status_0(tmp_path: Path, name: str, nproc: int, to: int | None, number: int) -> None:
     """To the program itself, to the launcher, to rank 1; the ranks agree about the step."""
@@ -132,7 +133,6 @@ def has_heard(pid: int, *ranks: int) -> bool:
     return Path(file).exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("nproc", "status"), [(1, -signal.SIGTERM), (2, 130)])
 def test_a_second_signal_ends_at_once(tmp_path: Path, nproc: int, status: int) -> None:
     chapter = Chapter("02_ddp", tmp_path)
@@ -148,7 +148,6 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, nproc: int, status: int) -
     assert newest_complete(chapter.output / "checkpoints") is None and "Stopped" not in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "save_every", "line"), [
     ("00_single", 100, "5 steps in a row, up to step {}, had no finite loss and gradients"),
     ("07_patrickstar", 1, "the state after step {} is not saved: its loss or gradients are not finite"),

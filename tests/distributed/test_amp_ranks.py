@@ -20,6 +20,7 @@ from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.launch import Ranks
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import adamw, clip_gradients, learning_rate, set_learning_rate
+from tests.cover import quick_only
 from tests.harness import RankFailure
 
 CHAPTER = Path(__file__).resolve().parents[2] / "chapters" / "04_apex"
@@ -116,6 +117,7 @@ def gap(ours: list[float], theirs: list[float]) -> float:
     return sum(abs(a - b) / b for a, b in zip(ours[-20:], theirs[-20:], strict=True)) / 20
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("backend", ["own", "torch"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_at_o0_the_curve_is_that_of_one_process(ranks, num_ranks: int, backend: str) -> None:
@@ -134,8 +136,9 @@ def test_without_the_collective_the_law_is_red(ranks) -> None:
 
 
 @pytest.mark.parametrize("level, half, backend", [
-    ("O1", "bf16", "own"), ("O1", "fp16", "own"), ("O2", "bf16", "own"), ("O2", "fp16", "own"),
-    ("O1", "bf16", "torch"), ("O1", "fp16", "torch"),
+    ("O1", "bf16", "own"), ("O2", "fp16", "own"), ("O1", "fp16", "torch"),
+    *(pytest.param(*case, marks=pytest.mark.deep)
+      for case in (("O1", "fp16", "own"), ("O2", "bf16", "own"), ("O1", "bf16", "torch"))),
 ])  # fmt: skip
 def test_mixed_precision_stays_within_one_per_cent(ranks, level: str, half: str, backend: str) -> None:
     scale = "dynamic" if half == "fp16" else "1"
@@ -160,7 +163,7 @@ def test_o1_is_near_torch_amp(ranks, half: str) -> None:
     assert ours["scales"] == theirs["scales"]
 
 
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("half", quick_only(["bf16", "fp16"], "bf16"))
 def test_o3_learns(ranks, half: str) -> None:
     scale = "dynamic" if half == "fp16" else "1"
     report = ranks(2).run(train, plan(100, opt_level="O3", half=half, loss_scale=scale))[0]

@@ -119,6 +119,7 @@ def test_and_back(ranks, tmp_path, num_ranks):
     assert mean(results) == pytest.approx(mean(through), rel=1e-6, abs=0)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("then", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("first", ["fp32", "bf16", "fp16"])
 def test_it_goes_on_in_another_precision(ranks, tmp_path, first, then):
@@ -146,6 +147,7 @@ def test_dcp_s_own_tools_read_it(saved):
 # ---- what can be wrong
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"])
 @pytest.mark.parametrize("how", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_refused(saved, tmp_path, name, how):
@@ -268,6 +270,7 @@ def out_and_in(rank, num_ranks, config, path):
     return weights, other.gather_state()[0]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("config", [SMALL, MIDDLE | {"bf16": {"enabled": True}}, SHARDED | {"fp16": {"enabled": True}}])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_weights_go_out_and_in_as_one_plain_file(ranks, tmp_path, num_ranks, config):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pstar import shared_memory
 from pstar.collectives import Collectives
 from pstar.tiers import Ledger
+from tests.cover import quick_only
 
 SIZES = [1, 7, 300_001, 1_500_000]    # the last needs several slices of the staging area
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -35,7 +36,7 @@ def exchange_case(rank: int, num_ranks: int, through_memory: bool):
     return collectives.through_memory, dict(collectives.ledger.moved_bytes), results, glob.glob("/dev/shm/pstar_*")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", quick_only([2, 3, 4], 3))
 def test_shared_memory_gives_what_the_process_group_gives(ranks, num_ranks):
     if not shared_memory.available():
         pytest.skip("no shared memory with ordered writes on this machine")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import toy
+from tests.cover import quick_only
 from tests.distributed.test_pstar_ranks import STEPS, case, ddp_case
 
 NEAR = ("min", "40%", "100%")
@@ -34,7 +35,7 @@ def ddp(ranks):
     return ranks(2).run(ddp_case)[0]
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", quick_only(range(6), 0, 1))
 def test_sixty_placements_at_two_ranks(ranks, ddp, part, tmp_path):
     for keys in combinations(60)[part * 10 : part * 10 + 10]:
         keys |= {"disk_path": str(tmp_path)} if keys["far_budget"] != "auto" else {}
@@ -44,6 +45,7 @@ def test_sixty_placements_at_two_ranks(ranks, ddp, part, tmp_path):
         assert got["traced"] == 1 and got["near"][0] <= got["near"][1], keys
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS, ids=["group", "chunk", "sharded"])
 @pytest.mark.parametrize("prefetch", PREFETCH)
 def test_a_slow_link_changes_no_bit(ranks, ddp, prefetch, kind):
@@ -53,6 +55,7 @@ def test_a_slow_link_changes_no_bit(ranks, ddp, prefetch, kind):
     assert all(torch.equal(value, got["weights"][name]) for name, value in ddp["weights"].items())
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS, ids=["group", "chunk", "sharded"])
 @pytest.mark.parametrize("near", ["40%", "60%"])
 def test_near_filled_with_states_changes_no_bit(ranks, ddp, near, kind):

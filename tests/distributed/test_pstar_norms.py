@@ -56,6 +56,7 @@ def norms_case(rank: int, num_ranks: int, dtype: torch.dtype, drop_rows: bool = 
     return results
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_no_layout_changes_a_bit(ranks, num_ranks, dtype):

@@ -47,13 +47,13 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         script, *arguments = rest
         if not (root / script).is_file():
             return [f"{command}: there is no {script}"]
-        return _unknown_flags(command, arguments, known_flags(script))
+        return _unknown_flags(command, arguments, script)
     if program == "python" and rest[:1] == ["-m"]:
         module = rest[1]
         if not (root / f"{module.replace('.', '/')}.py").is_file():
             return [f"{command}: there is no module {module}"]
         named = " ".join(word for word in rest[2:3] if word in ("convert", "train", "check", "export"))
-        return _unknown_flags(command, rest[2:], known_flags(f"-m {module} {named}".strip()))
+        return _unknown_flags(command, rest[2:], f"-m {module} {named}".strip())
     if program == "pytest":
         return [f"{command}: there is no {word}" for word in rest if word.startswith(PLACES) and not (root / word).exists()]
     if program == "pip":
@@ -69,15 +69,16 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
     if program == "pstar":
         if rest[:1] not in ([], ["config"], ["trace"], ["plan"]):
             return [f"{command}: pstar has no command {rest[0]}"]
-        return _unknown_flags(command, rest, known_flags(f"-m pstar.cli {' '.join(rest[:1])}"))
+        return _unknown_flags(command, rest, f"-m pstar.cli {' '.join(rest[:1])}".strip())
     if program in ("sbatch", "torchrun"):
         scripts = [word for word in rest if "/" in word and not word.startswith("--")]
         return [] if scripts and (root / scripts[0]).is_file() else [f"{command}: {program} without a script that is there"]
     return [f"{command}: {program} is no program that the pages know; teach tests/docs/pages.py about it"]
 
 
-def _unknown_flags(command: str, arguments: list[str], known: set[str] | None) -> list[str]:
+def _unknown_flags(command: str, arguments: list[str], script: str) -> list[str]:
     given = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    known = known_flags(script) if given else None  # without flags nothing is started: some programs take none and would run
     return [f"{command}: {flag} is in no --help" for flag in given if known is not None and flag not in known]
 
 

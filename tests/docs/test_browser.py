@@ -66,6 +66,7 @@ def problems(browser: Browser, url: str) -> list[str]:
     return found + [f"script: {complaint}" for complaint in browser.complaints if not complaint.endswith(ASKED_IN_VAIN)]
 
 
+@pytest.mark.deep
 def test_every_page_is_whole_on_a_desktop_and_on_a_phone(browser: Browser, address: str, site: Path) -> None:
     pages = sorted(path.relative_to(site).as_posix().removesuffix("index.html") for path in site.rglob("index.html"))
     assert len(pages) > 20

@@ -59,8 +59,12 @@ def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Iterator[Callable
         yield lambda command, flags="": shell(f"{timed.here(command)} {flags}", cwd=folder, GPT2_CHINESE_CACHE=tokens)
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, id=p.stem, marks=needs_horovod if "horovod" in p.stem else ())
-                                  for p in CHAPTERS])  # fmt: skip
+def marks(chapter: str) -> list[pytest.MarkDecorator]:
+    """Chapter 07's are the quick ones."""
+    return [needs_horovod] * ("horovod" in chapter) + [pytest.mark.deep] * (chapter != "07_patrickstar")
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=p.stem, marks=marks(p.stem)) for p in CHAPTERS])
 def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
     ran = [command for command in commands_of(page) if not reason(command)]
     for command in ran:

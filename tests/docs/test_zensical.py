@@ -11,6 +11,8 @@ import pytest
 from tests.docs import pages
 from tests.docs.pages import ROOT
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(scope="module")
 def built(shell, site: Path) -> Iterator[Path]:

@@ -31,6 +31,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.harness.rank import READY, serve
+from tests.tally import started
 
 START_TIMEOUT_S = 180  # the first start imports torch, which takes long on a busy machine
 LIMIT_S = 180.0  # of a case that does not say its own; most take less than a second
@@ -135,6 +136,7 @@ class RankPool:
         with mock.patch.dict(os.environ, ONE_THREAD):
             forkserver.ensure_running()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
+        started["ranks"] += self.num_ranks
         for rank in range(self.num_ranks):
             here, there = _context.Pipe()
             # daemon: should the test run end without close(), Python's exit ends the ranks

@@ -175,6 +175,7 @@ def test_a_thousand_steps_do_not_drift():
 # ---- bit for bit
 
 
+@pytest.mark.pairs
 @needs_compiler
 @pytest.mark.parametrize("bits", [32, 8])
 @pytest.mark.parametrize("grad_dtype", [FP32, FP16, BF16])
@@ -326,6 +327,7 @@ def test_blocks_of_a_norm_add_up_to_it_wherever_the_gradient_is_cut(implementati
     assert norm_blocks(grad[:0], implementation).numel() == 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kept", ["in its dtype", "in fp32"])
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])

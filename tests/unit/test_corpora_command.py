@@ -362,6 +362,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     return bytes(raw)
 
 
+@pytest.mark.deep
 def test_a_thousand_mutated_inputs_give_a_result_or_one_line(tmp_path: Path, capsys) -> None:
     chance, given = random.Random(7), seeds()
     ends = {"converted": 0, "refused": 0}

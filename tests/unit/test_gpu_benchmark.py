@@ -20,6 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     return models.main([*flags, "--only", "pstar,plain,fsdp2"]), folder
 
 
+@pytest.mark.deep
 def test_all_train_the_same_work(run: tuple[int, Path]) -> None:
     status, folder = run
     (entry,) = json.loads((folder / "gpu_models.json").read_text()).values()
@@ -32,6 +33,7 @@ def test_all_train_the_same_work(run: tuple[int, Path]) -> None:
     assert rows["pstar"]["predicted, GiB"] and rows["pstar"]["TFLOP/s, 8N"]
 
 
+@pytest.mark.deep
 def test_the_page_is_made_of_all_runs_and_names_no_folder(run: tuple[int, Path]) -> None:
     _, folder = run
     text = (folder / "gpu_models.md").read_text()
@@ -42,6 +44,7 @@ def test_the_page_is_made_of_all_runs_and_names_no_folder(run: tuple[int, Path])
     assert page.index("0.00 billion") < page.index("## 7.00 billion") and page.count("| who |") == 2
 
 
+@pytest.mark.deep
 def test_who_cannot_train_has_a_row_that_says_why(tmp_path: Path) -> None:
     flags = ["--quick", "--device", "cpu", "--rounds", "1", "--only", "pstar", "--results", str(tmp_path)]
     assert models.main([*flags, "--near-memory", "1000"]) == 1

@@ -92,6 +92,7 @@ def test_a_row_of_the_link_shows_both_directions_and_the_same_rounds() -> None:
     assert memory_speed.link_row("0", slow, base, slow, 1e6).split("|")[7:9] == [" 1.00 ", "  "], "nothing is waited for"
 
 
+@pytest.mark.deep
 def test_disk_model(tmp_path) -> None:
     modes, memory = run_quick("disk_model", tmp_path)
     near, disk = modes[1:]
@@ -110,6 +111,7 @@ def test_plan_memory(tmp_path) -> None:
     assert planned[1][6] == counted[1][7]
 
 
+@pytest.mark.deep
 def test_convert_memory(tmp_path) -> None:
     (conversions,) = run_quick("convert_memory", tmp_path)
     small, large = conversions[1:]
@@ -127,6 +129,7 @@ def test_a_bound_is_the_longer_of_compute_and_transfer_and_of_what_can_run_at_th
     assert memory_speed.bounds(base, told, 4.0) == (20.0, 20.0) and memory_speed.bounds(base, told, 5.0) == (16.0, 16.0)
 
 
+@pytest.mark.deep
 def test_tokenise_memory(tmp_path) -> None:
     (table,) = run_quick("tokenise_memory", tmp_path)
     small, large = ([number(cell) for cell in row] for row in table[1:])

@@ -180,6 +180,7 @@ def least_far(keys: dict) -> int:
     return int(str(error.value).split("need ")[1].split(":")[0])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", placements(40), ids=str)
 def test_auto_refuses_nothing_that_host_can_run(case, plain, measured):
     measured(GPU)

@@ -125,6 +125,7 @@ def test_a_kill_before_every_change_of_the_disk(tmp_path: Path) -> None:
     assert states > 5 and kills > 100
 
 
+@pytest.mark.deep
 def test_two_hundred_kills_while_saving(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WRITER, str(tmp_path), str(ROUNDS)], capture_output=True, text=True, timeout=HANGS_S

@@ -1,0 +1,61 @@
+"""Which cases of a full product the quick command runs: a covering array. The others are marked `deep`.
+
+    @pytest.mark.each                        # quick: every value of every parameter is used by some case
+    @pytest.mark.pairs                       # quick: every two values of two parameters meet in some case
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+    @pytest.mark.parametrize("near", ["min", "100%"])
+    def test_x(num_ranks, near): ...
+
+    @pytest.mark.parametrize("case", quick_only(CASES, "gpipe", "1f1b"))     # quick: these two
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+STRENGTHS = {"each": 1, "pairs": 2}
+
+
+def array(product: Sequence[tuple[Hashable, ...]], strength: int) -> list[int]:
+    """Returns the numbers of the cases that together have every combination of `strength` values that the product has.
+
+    The choice is greedy and always the same. Among cases that bring equally many new combinations it takes the one whose
+    values were used least.
+    """
+    values = [list(enumerate(case)) for case in product]
+    combinations = [set(itertools.combinations(case, min(strength, len(case)))) for case in values]
+    missing, chosen, used = set().union(*combinations), [], Counter()
+    while missing:
+        best = max(range(len(product)),
+                   key=lambda n: (len(combinations[n] & missing), -sum(used[value] for value in values[n]), -n))  # fmt: skip
+        chosen.append(best)
+        used.update(values[best])
+        missing -= combinations[best]
+    return sorted(chosen)
+
+
+def quick_only(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """Returns all cases, those not named in `quick` marked `deep`. Raises ValueError when a name is not among the cases."""
+    cases = list(cases)
+    if strangers := [name for name in quick if name not in cases]:
+        raise ValueError(f"no such case: {strangers}")
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.deep) for case in cases]
+
+
+def mark_deep(items: list[pytest.Item]) -> None:
+    """Marks the cases of `each` and `pairs` tests that a covering array does not need as `deep`."""
+    products: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if any(item.get_closest_marker(name) for name in STRENGTHS):
+            products.setdefault((str(item.path), item.originalname), []).append(item)
+    for cases in products.values():
+        strength = max(number for name, number in STRENGTHS.items() if cases[0].get_closest_marker(name))
+        quick = array([tuple(map(repr, item.callspec.params.values())) for item in cases], strength)
+        for number, item in enumerate(cases):
+            if number not in quick:
+                item.add_marker(pytest.mark.deep)

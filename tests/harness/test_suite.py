@@ -1,0 +1,108 @@
+"""The machinery of tests/run.sh: what is quick and what is deep, what a folder costs, and that a red run is red."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import tally
+from tests.cover import array, quick_only
+from tests.workers import scope_of, sort
+
+ROOT = Path(__file__).parents[2]
+SIZES = (7, 2, 3)
+
+
+def is_deep(case) -> bool:
+    return any(mark.name == "deep" for mark in case.marks)
+
+
+@pytest.mark.parametrize("strength, most", [(1, 7), (2, 21), (3, 42)])
+def test_quick_cases_have_every_combination(strength: int, most: int) -> None:
+    product = list(itertools.product(*map(range, SIZES)))
+    quick = [product[number] for number in array(product, strength)]
+    assert len(quick) <= most
+    for axes in itertools.combinations(range(3), strength):
+        for values in itertools.product(*(range(SIZES[axis]) for axis in axes)):
+            assert any(all(case[a] == v for a, v in zip(axes, values, strict=True)) for case in quick), values
+
+
+def test_values_are_used_alike() -> None:
+    product = list(itertools.product(range(8), range(4)))
+    assert Counter(product[number][1] for number in array(product, 1)) == dict.fromkeys(range(4), 2)
+
+
+def test_only_named_cases_stay_quick() -> None:
+    first, second = quick_only({"a": 1, "b": 2}, "b")
+    assert is_deep(first) and first.values == ("a",) and second == "b"
+    with pytest.raises(ValueError, match="no such case: .'c'"):
+        quick_only({"a": 1}, "c")
+
+
+def test_a_file_stays_with_one_worker_and_the_pages_with_one() -> None:
+    assert scope_of("tests/unit/test_x.py::test_y[a/b::c]") == "tests/unit/test_x.py"
+    assert scope_of("tests/docs/test_x.py::test_y") == "docs"
+
+
+def test_files_come_in_the_given_order_or_in_a_random_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"tests/{folder}/test_{n}.py::test" for folder in ("unit", "docs", "chapters") for n in "abc"]
+    files = [SimpleNamespace(nodeid=name) for name in names]
+    as_given, shuffled = list(files), list(files)
+    sort(as_given)
+    assert as_given == files[3:] + files[:3]
+    monkeypatch.setenv("TESTS_ORDER", "1")
+    sort(shuffled)
+    again = list(files)
+    sort(again)
+    assert shuffled == again != as_given and sorted(map(id, shuffled)) == sorted(map(id, files))
+    assert [item.nodeid for item in shuffled if "docs" in item.nodeid] == [item.nodeid for item in files[3:6]]
+
+
+def test_a_folder_over_its_budget_is_named() -> None:
+    totals = {"chapters": Counter(programs=5, ranks=9)}
+    assert tally.over_budget(totals, {"chapters": (5, 9), "unit": (0, 0)}) == []
+    [line] = tally.over_budget(totals, {"chapters": (4, 9)})
+    assert line == "tests/chapters needs 5 programs, its budget in tests/tally.py is 4"
+
+
+TESTS = """
+import subprocess, sys
+import pytest
+from tests.harness import run_ranks
+
+def test_program(): subprocess.run([sys.executable, "-c", ""], check=True)
+def case(rank, num_ranks): return rank
+def test_ranks(): assert run_ranks(case, 2) == [0, 1]
+@pytest.mark.deep
+def test_deep(): raise AssertionError("deep")
+@pytest.mark.each
+@pytest.mark.parametrize("a", [0, 1])
+@pytest.mark.parametrize("b", [0, 1])
+def test_each(a, b): assert a == b
+"""
+
+
+@pytest.mark.parametrize("budget, status", [((1, 2), 0), ((0, 1), 1)])
+def test_two_workers_count_and_go_red(tmp_path: Path, budget: tuple[int, int], status: int) -> None:
+    folder = tmp_path / "tests" / "sample"
+    folder.mkdir(parents=True)
+    (folder / "test_sample.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(f"from tests.conftest import *\ntally.BUDGETS = {{'sample': {budget}}}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  deep\n  each\n")
+    report = tmp_path / "report.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TESTS_WHOLE": "quick", "TESTS_REPORT": str(report)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--no-loadscope-reorder",
+               "-m", "not deep", "tests/sample"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    cost = json.loads(report.read_text())["sample"]
+    assert (cost["tests"], cost["programs"], cost["ranks"]) == (4, 1, 2)
+    assert done.stdout.count("BUDGET: tests/sample needs") == (0 if status == 0 else 2), done.stdout

@@ -1,0 +1,46 @@
+"""The order of the suite, and how pytest-xdist workers share it: a file stays with one worker, and so do all pages."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+from tests.tally import folder_of
+
+TOGETHER = ("docs",)  # its tests share the built site
+# What takes longest comes first, so that no worker is left with it at the end.
+FIRST = ("docs", "chapters", "distributed", "exercises", "harness")
+SEED_VARIABLE = "TESTS_ORDER"  # a seed: files then come in a random order
+
+
+def scope_of(nodeid: str) -> str:
+    """Returns the name of the group that runs in one process: the folder for those in TOGETHER, else the file."""
+    folder = folder_of(nodeid)
+    return folder if folder in TOGETHER else nodeid.split("::")[0]
+
+
+def sort(items: list[pytest.Item]) -> None:
+    """Puts the groups in the order of FIRST, or in a random one where SEED_VARIABLE gives a seed."""
+    seed = os.environ.get(SEED_VARIABLE)
+    if seed:
+        draw = random.Random(seed)
+        place = {scope: draw.random() for scope in sorted({scope_of(item.nodeid) for item in items})}
+        items.sort(key=lambda item: place[scope_of(item.nodeid)])
+    else:
+        place = {folder: number for number, folder in enumerate(FIRST)}
+        items.sort(key=lambda item: place.get(folder_of(item.nodeid), len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tells xdist to hand out whole groups, in the order in which pytest collected them."""
+    from xdist.scheduler import LoadScopeScheduling  # late: only there when workers are asked for
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return ByGroup(config, log)
