@@ -1,6 +1,6 @@
 """Runs docs/programs as their first lines say; what they print is on the pages, and in the pictures of the collectives.
 
-    outputs()                         name -> what a program printed, kept until a program or torch changes
+    outputs()                         name -> what a program printed, kept until a program, a package or torch changes
     python docs/programs_run.py FOLDER NAME...
                                       runs programs one after the other in this process and writes what each prints into
                                       FOLDER/NAME.RANK; under torchrun all ranks do, so that a dozen programs cost one start
@@ -45,9 +45,10 @@ def command_of(name: str) -> str:
 
 
 def outputs() -> dict[str, str]:
-    """What each program printed; runs all of them when one has changed."""
+    """What each program printed; runs all of them when one has changed, or what they import."""
     digest = hashlib.sha256(f"{sys.version} {importlib.metadata.version('torch')}".encode())
-    for path in [Path(__file__), *sorted(PROGRAMS.glob("*.py"))]:
+    packages = [path for name in ("gpt2_chinese", "pstar") for path in sorted((REPO / name).glob("**/*.py"))]
+    for path in [Path(__file__), *sorted(PROGRAMS.glob("*.py")), *packages]:
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     key = digest.hexdigest()
     stored = json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}

@@ -37,8 +37,8 @@ def docs():
 
 @pytest.fixture(scope="module")
 def said(docs) -> dict[str, str]:
-    """What all programs print now: two starts, and three programs on their own."""
-    return docs.programs_run.run_all()
+    """What all programs print: two starts, and three programs on their own, once for all tests of a checkout."""
+    return docs.programs_run.outputs()
 
 
 def test_every_program_is_on_a_page_with_what_it_printed() -> None:
