@@ -1,8 +1,8 @@
 """Parameters and gradients in chunks: what is COMPUTE, HOLD or RELEASED, and how a group comes near.
 
 A parameter is a view into its group's near buffer while that is there (COMPUTE: in use, pinned; HOLD: may be evicted), and
-an expanded NaN without memory otherwise (RELEASED): its shape stays, and whoever uses it out of turn gets NaN, not
-somebody else's bytes. A group's state follows from its parameters: it is pinned while one of them is COMPUTE.
+an expanded NaN without memory otherwise (RELEASED): its shape stays. While it is not COMPUTE its class is Idle, so that
+whoever uses it out of turn gets its bytes first (pstar.borrowed). A group is pinned while one of its parameters is COMPUTE.
 
 With one process a group's near buffer is its ("param", g) block. With p ranks each rank keeps its own piece in
 ("param", g), and the near buffer is ("gathered", u), dropped when it must leave. A *unit* u is what one collective brings
@@ -15,13 +15,14 @@ the ranks must agree about evictions. For the same reason every rank has the sam
 ranks at the same moments.
 """
 
-import zlib
 from collections.abc import Callable
 from enum import Enum
 
 import torch
 
 from pstar.ahead import LookAhead
+from pstar.borrowed import idle_class
+from pstar.collective_log import CollectiveLog
 from pstar.collectives import Collectives, Handle
 from pstar.errors import StateError
 from pstar.kernels import store_squared
@@ -62,8 +63,9 @@ class Chunks:
         self._keys = [("param" if one else "gathered", unit.index) for unit in self.units]
         self._grad_keys = [("grad" if one else "grad_full", unit.index) for unit in self.units]
         self.shapes = {name: param.shape for name, param in params.items()}
-        self._strides = {name: torch.empty(shape, device="meta").stride() for name, shape in self.shapes.items()}
+        self.strides = {name: torch.empty(shape, device="meta").stride() for name, shape in self.shapes.items()}
         self._placeholder = torch.full((), float("nan"), dtype=param_dtype, device=device)
+        self._classes = {name: (type(param), idle_class(type(param))) for name, param in params.items()}
         self._uses: dict[str, int] = dict.fromkeys(params, 0)          # COMPUTE is counted: modules nest
         self._bound: set[int] = set()                                  # units whose parameters are views of near
         self._unit_at: dict[int, int] = {}                             # address of a near buffer -> unit
@@ -81,8 +83,7 @@ class Chunks:
         """Reduce all units after backward, in the order of their numbers, instead of each as soon as it is complete."""
         self.completed: list[int] = []
         """The groups whose gradients were complete in this step, one after the other."""
-        self.calls: list[int] = []
-        """What this rank asked of the others since the last step: u + 1 for a gather of unit u, -u - 1 for a reduction."""
+        self.log = CollectiveLog(collectives, device)
         self._units_of: dict[int, list[int]] = {}
         for unit in self.units:
             self._units_of.setdefault(unit.group, []).append(unit.index)
@@ -136,7 +137,7 @@ class Chunks:
         return data
 
     def _gather(self, unit: int) -> Handle:
-        self._say(unit + 1)
+        self.log.gather(unit)
         spec, rank = self.units[unit], self.collectives.rank
         data = self.residency.create(("gathered", unit), spec.elems, self.param_dtype, NEAR, derived=True)
         self.residency.pin(("gathered", unit))
@@ -208,15 +209,16 @@ class Chunks:
         return under_way
 
     def _bind(self, unit: int, data: torch.Tensor) -> None:
-        for slot in self.units[unit].slots:
-            self.params[slot.name].data = self._view(slot.name, data)
+        with torch._C.DisableTorchFunctionSubclass():    # idle parameters would take it for an operation of the model's
+            for slot in self.units[unit].slots:
+                self.params[slot.name].data = self._view(slot.name, data)
         self._bound.add(unit)
         self._unit_at[data.data_ptr()] = unit
         self._address[unit] = data.data_ptr()
 
     def _view(self, name: str, data: torch.Tensor) -> torch.Tensor:
         """A parameter's place in its unit's buffer, as a tensor of its shape. (One call: slice and view are two.)"""
-        return data.as_strided(self.shapes[name], self._strides[name], self._place[name][1])
+        return data.as_strided(self.shapes[name], self.strides[name], self._place[name][1])
 
     def on_leave(self, key: Key) -> bool:
         """The residency is about to take a block from near; whether parameters were views of it."""
@@ -233,7 +235,8 @@ class Chunks:
         for slot in self.units[unit].slots:
             if self._uses[slot.name]:
                 raise StateError(f"{slot.name} is in use (COMPUTE) and cannot be released")
-            self.params[slot.name].data = self._placeholder.expand(self.shapes[slot.name])
+            with torch._C.DisableTorchFunctionSubclass():
+                self.params[slot.name].data = self._placeholder.expand(self.shapes[slot.name])
 
     def bind_all(self) -> None:
         """RELEASED -> HOLD: all parameters come near, where nothing will make them leave. Between two steps, or in one."""
@@ -241,11 +244,15 @@ class Chunks:
             with self.residency.schedule.paused():    # which modules use them when is of no interest
                 for unit in self.units:
                     self.fetch(unit.index)
+            for name, param in self.params.items():
+                param.__class__ = self._classes[name][0]
 
     def release_all(self) -> None:
-        """All parameters become placeholders: from now on their memory is in chunks."""
+        """All parameters become placeholders, and idle: from now on their memory is in chunks."""
         for unit in self.units:
             self._release_data(unit.index)
+        for name, param in self.params.items():
+            param.__class__ = self._classes[name][1]
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """HOLD or RELEASED -> COMPUTE: the parameters' bytes come near and stay."""
@@ -257,6 +264,7 @@ class Chunks:
                 there = unit
             self.residency.pin(self._keys[unit])
             self._uses[name] += 1
+            self.params[name].__class__ = self._classes[name][0]
         if names:
             self._look_ahead()
 
@@ -267,6 +275,8 @@ class Chunks:
             if not self._uses[name]:
                 raise StateError(f"{name} is released but not in use: it is {self.state(name).name}")
             self._uses[name] -= 1
+            if not self._uses[name]:
+                self.params[name].__class__ = self._classes[name][1]
             self.residency.unpin(self._keys[self._place[name][0]])
 
     def release_uses(self) -> None:
@@ -278,6 +288,10 @@ class Chunks:
         """The unit into whose near buffer a tensor points; None for a tensor of other memory."""
         unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
         return None if unit is None else self.units[unit]
+
+    def unit_bytes(self, name: str) -> int:
+        """What the unit of a parameter takes near."""
+        return self.units[self._place[name][0]].elems * self.param_dtype.itemsize
 
     def drop_gathered(self, group: int) -> None:
         """The group's gathered copies are out of date: somebody's piece was updated."""
@@ -375,36 +389,6 @@ class Chunks:
                 self.residency.create(self._grad_keys[unit], self.units[unit].elems, self.grad_dtype, NEAR)
             self._complete(unit)
 
-    def _say(self, call: int) -> None:
-        """This rank is about to make a collective call, as an entry of calls."""
-        self.calls.append(call)
-        self.collectives.about(abs(call) - 1)
-
-    def check_calls(self) -> None:
-        """Every rank must have made the same collective calls since the last step: else gradients of one unit were added
-        to those of another. Raises StateError on every rank, before anything is updated. Every rank calls it.
-        """
-        calls, self.calls, ranks = self.calls, [], self.collectives.num_ranks
-        if ranks == 1:
-            return
-        digest = zlib.crc32(repr(calls).encode())
-        if len(set(self._from_all([digest, len(calls)]))) == 1:
-            return
-        longest = max(count for _, count in self._from_all([digest, len(calls)]))
-        first, *others = self._from_all(calls + [0] * (longest - len(calls)))
-        rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-        number = next(number for number in range(longest) if first[number] != other[number])
-        raise StateError(f"the ranks use different parameters: collective {number + 1} of the step was "
-                         f"{_call(first[number])} on rank 0 and {_call(other[number])} on rank {rank}; all must run "
-                         "the same modules in the same order, but for gradients that are missing under "
-                         "\"find_unused_parameters\": true with room near for all parameters")
-
-    def _from_all(self, values: list[int]) -> list[tuple[int, ...]]:
-        """Every rank's values, by rank."""
-        rows = torch.zeros(self.collectives.num_ranks, len(values), dtype=torch.float64, device=self.device)
-        rows[self.collectives.rank] = torch.tensor(values, dtype=torch.float64)
-        return [tuple(map(int, row)) for row in self.collectives.sum(rows).tolist()]
-
     def _num_trainable(self, unit: int) -> int:
         """Counted once a step: what is frozen between two steps is frozen for the whole one."""
         if unit not in self._trainable:
@@ -423,7 +407,7 @@ class Chunks:
             return
         for other in list(self._reducing):
             self._end_reduce(other)
-        self._say(-unit - 1)
+        self.log.reduce(unit)
         self._reduced.add(unit)
         full = self.residency.ensure(("grad_full", unit), NEAR)
         for slot in spec.slots:
@@ -493,8 +477,3 @@ class Chunks:
                     self.residency.drop((kind, index))
         for names in (*self._arrived, *self._summed, *self._leaving):
             names.clear()
-
-
-def _call(number: int) -> str:
-    """An entry of Chunks.calls in words."""
-    return f"{'a gather' if number > 0 else 'a reduction'} of unit {abs(number) - 1}" if number else "none"

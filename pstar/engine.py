@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pstar.activations import Offload
 from pstar.budget import model_data_bytes
@@ -20,6 +19,7 @@ from pstar.embedding import compute_embeddings_far
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.export import export_weights, import_weights
 from pstar.hooks import Hooks
+from pstar.inputs import cast, shape_of
 from pstar.lazy import Recipe, build, storage_key
 from pstar.movers import Movers
 from pstar.nonmodel import CudaPeak, LiveBytes
@@ -109,7 +109,7 @@ class Engine(torch.nn.Module):
         self._chunks.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
-        self._hooks = Hooks(self.module, self._chunks, self._offload, self._stays_near)
+        self._hooks = Hooks(self.module, self._chunks, self._grow, self._offload, self._stays_near)
         in_chunks = set(map(id, self._params.values()))
         for child in self.modules():
             if any(id(param) in in_chunks for param in child.parameters()):
@@ -149,12 +149,13 @@ class Engine(torch.nn.Module):
             self._chunks.bind_all()
         if training:
             self._begin_forward(args, kwargs)
-        args, kwargs = self._cast(args), {name: self._cast(value) for name, value in kwargs.items()}
+        args, kwargs = cast(args, self._chunks.param_dtype), cast(kwargs, self._chunks.param_dtype)
         with nullcontext() if training else self.schedule.paused(), self._explained():
             return self.module(*args, **kwargs)
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """A micro-step begins, and with the first of them a step."""
+        self._hooks.lender.open = True
         shapes = self._signature(args, kwargs)
         if not self.schedule.in_step:
             self.schedule.begin_step(shapes)
@@ -179,7 +180,7 @@ class Engine(torch.nn.Module):
         """
         if self._collectives.num_ranks > 1 and self._near_memory is None:
             return None
-        shapes = tuple(_shape(value) for value in (*args, *kwargs.items()))
+        shapes = tuple(shape_of(value) for value in (*args, *kwargs.items()))
         return tuple(self._collectives.from_all(shapes)) if self._collectives.num_ranks > 1 else shapes
 
     def _end_watching(self) -> None:
@@ -233,6 +234,7 @@ class Engine(torch.nn.Module):
 
     def _before_step(self) -> None:
         """Raises StateError where an update would take a part of the gradients, or other ones, and say nothing."""
+        self._hooks.lender.open = False
         steps = self.config.gradient_accumulation_steps
         if self._micro_step:
             raise StateError(f"optimizer.step() after {self._micro_step} of {steps} micro-steps "
@@ -263,6 +265,19 @@ class Engine(torch.nn.Module):
         at_home = sum(group.piece_elems for group in self.layout.groups if self._chunks.home[group.index] == NEAR)
         least = self._least_near + self.costs.states * at_home
         return least if peak is None else max(self._near_memory - peak, least)
+
+    def _grow(self, num_bytes: int) -> bool:
+        """Near takes num_bytes beside what is in use there, for a borrowed parameter; whether it may. With near_budget min,
+        the least that works, the budget learns what the plan could not know: which module borrows from which."""
+        needed = self.near.used_bytes + num_bytes
+        if self.near.budget_bytes is not None and self.near.budget_bytes < needed:
+            if self.config.near_budget != "min":
+                return False
+            self.near.budget_bytes = needed
+        self._least_near = max(self._least_near, needed)
+        if self.near.limit_bytes is not None:
+            self.near.limit(max(self.near.limit_bytes, needed))
+        return True
 
     def _report_non_model(self, peak: int | None) -> None:
         if self._profile is not None and (peak is not None or self._live is not None):
@@ -306,15 +321,6 @@ class Engine(torch.nn.Module):
     def _stage(self, name: str) -> None:
         if self._profile is not None:
             self._profile.stage(name)
-
-    def _cast(self, value: Any) -> Any:
-        """Floating inputs in the dtype of the parameters, inside lists, tuples and dicts too; the same object where that
-        changes nothing, for a model may write into it."""
-        leaves, spec = tree_flatten(value)
-        cast = [leaf.to(self._chunks.param_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-                for leaf in leaves]
-        same = all(new is old for new, old in zip(cast, leaves, strict=True))
-        return value if same else tree_unflatten(cast, spec)
 
     # ---------------------------------------------------------------- state
 
@@ -420,17 +426,6 @@ def _refuse_state_dict(*_: Any) -> None:
     raise StateError("parameters in chunks have no state_dict, it would be full of NaN: use model.save_checkpoint and "
                      "load_checkpoint for a run, export_weights and import_weights for a file, gather_state and load_state "
                      "for tensors")
-
-
-def _shape(value: Any) -> Any:
-    """What of an argument makes a step another one: the shapes of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), str(value.dtype))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_shape, value))
-    if isinstance(value, dict):
-        return tuple((str(key), _shape(item)) for key, item in value.items())
-    return value if isinstance(value, (str, bool, type(None))) else type(value).__name__    # a number may be a counter
 
 
 def _check_parameters(module: torch.nn.Module) -> None:

@@ -20,12 +20,14 @@ model's step.
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from pstar.activations import Away, Offload
+from pstar.borrowed import Idle, Lender
 from pstar.chunks import Chunks
 from pstar.errors import StateError
 from pstar.scope import used_by
@@ -63,17 +65,20 @@ class Hooks:
 
     Args:
         module, chunks: the model and its parameters.
+        grow: see pstar.borrowed.Lender, which lends what no hook here acquires.
         offload: where activations wait for backward; None: near.
         stay: all parameters stay near, bound (Chunks.bind_all): only gradients are taken. Then nothing is said of modules
             and their parameters, and the graph may hold what it likes, as in a model of torch alone.
     """
 
-    def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False):
+    def __init__(self, module: torch.nn.Module, chunks: Chunks, grow: Callable[[int], bool], offload: Offload | None = None,
+                 stay: bool = False):
         self.module, self.chunks, self.offload = module, chunks, offload
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
         self._pairs: list[AbstractContextManager | None] = []    # of each module that is in its forward: the one it set
+        self.lender = Lender(chunks, self._pairs, self._saving, grow, stay)
         names = {id(param): name for name, param in chunks.params.items()}
         for child in () if stay else module.modules():
             own = tuple(dict.fromkeys(names[id(param)] for param in used_by(child) if id(param) in names))
@@ -122,8 +127,9 @@ class Hooks:
             if hooks is None:
                 return
             hooks._leave_node()
-            hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)
-            param.grad = None
+            with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model's
+                hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)
+                param.grad = None
 
         return take
 
@@ -156,6 +162,9 @@ class Hooks:
         return away or Kept(tensor.detach(), None if tensor.is_inference() else tensor._version)
 
     def _pack(self, tensor: torch.Tensor) -> SavedView | None:
+        if tensor.__class__ is not torch.Tensor and isinstance(tensor, Idle):    # ctx.save_for_backward of a borrowed one
+            name = self.lender.name_of(tensor)
+            return SavedView(name, 0, self.chunks.shapes[name], self.chunks.strides[name])
         unit = self.chunks.unit_of(tensor)
         if unit is None:
             return None
@@ -189,10 +198,12 @@ class Hooks:
             if pair is not None:
                 pair.__exit__(None, None, None)
         self._in_backward, self._node = (), None
+        self.lender.open = False
         self.chunks.release_uses()
 
     def end_backward(self) -> None:
         self._leave_node()
+        self.lender.open = False
         self.chunks.end_backward(self.last_micro_step)
 
 

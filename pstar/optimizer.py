@@ -198,7 +198,7 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""
-        self.chunks.check_calls()
+        self.chunks.log.check()
         norms, used = self._norms()
         by_name = dict(zip((name for name in self.chunks.params if name in used), norms, strict=True))
         if self.outside.params:

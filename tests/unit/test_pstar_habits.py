@@ -446,25 +446,3 @@ def test_a_parameter_that_is_no_floating_number_is_named(dtype):
 def test_a_model_in_place_of_a_function_is_named(model_func):
     with pytest.raises(pstar.ConfigError, match="model_func is a (Loss|int): give a function"):
         pstar.initialize_engine(model_func)
-
-
-class Borrowing(Deep):
-    """A head that is tied by hand: its forward computes with the embedding's table long after that has left near."""
-
-    def __init__(self, exclude: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        if exclude:
-            pstar.exclude(self.embed)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return (super().forward(self.embed(h[:, 0].abs().long()) + h) @ self.embed.weight.T).square().mean()
-
-
-def test_a_parameter_of_another_module_that_has_left_is_told_of_and_can_be_kept():
-    model, optimizer = toy.build(Borrowing, near_budget="min")
-    with pytest.raises(pstar.StateError, match=r"another module's parameter \(NaN where it is not near: pstar.exclude\)"):
-        for step in range(20):
-            model.backward(model(x(step)))
-            optimizer.step()
-    compare(lambda: Borrowing(exclude=True))

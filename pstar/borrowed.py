@@ -1,0 +1,199 @@
+"""Borrowed parameters: an operation outside of the module that owns a parameter gets its bytes all the same.
+
+Hooks on modules bring the parameters of the module that runs. Whatever reads another one (a head tied by hand, a penalty
+over parameters(), a ParameterList, a block that uses another block's weight, a reference kept since __init__) must find its
+bytes as well, and never the placeholder. So a parameter that no running module uses has the class Idle, a subclass whose
+`__torch_function__` torch calls instead of every operation that gets such a parameter as an argument. There the bytes are
+acquired, the operation runs, and the bytes may leave again. Backward needs nothing more: what the operation saved is
+unpacked as for any parameter, and autograd adds the gradients of all uses.
+
+That a parameter is idle follows from the program alone, not from what happens to be near. So every step touches the same
+keys at the same moments, the trace knows them, they come ahead like all others, and all ranks make the same collectives.
+Where nothing is borrowed the cost is one assignment of a class when a parameter is acquired and one when it is released.
+
+A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps the memory that it looks at, see Residency._leave.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from pstar.errors import BudgetError, StateError
+
+# Functions and methods that look at shapes, types or hooks, never at bytes.
+NO_BYTES = frozenset([
+    "__len__", "_is_view", "backward", "can_cast", "dim", "dim_order", "element_size", "empty_like", "full_like",
+    "get_device", "grad", "has_names", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
+    "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "is_tensor", "ndimension", "nelement", "new_empty",
+    "new_full", "new_ones", "new_tensor", "new_zeros", "numel", "ones_like", "rand_like", "randint_like", "randn_like",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
+    "storage_offset", "stride", "zeros_like"])
+
+# Attributes that give the bytes; all other ones (shape, dtype, grad, ...) do not.
+BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+CHANGES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+
+class Chunks(Protocol):
+    """What is asked of pstar.chunks.Chunks."""
+
+    params: dict[str, torch.nn.Parameter]
+
+    def acquire(self, names: tuple[str, ...]) -> None: ...
+
+    def release(self, names: tuple[str, ...]) -> None: ...
+
+    def unit_bytes(self, name: str) -> int: ...
+
+    def bind_all(self) -> None: ...
+
+
+class Lender:
+    """Lends the parameters of one engine to operations.
+
+    Args:
+        chunks: the parameters.
+        running: one entry for each module that is in its forward.
+        saving: gives a pair of saved-tensor hooks for operations outside of modules, None where one is in force.
+        grow: asked for so many bytes beyond what is in use near, where borrowing finds no room; whether they are allowed.
+        stay: all parameters stay near (Chunks.bind_all): the first operation that finds them elsewhere brings all.
+    """
+
+    def __init__(self, chunks: Chunks, running: Sequence[object], saving: Callable[[], AbstractContextManager | None],
+                 grow: Callable[[int], bool], stay: bool = False):
+        self.chunks, self.grow, self.stay = chunks, grow, stay
+        self.open = False
+        """Whether the program is between the begin of a training forward and the end of its backward."""
+        self._running, self._saving = running, saving
+        self.run = torch.compiler.disable(self._run)    # here, for it imports the compiler, which takes seconds
+        for name, param in chunks.params.items():
+            param._pstar_lender = weakref.ref(self), name
+
+    def _run(self, func: Callable, names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """func(*args, **kwargs) with the bytes of the parameters in names. Raises StateError outside of a step, BudgetError
+        where near has no room for them."""
+        if self.stay:
+            self.chunks.bind_all()
+            return func(*args, **kwargs)
+        if not (self.open or self._running):
+            raise StateError(
+                f"{_operation(func)} in {_module()} reads parameter {names[0]} between two steps, where it lies in a chunk: "
+                "read it in the model's forward, between model(...) and model.backward(loss), or from model.gather_state()")
+        pair = self._saving() if torch.is_grad_enabled() and not self._running else None
+        acquired: list[str] = []
+        try:
+            for name in names:
+                self._acquire(name, func)
+                acquired.append(name)
+            with pair or nullcontext():
+                return func(*args, **kwargs)
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.chunks.release(tuple(acquired))
+
+    @staticmethod
+    def name_of(param: Idle) -> str:
+        return _lender(param)[1]
+
+    def _acquire(self, name: str, func: Callable) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                self.chunks.acquire((name,))
+            except BudgetError as error:
+                if not self.grow(self.chunks.unit_bytes(name)):
+                    raise BudgetError(f"{_operation(func)} in {_module()} borrows parameter {name} of another module, and "
+                                      f"near has no room for it beside the module's own: {error}") from None
+                self.chunks.acquire((name,))
+
+
+class Idle(torch.nn.Parameter):
+    """A parameter that no running module uses."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not _reads_bytes(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found: dict[str, None] = {}
+        lender = None
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Idle):
+                its_lender, name = _lender(leaf)
+                if lender is None or its_lender is lender:    # those of another engine are met by the call inside
+                    lender = its_lender
+                    found[name] = None
+        if _changes(func) and (not args or isinstance(args[0], Idle)):
+            name = next(iter(found))
+            raise StateError(
+                f"{_operation(func)} in {_module()} changes parameter {name} in place, which lies in a chunk: call "
+                "model.load_state(weights), or keep it with PyTorch (pstar.exclude)")
+        return lender.run(func, tuple(found), args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"Parameter in a chunk: {tuple(self.shape)}, {self.dtype}"
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise StateError(f"parameter {_lender(self)[1]} lies in a chunk and cannot be copied: model.gather_state() gives "
+                         "plain tensors")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(f"parameter {_lender(self)[1]} lies in a chunk and cannot be pickled: model.gather_state() gives "
+                         "plain tensors, model.save_checkpoint() a file")
+
+
+@cache
+def idle_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
+    """The class of an idle parameter of that kind: Idle, or a subclass of it and of the kind."""
+    return Idle if kind is torch.nn.Parameter else type(f"Idle{kind.__name__}", (Idle, kind), {})
+
+
+def _lender(param: Idle) -> tuple[Lender, str]:
+    found, name = param.__dict__.get("_pstar_lender", (lambda: None, "of an engine that is being built"))
+    lender = found()
+    if lender is None:
+        raise StateError(f"parameter {name} has no bytes: nobody has its engine any more")
+    return lender, name
+
+
+def _reads_bytes(func: Callable) -> bool:
+    name = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__ in BYTES_ATTRIBUTES
+    if name in ("__set__", "__delete__"):
+        return func.__self__.__name__ == "data"
+    return name not in NO_BYTES
+
+
+def _changes(func: Callable) -> bool:
+    name = func.__name__
+    return (name.endswith("_") and not name.endswith("__")) or name in CHANGES or name == "__set__"
+
+
+def _operation(func: Callable) -> str:
+    name = func.__name__
+    return f"Tensor.{func.__self__.__name__}" if name in ("__get__", "__set__") else name
+
+
+def _module() -> str:
+    """The class of the innermost module whose code runs, and the line. Read from the frames: until then it costs nothing."""
+    frame = sys._getframe(1)
+    line = None
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if line is None and not name.startswith(("torch.", "pstar.")):
+            line = f"line {frame.f_lineno} of {frame.f_code.co_filename.rpartition('/')[2]}"
+        its_self = frame.f_locals.get("self")
+        if isinstance(its_self, torch.nn.Module) and not name.startswith("pstar."):
+            return f"{type(its_self).__name__} ({line})"
+        frame = frame.f_back
+    return f"no module ({line})"

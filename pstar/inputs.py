@@ -1,0 +1,26 @@
+"""What a model is called with: its floating tensors in the dtype of the parameters, and its shapes."""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in another dtype, inside lists, tuples and dicts too; the same object where that changes nothing, for
+    a model may write into it."""
+    leaves, spec = tree_flatten(value)
+    made = [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+    same = all(new is old for new, old in zip(made, leaves, strict=True))
+    return value if same else tree_unflatten(made, spec)
+
+
+def shape_of(value: Any) -> Any:
+    """What of an argument makes a step another one: the shapes of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), str(value.dtype))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(shape_of, value))
+    if isinstance(value, dict):
+        return tuple((str(key), shape_of(item)) for key, item in value.items())
+    return value if isinstance(value, (str, bool, type(None))) else type(value).__name__    # a number may be a counter
