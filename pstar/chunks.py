@@ -28,7 +28,7 @@ from pstar.errors import StateError
 from pstar.kernels import store_squared
 from pstar.layout import Layout, Unit
 from pstar.residency import Key, Residency
-from pstar.tiers import FAR, NEAR
+from pstar.tiers import FAR, NEAR, Tier
 
 
 class TensorState(Enum):
@@ -70,6 +70,7 @@ class Chunks:
         self._bound: set[int] = set()                                  # units whose parameters are views of near
         self._unit_at: dict[int, int] = {}                             # address of a near buffer -> unit
         self._address: dict[int, int] = {}                             # and the other way round
+        self._has_views = False                                        # whether anybody ever kept a view of a near buffer
         self._arrived: list[set[str]] = [set() for _ in self.units]    # gradients in this step
         self._summed: list[set[str]] = [set() for _ in self.units]     # gradients in this micro-step
         self._leaving: list[set[str]] = [set() for _ in self.units]    # of these, those in the ("micro_grad", u) block
@@ -228,6 +229,10 @@ class Chunks:
             self._bound.discard(unit)
             del self._unit_at[self._address.pop(unit)]
             self._release_data(unit)
+            buffer = self.residency.blocks[key].copies[NEAR]
+            if Tier.shared(buffer):    # who saves one of these views for backward need not keep its memory till then
+                self._has_views = True
+                buffer.untyped_storage()._pstar_unit = unit, self.residency.schedule.num_steps
         return bound
 
     def _release_data(self, unit: int) -> None:
@@ -285,8 +290,12 @@ class Chunks:
             self.release((name,) * count)
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit into whose near buffer a tensor points; None for a tensor of other memory."""
-        unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
+        """The unit into whose near buffer a tensor points, or, in this step, pointed; None for a tensor of other memory."""
+        storage = tensor.untyped_storage()
+        unit = self._unit_at.get(storage.data_ptr())
+        if unit is None and self._has_views:
+            unit, step = getattr(storage, "_pstar_unit", (None, None))
+            unit = unit if step == self.residency.schedule.num_steps else None
         return None if unit is None else self.units[unit]
 
     def unit_bytes(self, name: str) -> int:

@@ -115,6 +115,7 @@ class Engine(torch.nn.Module):
             if any(id(param) in in_chunks for param in child.parameters()):
                 child.register_state_dict_pre_hook(_refuse_state_dict)
                 child.register_load_state_dict_pre_hook(_refuse_state_dict)
+                child.__reduce_ex__ = _refuse_copy    # copy and pickle ask the object, not its class
         self.ledger.reset()
         return self._optimizer
 
@@ -325,8 +326,7 @@ class Engine(torch.nn.Module):
     # ---------------------------------------------------------------- state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError("an engine cannot be copied or pickled, its parameters lie in chunks: model.gather_state() gives "
-                         "plain tensors, model.save_checkpoint() a file")
+        return _refuse_copy(protocol)
 
     def gather_state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(weights, moments) by plain names on rank 0, empty dicts elsewhere; see pstar.checkpoint. Every rank calls it."""
@@ -423,9 +423,14 @@ class Engine(torch.nn.Module):
 
 def _refuse_state_dict(*_: Any) -> None:
     """A file of placeholders would look like a model until somebody loads it."""
-    raise StateError("parameters in chunks have no state_dict, it would be full of NaN: use model.save_checkpoint and "
+    raise StateError("parameters in chunks have no state_dict, it would be without bytes: use model.save_checkpoint and "
                      "load_checkpoint for a run, export_weights and import_weights for a file, gather_state and load_state "
                      "for tensors")
+
+
+def _refuse_copy(protocol: Any) -> Any:
+    raise StateError("an engine and its module cannot be copied or pickled, the parameters lie in chunks: "
+                     "model.gather_state() gives plain tensors, model.save_checkpoint() a file")
 
 
 def _check_parameters(module: torch.nn.Module) -> None:

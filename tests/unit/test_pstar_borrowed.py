@@ -1,0 +1,217 @@
+"""Parameters that a module computes with but does not own: plain PyTorch's bits, or one line that names all."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pstar
+from pstar.borrowed import Idle
+from pstar.norms import clip_grad_norm_
+from tests import borrowers, toy
+from tests.borrowers import PATTERNS, Deep, TiedByLinear, rows, whole
+
+STEPS = 4
+
+
+def plain_run(pattern: str, optimizer_class=toy.adamw) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(losses, weights) of PyTorch on one process."""
+    model_func, loss_of = PATTERNS[pattern]
+    torch.manual_seed(0)
+    model = model_func()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer, losses = optimizer_class(trained, lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, rows(step))
+        loss.backward()
+        clip_grad_norm_(trained, toy.CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def engine_run(pattern: str, **keys) -> tuple[list[float], dict[str, torch.Tensor], pstar.Engine]:
+    """The same of the engine, and the engine; every second step evaluates before it trains."""
+    model_func, loss_of = PATTERNS[pattern]
+    model, optimizer = toy.build(model_func, **{"default_chunk_size": 300} | keys)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, rows(step))
+        model.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert not any(model._chunks._uses.values()) and not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return losses, model.gather_state()[0], model
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore:lazy start is not possible")
+@pytest.mark.each
+@pytest.mark.parametrize("near, prefetch", [("min", 2), ("min", 0), ("50%", 2), ("50%", 0), ("100%", 2), ("auto", 0)])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_borrowed_parameter_gives_the_bits_of_plain_pytorch(pattern, near, prefetch):
+    losses, weights = plain_run(pattern)
+    found, state, model = engine_run(pattern, near_budget=near, prefetch=prefetch)
+    assert found == losses
+    assert_same(state, weights)
+    if pattern != "a borrow in every other step":
+        assert model.schedule.num_traced == 1, "every step after the first follows the trace"
+    assert model.near.peak_bytes <= model.near.budget_bytes
+
+
+FLOATING_BUFFERS = "weight norm and spectral norm"    # which torch multiplies with a weight, and the engine leaves in fp32
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if pattern != FLOATING_BUFFERS])
+def test_a_borrowed_parameter_in_bf16_gives_the_same_bits_wherever_it_is(pattern):
+    bf16 = {"bf16": {"enabled": True}}
+    losses, weights, _ = engine_run(pattern, near_budget="auto", **bf16)
+    found, state, _ = engine_run(pattern, near_budget="min", **bf16)
+    assert found == losses
+    assert_same(state, weights)
+
+
+@pytest.mark.parametrize("pattern", ["F.linear(h, self.embed.weight)", "another block's weight"])
+def test_against_the_adamw_of_torch(pattern):
+    losses, _ = plain_run(pattern, torch.optim.AdamW)
+    assert engine_run(pattern, near_budget="min")[0] == pytest.approx(losses, rel=1e-6)
+
+
+def between_two_steps() -> nn.Module:
+    model, optimizer = toy.build(TiedByLinear, near_budget="min", default_chunk_size=300)
+    for step in range(2):
+        model.backward(model(rows(step)))
+        optimizer.step()
+    return model.module
+
+
+OPERATIONS = {    # what is done between two steps -> what it says
+    "F.linear": (lambda model: F.linear(torch.ones(2, 16), model.embed.weight), "linear in no module .* embed.weight"),
+    "a norm": (lambda model: [param.norm() for param in model.parameters()], "norm in no module .* parameter embed.weight"),
+    "a product": (lambda model: torch.ones(2, 16) @ model.head.weight.T, r"Tensor.T in no module .* parameter head.weight"),
+    "in a module": (lambda model: Outside(model)(), r"mul in Outside \(line .* parameter head.bias between two steps"),
+    ".data": (lambda model: model.head.weight.data, "Tensor.data .* parameter head.weight"),
+    "copy_": (lambda model: model.head.weight.copy_(torch.ones(24, 16)), "copy_ .* changes parameter head.weight in place"),
+    "apply": (lambda model: model.apply(lambda child: [nn.init.zeros_(p) for p in child.parameters(recurse=False)]),
+              "changes parameter embed.weight in place"),
+    "to": (lambda model: model.to(torch.bfloat16), "parameter embed.weight between two steps"),
+    "deepcopy": (copy.deepcopy, "an engine and its module cannot be copied or pickled"),
+    "deepcopy of a parameter": (lambda model: copy.deepcopy(model.head.bias), "head.bias lies in a chunk and cannot"),
+    "pickle": (pickle.dumps, "an engine and its module cannot be copied or pickled"),
+    "pickle of a parameter": (lambda model: pickle.dumps(model.head.bias), "in a chunk and cannot be pickled"),
+    "torch.save": (lambda model: torch.save(model, io.BytesIO()), "an engine and its module cannot be copied or pickled"),
+    "state_dict": (lambda model: model.state_dict(), "have no state_dict"),
+    "load_state_dict": (lambda model: model.load_state_dict({}), "have no state_dict"),
+    "tolist": (lambda model: model.head.bias.tolist(), "tolist .* parameter head.bias"),
+}
+
+
+class Outside(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.models = [model]
+
+    def forward(self) -> torch.Tensor:
+        return self.models[0].head.bias * 2
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_between_two_steps_an_operation_is_refused_in_one_line(what):
+    operation, message = OPERATIONS[what]
+    with pytest.raises(pstar.StateError, match=message) as caught:
+        operation(between_two_steps())
+    assert "\n" not in str(caught.value)
+
+
+def test_between_two_steps_everything_but_bytes_can_be_asked_for():
+    model = between_two_steps()
+    assert isinstance(model.head.weight, nn.Parameter) and isinstance(model.head.weight, Idle)
+    assert sum(param.numel() for param in model.parameters()) == sum(p.numel() for p in TiedByLinear().parameters())
+    assert next(model.parameters()).device == torch.device("cpu") and model.head.weight.is_floating_point()
+    assert model.head.bias.grad is None and model.head.bias.requires_grad and len(model.head.bias) == 24
+    assert torch.zeros_like(model.head.weight).sum() == 0
+    assert "Linear(in_features=16, out_features=24" in repr(model)
+    assert repr(model.head.bias).startswith("Parameter in a chunk")
+    assert list(model.named_parameters())[0][0] == "embed.weight" and model.eval() is model and model.train() is model
+
+
+def test_a_parameter_without_its_engine_says_so():
+    bias = between_two_steps().head.bias
+    gc.collect()
+    with pytest.raises(pstar.StateError, match="parameter head.bias has no bytes: nobody has its engine any more"):
+        bias.sum()
+
+
+def test_with_a_budget_that_cannot_hold_what_is_borrowed_the_error_names_it():
+    pattern = "torch._foreach_norm(self.parameters())"
+    least = pstar.plan_engine(PATTERNS[pattern][0], {"near_budget": "min", "default_chunk_size": 300}).near_budget
+    message = r"_foreach_norm in AllNormsAtOnce \(line \d+ of borrowers.py\) borrows parameter layers.* near has no room"
+    with pytest.raises(pstar.BudgetError, match=message):
+        engine_run(pattern, near_budget=least)
+    assert engine_run(pattern, near_budget="min")[2].near.budget_bytes > least, "the least that works is more here"
+
+
+@pytest.mark.parametrize("near", ["min", "auto"])
+def test_two_engines_whose_parameters_meet_in_one_operation(near):
+    torch.manual_seed(0)
+    plain = [Deep(), Deep()]
+    expected = sum(model(rows(0)) for model in plain) + (plain[0].head.weight * plain[1].head.weight).mean()
+    expected.backward()
+    torch.manual_seed(0)
+    engines = [pstar.initialize_engine(Deep, 0, toy.config(near_budget=near, default_chunk_size=300)) for _ in plain]
+    (first, _), (second, _) = engines
+    loss = first(rows(0)) + second(rows(0)) + (first.module.head.weight * second.module.head.weight).mean()
+    assert loss.item() == expected.item()
+
+
+def test_evaluation_and_direct_calls_borrow_too():
+    torch.manual_seed(0)
+    plain = TiedByLinear()
+    model, _ = toy.build(TiedByLinear, near_budget="min", default_chunk_size=300)
+    with torch.no_grad():
+        assert model.eval()(rows(7)).item() == plain(rows(7)).item()
+        assert model.module(rows(7)).item() == plain(rows(7)).item(), "as a method of the model's own calls it (generate)"
+    with torch.inference_mode():
+        assert model(rows(7)).item() == plain(rows(7)).item()
+    assert whole(model.train(), rows(7)).item() == plain(rows(7)).item()
+    model.backward(model(rows(7)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_borrows_again_in_backward(reentrant, monkeypatch):
+    monkeypatch.setattr(borrowers.Checkpointed, "reentrant", reentrant)
+    losses, weights = plain_run("another block's weight, checkpointed")
+    found, state, _ = engine_run("another block's weight, checkpointed", near_budget="min")
+    assert found == losses
+    assert_same(state, weights)
+
+
+def bytes_without_asking(cls, func, types, args=(), kwargs=None):
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("pattern", ["F.linear(h, self.embed.weight)", "another block's weight"])
+def test_mutation_without_the_interception_the_numbers_are_wrong(pattern, monkeypatch):
+    monkeypatch.setattr(Idle, "__torch_function__", classmethod(bytes_without_asking))
+    with pytest.raises(AssertionError):
+        assert engine_run(pattern, near_budget="min")[0] == plain_run(pattern)[0]
+
+
+def test_mutation_without_the_check_an_operation_between_two_steps_is_nan(monkeypatch):
+    model = between_two_steps()
+    monkeypatch.setattr(Idle, "__torch_function__", classmethod(bytes_without_asking))
+    assert not model.layers[1].weight.norm().isfinite()
