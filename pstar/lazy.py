@@ -99,7 +99,13 @@ class _Recorder(TorchDispatchMode):
         return tensor.device.type == "meta" and storage_key(tensor) in self.kept
 
     def _follow(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """Runs an operation on shapes alone and writes it down; a real tensor among its inputs is written down itself."""
+        """Runs an operation on shapes alone and writes it down; a real tensor among its inputs is written down itself.
+
+        Raises StateError where an input is on the meta device and nobody recorded how it was made.
+        """
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and not self.recorded(leaf):
+                raise StateError("it makes a tensor on the device of its parameters, which while it is recorded is meta")
         shapes = [torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
                   and leaf.dim() else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(shapes, spec)
