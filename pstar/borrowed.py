@@ -84,7 +84,7 @@ class Lender:
         if self.stay:
             self.chunks.bind_all()
             return func(*args, **kwargs)
-        if not (self.open or self._running):
+        if not self.is_open():
             raise StateError(
                 f"{_operation(func)} in {_module()} reads parameter {names[0]} between two steps, where it lies in a chunk: "
                 "read it in the model's forward, between model(...) and model.backward(loss), or from model.gather_state()")
@@ -99,6 +99,10 @@ class Lender:
         finally:
             with torch._C.DisableTorchFunctionSubclass():
                 self.chunks.release(tuple(acquired))
+
+    def is_open(self) -> bool:
+        """Whether parameters are lent now: in a forward, and until the backward of a training forward is over."""
+        return self.open or bool(self._running)
 
     @staticmethod
     def name_of(param: Idle) -> str:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_pstar_borrowed_ranks import case as borrowing_case
+from test_pstar_borrowed_ranks import plain as borrowing_oracle
 from test_pstar_ranks import assert_follows, case, pins
 
 import pstar
+from pstar.borrowed import Idle, Lender
 from pstar.chunks import Chunks
 from pstar.collectives import Collectives, Handle
+from pstar.hooks import Hooks
 from pstar.schedule import NEVER, Trace, count_loads
 from pstar.shared_memory import SharedMemory
 from tests import toy
@@ -25,6 +29,12 @@ original = {(cls, name): getattr(cls, name) for cls, name in (
 
 def release_all_but_one(self, names):
     original[Chunks, "release"](self, tuple(name for name in names if name != NAME))
+
+
+def release_and_stay_in_use(self, names):
+    original[Chunks, "release"](self, names)
+    for name in names:
+        self.params[name].__class__ = torch.nn.Parameter
 
 
 def keep_own(self, piece, flat):
@@ -241,3 +251,72 @@ def unused_case(rank: int, num_ranks: int, mutated: bool):
 def test_a_missing_gradient_is_zero(ranks, mutated):
     found = [value for values, _ in ranks(2).run(unused_case, mutated) for value in values]
     assert found and (max(found) == 0) is not mutated
+
+
+# ---- borrowed parameters
+
+
+def operation_on_whatever_is_there(cls, func, types, args=(), kwargs=None):
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def always_open(self):
+    return True
+
+
+def pack_nothing(self):
+    """No pair of saved-tensor hooks for operations in the training loop."""
+
+
+BORROWED = {    # what is broken -> (class, attribute, what it is replaced by, pattern)
+    "the interception is removed": (Idle, "__torch_function__", classmethod(operation_on_whatever_is_there),
+                                    "another block's weight"),
+    "nothing is unpacked for a penalty in the loop": (Hooks, "_saving", pack_nothing,
+                                                      "a penalty over model.parameters() in the loop"),
+    "a released parameter keeps the class of one in use": (Chunks, "release", release_and_stay_in_use,
+                                                           "a penalty over self.parameters() in forward"),
+}
+
+
+def borrowed_case(rank: int, num_ranks: int, what: str, mutated: bool):
+    cls, name, function, pattern = BORROWED[what]
+    before = cls.__dict__[name]
+    if mutated:
+        setattr(cls, name, function)
+    try:
+        return borrowing_case(rank, num_ranks, pattern, {"near_budget": "min"})[0]
+    finally:
+        setattr(cls, name, before)
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+@pytest.mark.parametrize("what", BORROWED)
+def test_borrowing_goes_red(ranks, what, mutated):
+    expected = pytest.approx(borrowing_oracle(BORROWED[what][3]), rel=1e-5)
+    try:
+        found = ranks(2).run(borrowed_case, what, mutated, timeout=20)[0]
+    except RankFailure:
+        assert mutated
+        return
+    assert (found == expected) is not mutated
+
+
+def refused_case(rank: int, num_ranks: int, mutated: bool) -> bool:
+    """Whether an operation between two steps is refused."""
+    before = Lender.is_open
+    if mutated:
+        Lender.is_open = always_open
+    try:
+        model, _ = toy.build(near_budget="min", default_chunk_size=5_000)
+        model.module.blocks[1].up.weight.norm()
+        return False
+    except pstar.StateError:
+        return True
+    finally:
+        Lender.is_open = before
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+def test_without_the_check_a_read_between_two_steps_is_a_collective(ranks, mutated):
+    assert ranks(2).run(refused_case, mutated) == [not mutated] * 2
