@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -72,7 +72,7 @@ class Lender:
                  grow: Callable[[int], bool], stay: bool = False):
         self.chunks, self.grow, self.stay = chunks, grow, stay
         self.open = False
-        """Whether the program is between the begin of a training forward and the end of its backward."""
+        """Whether the program is in the engine's forward, or between one of training and the end of its backward."""
         self._running, self._saving = running, saving
         self.run = torch.compiler.disable(self._run)    # here, for it imports the compiler, which takes seconds
         for name, param in chunks.params.items():
@@ -104,6 +104,13 @@ class Lender:
         """Whether parameters are lent now: in a forward, and until the backward of a training forward is over."""
         return self.open or bool(self._running)
 
+    @contextmanager
+    def forward(self, training: bool) -> Iterator[None]:
+        """The model's forward runs inside; after one of training parameters are lent until its backward is over."""
+        before, self.open = self.open, True
+        yield    # an error is not caught: Hooks.abandon ends the step
+        self.open = training or before
+
     @staticmethod
     def name_of(param: Idle) -> str:
         return _lender(param)[1]
@@ -131,7 +138,7 @@ class Idle(torch.nn.Parameter):
         found: dict[str, None] = {}
         lender = None
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Idle):
+            if issubclass(type(leaf), Idle):    # isinstance asks the metaclass of Parameter, which takes five times as long
                 its_lender, name = _lender(leaf)
                 if lender is None or its_lender is lender:    # those of another engine are met by the call inside
                     lender = its_lender

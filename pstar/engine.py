@@ -151,12 +151,11 @@ class Engine(torch.nn.Module):
         if training:
             self._begin_forward(args, kwargs)
         args, kwargs = cast(args, self._chunks.param_dtype), cast(kwargs, self._chunks.param_dtype)
-        with nullcontext() if training else self.schedule.paused(), self._explained():
+        with nullcontext() if training else self.schedule.paused(), self._hooks.lender.forward(training), self._explained():
             return self.module(*args, **kwargs)
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """A micro-step begins, and with the first of them a step."""
-        self._hooks.lender.open = True
         shapes = self._signature(args, kwargs)
         if not self.schedule.in_step:
             self.schedule.begin_step(shapes)

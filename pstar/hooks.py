@@ -162,7 +162,7 @@ class Hooks:
         return away or Kept(tensor.detach(), None if tensor.is_inference() else tensor._version)
 
     def _pack(self, tensor: torch.Tensor) -> SavedView | None:
-        if tensor.__class__ is not torch.Tensor and isinstance(tensor, Idle):    # ctx.save_for_backward of a borrowed one
+        if issubclass(type(tensor), Idle):    # ctx.save_for_backward of a borrowed one
             name = self.lender.name_of(tensor)
             return SavedView(name, 0, self.chunks.shapes[name], self.chunks.strides[name])
         unit = self.chunks.unit_of(tensor)

@@ -184,8 +184,12 @@ def test_evaluation_and_direct_calls_borrow_too():
     with torch.no_grad():
         assert model.eval()(rows(7)).item() == plain(rows(7)).item()
         assert model.module(rows(7)).item() == plain(rows(7)).item(), "as a method of the model's own calls it (generate)"
+    norms = []
+    handle = model.module.register_forward_hook(lambda module, args, out: norms.append(module.head.weight.norm()))
     with torch.inference_mode():
         assert model(rows(7)).item() == plain(rows(7)).item()
+    assert norms == [plain.head.weight.norm()], "a hook of the user runs when the model is no longer in its forward"
+    handle.remove()
     assert whole(model.train(), rows(7)).item() == plain(rows(7)).item()
     model.backward(model(rows(7)))
 
