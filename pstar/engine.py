@@ -23,6 +23,7 @@ from pstar.inputs import cast, shape_of
 from pstar.lazy import Recipe, build, storage_key
 from pstar.movers import Movers
 from pstar.nonmodel import CudaPeak, LiveBytes
+from pstar.not_finite import FirstNotFinite
 from pstar.optimizer import ChunkedAdam
 from pstar.outside import OutsideParams
 from pstar.plan import Plan
@@ -83,11 +84,11 @@ class Engine(torch.nn.Module):
             self._chunks.home[group] = NEAR
         for group in plan.layout.groups:
             self._residency.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
-        self._offload = None
-        if plan.config.offload_activations:
-            self._offload = Offload(self.far, self.ledger, self.near.device, plan.activation_room)
+        offload = Offload(self.far, self.ledger, self.near.device, plan.activation_room)
+        self._offload = offload if plan.config.offload_activations else None
         self.far_states, self._why = choose_far_states(plan, self._movers, collectives, device)
         self._optimizer: ChunkedAdam | None = None
+        self._first_not_finite = FirstNotFinite(module)
         self._begin_micro_steps()
 
     def _take_over(self, param_groups: list[dict], recipe: Recipe | None) -> ChunkedAdam:
@@ -150,8 +151,10 @@ class Engine(torch.nn.Module):
             self._chunks.bind_all()
         if training:
             self._begin_forward(args, kwargs)
-        args, kwargs = cast(args, self._chunks.param_dtype), cast(kwargs, self._chunks.param_dtype)
-        with nullcontext() if training else self.schedule.paused(), self._hooks.lender.forward(training), self._explained():
+        args, kwargs = cast((args, kwargs), self._chunks.param_dtype)
+        watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
+        evaluates = nullcontext() if training else self.schedule.paused()
+        with evaluates, self._hooks.lender.forward(training), self._explained(), watched:
             return self.module(*args, **kwargs)
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ class BudgetError(PstarError, MemoryError):
 
 
 class StateError(PstarError, RuntimeError):
-    """An illegal transition: a bug in the engine or a model that uses a parameter outside its module."""
+    """An illegal transition: a bug in the engine, calls in a wrong order, or a parameter that is read between steps."""
 
 
 class ArgumentError(PstarError, ValueError):

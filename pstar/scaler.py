@@ -40,7 +40,8 @@ class LossScaler:
         """Since the last overflow or doubling."""
         self.skipped_steps = 0
         """In the whole run."""
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
+        """Those that no smaller scale can end."""
 
     def update(self, overflow: bool) -> None:
         """A step is over; with an overflow it was skipped. Sets the scale of the next one.
@@ -49,7 +50,7 @@ class LossScaler:
         """
         stuck = not self.dynamic or self.scale <= self.minimum
         if not overflow:
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
             self.good_steps += 1
             if self.consecutive:
                 self.forgiving = self.hysteresis
@@ -57,13 +58,13 @@ class LossScaler:
                 self.scale, self.good_steps, self.forgiving = min(self.scale * FACTOR, LARGEST), 0, self.hysteresis
             return
         self.skipped_steps += 1
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if stuck else 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stuck else 0
         self.good_steps = 0
         if self.dynamic and self.forgiving > 1:
             self.forgiving -= 1
         elif self.dynamic:
             self.scale = max(self.scale / FACTOR, self.minimum)
-        if self._skipped_in_a_row == PATIENCE:
+        if self.skipped_in_a_row == PATIENCE:
             self._give_up()
 
     def _give_up(self) -> None:

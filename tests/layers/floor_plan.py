@@ -30,6 +30,7 @@ PSTAR_ROWS = {
     "shared_memory": 1,
     "mover": 1,
     "inputs": 1,
+    "not_finite": 1,
     "profile": 1,
     "nonmodel": 1,
     "lazy": 1,

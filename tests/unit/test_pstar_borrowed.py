@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -219,3 +221,49 @@ def test_mutation_without_the_check_an_operation_between_two_steps_is_nan(monkey
     model = between_two_steps()
     monkeypatch.setattr(Idle, "__torch_function__", classmethod(bytes_without_asking))
     assert not model.layers[1].weight.norm().isfinite()
+
+
+class Logarithm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log()
+
+
+class TakesLogarithms(Deep):
+    """A module without parameters makes NaN of negative numbers, as soon as it is told to."""
+
+    where = "nowhere"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = Logarithm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        if self.where == "in a module":
+            h = self.log(h)
+        return self.head(h).square().mean() * (float("inf") if self.where == "in the model" else 1.0)
+
+
+@pytest.mark.parametrize("near", ["min", "auto"])
+@pytest.mark.parametrize("where, said", [
+    ("in a module", r"3 steps in a row .* is log \(Logarithm\)"),
+    ("in the model", r"is the model itself \(TakesLogarithms\)"),
+    ("in the loss", "the outputs of all modules are finite"),
+])
+def test_the_first_output_that_is_not_finite_is_named_once(where, said, near):
+    model, optimizer = toy.build(TakesLogarithms, near_budget=near, default_chunk_size=300)
+    model.module.where = where
+    caught = []
+    for step in range(6):
+        with warnings.catch_warnings(record=True) as now:
+            warnings.simplefilter("always")
+            loss = model(rows(step))
+        caught.append([str(warning.message) for warning in now])
+        model.backward(loss * float("nan") if where == "in the loss" else loss)
+        optimizer.step()
+    assert [len(lines) for lines in caught] == [0, 0, 0, 1, 0, 0] and re.search(said, caught[3][0])
+    assert not model.module.log._forward_hooks
+    model.module.where = "nowhere"
+    model.backward(model(rows(0)))
+    optimizer.step()
+    assert not optimizer.skipped
