@@ -43,7 +43,7 @@ class FirstNotFinite:
                 handle.remove()
         self.said = True
         where = (f"the first module whose output is not finite, though its inputs are, is {found[0]}" if found else
-                 "the outputs of all modules are finite: look at the loss outside of the model, at backward and at the loss scale")
+                 "the outputs of all modules are finite: look at the loss outside of the model, backward and the loss scale")
         warnings.warn(f"{skipped_in_a_row} steps in a row were skipped because gradients were not finite: {where}",
                       stacklevel=2)
 

@@ -96,7 +96,7 @@ def one_rank_reads_case(rank: int, num_ranks: int) -> None:
 
 def test_a_borrow_on_one_rank_alone_ends_in_one_line(ranks):
     with pytest.raises(RankFailure, match=r"rank \d is in a gather of unit \d+ .*where rank \d is in a"):
-        ranks(2).run(one_rank_reads_case, timeout=20)
+        ranks(2).run(one_rank_reads_case)
 
 
 def refused_case(rank: int, num_ranks: int) -> str:

@@ -295,7 +295,7 @@ def borrowed_case(rank: int, num_ranks: int, what: str, mutated: bool):
 def test_borrowing_goes_red(ranks, what, mutated):
     expected = pytest.approx(borrowing_oracle(BORROWED[what][3]), rel=1e-5)
     try:
-        found = ranks(2).run(borrowed_case, what, mutated, timeout=20)[0]
+        found = ranks(2).run(borrowed_case, what, mutated)[0]
     except RankFailure:
         assert mutated
         return
