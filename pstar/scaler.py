@@ -74,8 +74,8 @@ class LossScaler:
                              "try a smaller learning rate, or bf16")
         if self.scale != 1.0:
             raise StateError(f"{skipped}: {self.name} {self.scale:g} is too large; give a smaller one, or 0 (dynamic)")
-        raise StateError(f"{skipped}: try a smaller learning rate, or look for a division by zero in the model, or for a "
-                         "parameter in torch.func.grad, torch.vmap or a script (NaN where it is not near: give its clone())")
+        raise StateError(f"{skipped}: try a smaller learning rate, or look for a division by zero in a module, or for a "
+                         "parameter of another one in torch.vmap or a script (NaN where it is not near: give its clone())")
 
     def state(self) -> dict[str, float]:
         """What a run that goes on needs; every number fits fp32 exactly (counts up to 2^24)."""

@@ -267,6 +267,14 @@ class Attention(Deep):
         return self.head(h + out * 0).square().mean() + out.mean() * 0 + stacked.square().mean()
 
 
+class Mapped(Deep):
+    """torch.vmap takes tensors apart before any class is asked, so it is given a clone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squares = torch.vmap(lambda row: row.square().sum())(self.layers[1].weight.clone())
+        return super().forward(x) + squares.sum() * 1e-3
+
+
 class Frozen(Deep):
     """A table that is not trained, and is borrowed."""
 
@@ -312,6 +320,7 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Te
     "a gradient penalty": (InputGradient, whole),
     "a borrow in every other step": (NowAndThen, whole),
     "multi_head_attention_forward": (Attention, whole),
+    "torch.vmap, given a clone": (Mapped, whole),
     "a frozen table": (Frozen, whole),
     "two forwards in a step": (TiedByLinear, two_forwards),
 }

@@ -267,3 +267,26 @@ def test_the_first_output_that_is_not_finite_is_named_once(where, said, near):
     model.backward(model(rows(0)))
     optimizer.step()
     assert not optimizer.skipped
+
+
+@pytest.mark.parametrize("keys", [{"gradient_accumulation_steps": 2}, {"offload_activations": True},
+                                  {"overlap_update": True}, {"far_states": "stream"}, {"near_memory": "2MiB"},
+                                  {"eviction_policy": "lru"}], ids=str)
+def test_borrowing_goes_with_what_else_the_engine_can_do(keys):
+    pattern = "a penalty over model.parameters() in the loop"
+    if "gradient_accumulation_steps" not in keys:
+        losses, weights = plain_run(pattern)
+        found, state, _ = engine_run(pattern, near_budget="min", **keys)
+        assert found == losses
+        assert_same(state, weights)
+        return
+    runs = []
+    for near in ("min", "auto"):
+        model, optimizer = toy.build(PATTERNS[pattern][0], near_budget=near, default_chunk_size=300, **keys)
+        for step in range(2):
+            optimizer.zero_grad()
+            for part in rows(step).chunk(2):
+                model.backward(PATTERNS[pattern][1](model, part))
+            optimizer.step()
+        runs.append(model.gather_state()[0])
+    assert_same(*runs)
