@@ -237,10 +237,10 @@ class Chunks:
 
     def _release_data(self, unit: int) -> None:
         """Parameters of a unit become placeholders."""
-        for slot in self.units[unit].slots:
-            if self._uses[slot.name]:
-                raise StateError(f"{slot.name} is in use (COMPUTE) and cannot be released")
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():    # as in _bind
+            for slot in self.units[unit].slots:
+                if self._uses[slot.name]:
+                    raise StateError(f"{slot.name} is in use (COMPUTE) and cannot be released")
                 self.params[slot.name].data = self._placeholder.expand(self.shapes[slot.name])
 
     def bind_all(self) -> None:
