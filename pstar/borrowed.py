@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from pstar.errors import BudgetError, StateError
 
@@ -40,7 +39,7 @@ NO_BYTES = frozenset([
 # Attributes that give the bytes; all other ones (shape, dtype, grad, ...) do not.
 BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
-CHANGES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+CHANGES = frozenset({"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
 
 class Chunks(Protocol):
@@ -137,13 +136,15 @@ class Idle(torch.nn.Parameter):
                 return func(*args, **kwargs)
         found: dict[str, None] = {}
         lender = None
-        for leaf in tree_leaves((args, kwargs)):
-            if issubclass(type(leaf), Idle):    # isinstance asks the metaclass of Parameter, which takes five times as long
-                its_lender, name = _lender(leaf)
-                if lender is None or its_lender is lender:    # those of another engine are met by the call inside
-                    lender = its_lender
-                    found[name] = None
-        if _changes(func) and (not args or isinstance(args[0], Idle)):
+        for param in _idle_among((args, kwargs)):
+            its_lender, name = _lender(param)
+            if lender is None or its_lender is lender:    # those of another engine are met by the call inside
+                lender = its_lender
+                found[name] = None
+        if lender is None:
+            raise StateError(f"{_operation(func)} in {_module()} reads a parameter that lies in a chunk, inside an argument "
+                             "that is no list, tuple or dict: give it the parameter itself")
+        if _changes(func, args, kwargs):
             name = next(iter(found))
             raise StateError(
                 f"{_operation(func)} in {_module()} changes parameter {name} in place, which lies in a chunk: call "
@@ -176,23 +177,40 @@ def _lender(param: Idle) -> tuple[Lender, str]:
     return lender, name
 
 
+def _idle_among(values: Iterable[Any]) -> Iterator[Idle]:
+    for value in values:
+        if issubclass(type(value), Idle):    # isinstance asks the metaclass of Parameter, which takes five times as long
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _idle_among(value)
+        elif isinstance(value, dict):
+            yield from _idle_among(value.values())
+
+
 def _reads_bytes(func: Callable) -> bool:
-    name = func.__name__
+    name = _name(func)
     if name == "__get__":
-        return func.__self__.__name__ in BYTES_ATTRIBUTES
+        return _name(func.__self__) in BYTES_ATTRIBUTES
     if name in ("__set__", "__delete__"):
-        return func.__self__.__name__ == "data"
+        return _name(func.__self__) == "data"
     return name not in NO_BYTES
 
 
-def _changes(func: Callable) -> bool:
-    name = func.__name__
-    return (name.endswith("_") and not name.endswith("__")) or name in CHANGES or name == "__set__"
+def _changes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation writes into one of the idle parameters that it was given."""
+    name = _name(func)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in CHANGES
+    written = (args[:1] or kwargs.values()) if in_place else ()
+    return any(True for _ in _idle_among((*written, kwargs.get("out"))))
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", type(func).__name__)
 
 
 def _operation(func: Callable) -> str:
-    name = func.__name__
-    return f"Tensor.{func.__self__.__name__}" if name in ("__get__", "__set__") else name
+    name = _name(func)
+    return f"Tensor.{_name(func.__self__)}" if name in ("__get__", "__set__") else name
 
 
 def _module() -> str:
