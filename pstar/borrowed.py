@@ -51,8 +51,6 @@ class Chunks(Protocol):
 
     def release(self, names: tuple[str, ...]) -> None: ...
 
-    def unit_bytes(self, name: str) -> int: ...
-
     def bind_all(self) -> None: ...
 
 
@@ -63,13 +61,12 @@ class Lender:
         chunks: the parameters.
         running: one entry for each module that is in its forward.
         saving: gives a pair of saved-tensor hooks for operations outside of modules, None where one is in force.
-        grow: asked for so many bytes beyond what is in use near, where borrowing finds no room; whether they are allowed.
         stay: all parameters stay near (Chunks.bind_all): the first operation that finds them elsewhere brings all.
     """
 
     def __init__(self, chunks: Chunks, running: Sequence[object], saving: Callable[[], AbstractContextManager | None],
-                 grow: Callable[[int], bool], stay: bool = False):
-        self.chunks, self.grow, self.stay = chunks, grow, stay
+                 stay: bool = False):
+        self.chunks, self.stay = chunks, stay
         self.open = False
         """Whether the program is in the engine's forward, or between one of training and the end of its backward."""
         self._running, self._saving = running, saving
@@ -119,10 +116,8 @@ class Lender:
             try:
                 self.chunks.acquire((name,))
             except BudgetError as error:
-                if not self.grow(self.chunks.unit_bytes(name)):
-                    raise BudgetError(f"{_operation(func)} in {_module()} borrows parameter {name} of another module, and "
-                                      f"near has no room for it beside the module's own: {error}") from None
-                self.chunks.acquire((name,))
+                raise BudgetError(f"{_operation(func)} in {_module()} borrows parameter {name} of another module, and near "
+                                  f"has no room for it beside the module's own: {error}") from None
 
 
 class Idle(torch.nn.Parameter):

@@ -24,7 +24,7 @@ from pstar.ahead import LookAhead
 from pstar.borrowed import idle_class
 from pstar.collective_log import CollectiveLog
 from pstar.collectives import Collectives, Handle
-from pstar.errors import StateError
+from pstar.errors import BudgetError, StateError
 from pstar.kernels import store_squared
 from pstar.layout import Layout, Unit
 from pstar.residency import Key, Residency
@@ -48,11 +48,13 @@ class Chunks:
         device: of near.
         communication: gather and reduce a whole "group" at once, or one "chunk".
         prefetch: how many keys of the trace to look ahead (pstar.ahead); 0: nothing comes before it is needed.
+        grow: asked for so many bytes beyond what is in use near, where parameters find no room; whether they are allowed.
     """
 
     def __init__(self, layout: Layout, params: dict[str, torch.nn.Parameter], residency: Residency,
                  collectives: Collectives, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device,
-                 communication: str = "group", prefetch: int = 2):
+                 communication: str = "group", prefetch: int = 2, grow: Callable[[int], bool] = lambda num_bytes: False):
+        self._grow = grow
         self.layout, self.params = layout, params
         self.residency, self.collectives = residency, collectives
         self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
@@ -265,7 +267,12 @@ class Chunks:
         for name in names:
             unit = self._place[name][0]
             if unit != there:    # which is pinned, and stays
-                self.fetch(unit)
+                try:
+                    self.fetch(unit)
+                except BudgetError:
+                    if not self._grow(self.units[unit].elems * self.param_dtype.itemsize):
+                        raise
+                    self.fetch(unit)
                 there = unit
             self.residency.pin(self._keys[unit])
             self._uses[name] += 1
@@ -297,10 +304,6 @@ class Chunks:
             unit, step = getattr(storage, "_pstar_unit", (None, None))
             unit = unit if step == self.residency.schedule.num_steps else None
         return None if unit is None else self.units[unit]
-
-    def unit_bytes(self, name: str) -> int:
-        """What the unit of a parameter takes near."""
-        return self.units[self._place[name][0]].elems * self.param_dtype.itemsize
 
     def drop_gathered(self, group: int) -> None:
         """The group's gathered copies are out of date: somebody's piece was updated."""

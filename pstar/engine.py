@@ -72,7 +72,7 @@ class Engine(torch.nn.Module):
         self._outside = OutsideParams({name: param for name, param in module.named_parameters() if name not in self._params},
                                       plan.precision, plan.accumulates, collectives, device)
         self._chunks = Chunks(plan.layout, self._params, self._residency, collectives, plan.param_dtype, plan.grad_dtype,
-                              device, plan.config.communication, plan.config.prefetch)
+                              device, plan.config.communication, plan.config.prefetch, self._grow)
         self._chunks.accumulates = plan.accumulates
         self._chunks.reduce_late = plan.config.find_unused_parameters
         self._collectives, self._live = collectives, None
@@ -110,7 +110,7 @@ class Engine(torch.nn.Module):
         self._chunks.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
-        self._hooks = Hooks(self.module, self._chunks, self._grow, self._offload, self._stays_near)
+        self._hooks = Hooks(self.module, self._chunks, self._offload, self._stays_near)
         in_chunks = set(map(id, self._params.values()))
         for child in self.modules():
             if any(id(param) in in_chunks for param in child.parameters()):
@@ -270,8 +270,8 @@ class Engine(torch.nn.Module):
         return least if peak is None else max(self._near_memory - peak, least)
 
     def _grow(self, num_bytes: int) -> bool:
-        """Near takes num_bytes beside what is in use there, for a borrowed parameter; whether it may. With near_budget min,
-        the least that works, the budget learns what the plan could not know: which module borrows from which."""
+        """Near takes num_bytes beside what is in use there, for parameters; whether it may. With near_budget min, the least
+        that works, the budget learns what the plan could not know: who borrows from whom, and calls modules of others."""
         needed = self.near.used_bytes + num_bytes
         if self.near.budget_bytes is not None and self.near.budget_bytes < needed:
             if self.config.near_budget != "min":

@@ -20,7 +20,6 @@ model's step.
 """
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -65,20 +64,18 @@ class Hooks:
 
     Args:
         module, chunks: the model and its parameters.
-        grow: see pstar.borrowed.Lender, which lends what no hook here acquires.
         offload: where activations wait for backward; None: near.
         stay: all parameters stay near, bound (Chunks.bind_all): only gradients are taken. Then nothing is said of modules
             and their parameters, and the graph may hold what it likes, as in a model of torch alone.
     """
 
-    def __init__(self, module: torch.nn.Module, chunks: Chunks, grow: Callable[[int], bool], offload: Offload | None = None,
-                 stay: bool = False):
+    def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False):
         self.module, self.chunks, self.offload = module, chunks, offload
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
         self._pairs: list[AbstractContextManager | None] = []    # of each module that is in its forward: the one it set
-        self.lender = Lender(chunks, self._pairs, self._saving, grow, stay)
+        self.lender = Lender(chunks, self._pairs, self._saving, stay)    # lends what no hook here acquires
         names = {id(param): name for name, param in chunks.params.items()}
         for child in () if stay else module.modules():
             own = tuple(dict.fromkeys(names[id(param)] for param in used_by(child) if id(param) in names))
