@@ -209,15 +209,13 @@ def _operation(func: Callable) -> str:
 
 
 def _module() -> str:
-    """The class of the innermost module whose code runs, and the line. Read from the frames: until then it costs nothing."""
-    frame = sys._getframe(1)
-    line = None
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+    """The class of the innermost module whose code runs, and the user's line. Read from the frames only then."""
+    frame, module, line = sys._getframe(1), None, None
+    while frame is not None and (module is None or line is None):
+        name, its_self = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
         if line is None and not name.startswith(("torch.", "pstar.")):
             line = f"line {frame.f_lineno} of {frame.f_code.co_filename.rpartition('/')[2]}"
-        its_self = frame.f_locals.get("self")
-        if isinstance(its_self, torch.nn.Module) and not name.startswith("pstar."):
-            return f"{type(its_self).__name__} ({line})"
+        if module is None and isinstance(its_self, torch.nn.Module) and not name.startswith("pstar."):
+            module = type(its_self).__name__
         frame = frame.f_back
-    return f"no module ({line})"
+    return f"{module or 'no module'} ({line})"

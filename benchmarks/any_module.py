@@ -1,0 +1,125 @@
+"""Models and forwards that nobody prepared for pstar, beside torch's AdamW on one process, in the least near memory.
+
+bash benchmarks/any_module.sh          # a minute
+
+The models, patterns and operations are those of the tests (tests/unit/test_pstar_zoo.py, tests/borrowers.py,
+tests/unit/test_pstar_borrowed.py), in fp32, a few steps each, gradients clipped. The gap is the largest relative difference
+of a loss. It is not 0 because torch and pstar round differently inside Adam; with the same Adam the tests hold equal bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from facts import bullets, num_cores, processor, versions, when_and_how
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+STEPS, GOAL, WORDS = 4, 1e-6, 150
+
+
+def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tuple[float, int, float, str]:
+    """(largest relative gap of a loss, parameters, near memory as a share of the model data, what the start said)."""
+    import torch
+
+    from pstar.norms import clip_grad_norm_
+    from tests import toy
+
+    torch.manual_seed(0)
+    plain = model_func()
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer = toy.build(model_func, near_budget="min")
+    worst = 0.0
+    for step in range(STEPS):
+        torch.manual_seed(step)  # of dropout
+        expected = loss_of(plain, step)
+        adamw.zero_grad()
+        expected.backward()
+        clip_grad_norm_(trained, toy.CLIP)
+        adamw.step()
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        model.backward(loss)
+        optimizer.step()
+        worst = max(worst, abs(loss.item() / expected.item() - 1))
+    num_params = sum(param.numel() for param in plain.parameters())
+    plainly = any("lazy start" in str(warning.message) for warning in caught)
+    return worst, num_params, model.near.budget_bytes / (16 * num_params), "plain" if plainly else "lazy"
+
+
+def models() -> Iterator[str]:
+    from tests.unit.test_pstar_zoo import ZOO, loss_of
+
+    yield from ("| model | parameters | start | near, of the model data | gap |", "|---|---:|---|---:|---:|")
+    for name, (model_func, inputs) in ZOO.items():
+        worst, num_params, near, start = gap(model_func, lambda model, step, make=inputs: loss_of(model(**make(step))))
+        yield f"| {name} | {num_params:,} | {start} | {near:.0%} | {mark(worst)} |"
+
+
+def patterns() -> Iterator[str]:
+    from tests.borrowers import PATTERNS, rows
+
+    yield from ("| a forward or a loop with | gap |", "|---|---:|")
+    for name, (model_func, loss_of) in PATTERNS.items():
+        worst, *_ = gap(model_func, lambda model, step, make=loss_of: make(model, rows(step)))
+        yield f"| {name} | {mark(worst)} |"
+
+
+def operations() -> Iterator[str]:
+    import pstar
+    from tests.unit.test_pstar_borrowed import OPERATIONS, between_two_steps
+
+    yield from ("| between two steps | the line |", "|---|---|")
+    for name, (operation, _) in OPERATIONS.items():
+        try:
+            operation(between_two_steps())
+            line = "works"
+        except pstar.StateError as error:
+            line = str(error) if len(str(error)) <= WORDS else f"{str(error)[:WORDS].rsplit(' ', 1)[0]} ..."
+        yield f"| `{name}` | `{line}` |"
+
+
+def mark(worst: float) -> str:
+    """The gap; marked where it is above the goal."""
+    return f"{worst:.1e}, **off**" if worst > GOAL else f"{worst:.1e}" if worst else "0"
+
+
+def page(argv: list[str]) -> str:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    facts = [("work", f"{STEPS} steps each, fp32, one process on 1 of {num_cores()} cores ({processor()}), near_budget min; "
+                      f"goal: a gap of at most {GOAL:g}"),
+             ("versions", versions(transformers=transformers.__version__)),
+             *when_and_how("any_module.sh", argv)]  # fmt: skip
+    parts = [("Architectures", models), ("Parameters of other modules", patterns), ("What is refused", operations)]
+    lines = ["# Any module", "", *bullets(facts)]
+    for title, rows in parts:
+        lines += ["", f"## {title}", "", *rows()]
+    return "\n".join([*lines, ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of any_module.md [%(default)s]")
+    arguments = parser.parse_args(given)
+    text = page(given)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / "any_module.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
