@@ -64,6 +64,7 @@ def test_a_fixed_scale_that_is_too_large_says_so(tmp_path: Path) -> None:
     assert len(chapter.metrics()) == 19
 
 
+@pytest.mark.deep
 @needs_horovod
 def test_horovod_gives_the_same_curve_as_ddp(ranks, tmp_path: Path) -> None:
     """Of O2; that of O0 is in test_law_of_the_curve.py."""

@@ -188,6 +188,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     assert "rank 1 failed with status -9" in said, said
 
 
+@pytest.mark.deep
 def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     command = ["bash", str(ROOT / "chapters/07_patrickstar/train.sh"), *chapter.command(*STEPS)[2:]]

@@ -110,6 +110,7 @@ def test_the_first_loss_is_hugging_faces(ranks, folder, wanted, first, tmp_path:
     assert config["eos_token_id"] == Vocabulary.load(folder).end_id, "50256 lies outside of the vocabulary"
 
 
+@pytest.mark.deep
 @needs_horovod
 def test_horovod_begins_there_too(folder, wanted, first, tmp_path: Path) -> None:
     chapter = Begun("03_horovod", tmp_path)

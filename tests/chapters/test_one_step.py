@@ -17,7 +17,6 @@ from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import Report, assert_one_clipped_step_a_batch, on_gloo, train, train_under_horovod
 from tests.chapters.program import ROOT, Chapter
 from tests.chapters.technique import technique
-from tests.cover import quick_only
 from tests.limits import HANGS_S, wait_until
 
 STEPS, CLIP, PEAK = 12, 0.3, 0.003
@@ -99,11 +98,16 @@ def test_asynchronous_ranks_agree_where_they_have_met(ranks, tmp_path):
 
 
 @needs_horovod
-@pytest.mark.parametrize("nproc", quick_only([1, 2, 4], 2))
-def test_one_clipped_step_a_batch_under_horovod(tmp_path, nproc):
+@pytest.mark.parametrize("nproc, precisions", [
+    (2, ("fp16",)),
+    pytest.param(2, ("bf16",), marks=pytest.mark.deep),
+    pytest.param(1, ("bf16", "fp16"), marks=pytest.mark.deep),
+    pytest.param(4, ("bf16", "fp16"), marks=pytest.mark.deep),
+])  # fmt: skip
+def test_one_clipped_step_a_batch_under_horovod(tmp_path, nproc, precisions):
     runs = []
     for strategy, (name, flags) in HOROVOD.items():
-        for precision in ("bf16", "fp16"):
+        for precision in precisions:
             chapter = Chapter(name, tmp_path / f"{strategy} {precision}")
             chapter.folder.mkdir()
             runs.append((chapter, (*FLAGS, *flags, "--precision", precision, "--grad-accum", 2)))

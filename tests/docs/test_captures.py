@@ -45,7 +45,7 @@ def test_every_chapter_is_captured_with_the_command_of_now(captures) -> None:
         assert ("rank 1 " in found["said"]) == (chapter != captures.BASE), "two processes, except the baseline"
 
 
-@pytest.mark.parametrize("chapter", quick_only(["00_single", "07_patrickstar"], "07_patrickstar"))
+@pytest.mark.parametrize("chapter", quick_only(["00_single", "07_patrickstar"], "00_single"))
 def test_a_chapter_still_does_what_was_captured(captures, chapter: str) -> None:
     """The learning rate rises over the same steps however long the run is: the shortest run begins like the captured one."""
     flags = re.sub(rf"--(max-steps|eval-every) {captures.STEPS}", rf"--\1 {captures.WARMUP + 1}", captures.flags_of(chapter))

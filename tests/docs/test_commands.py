@@ -60,8 +60,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Iterator[Callable
 
 
 def marks(chapter: str) -> list[pytest.MarkDecorator]:
-    """Chapter 07's are the quick ones."""
-    return [needs_horovod] * ("horovod" in chapter) + [pytest.mark.deep] * (chapter != "07_patrickstar")
+    """Chapter 00's are the quick ones."""
+    return [needs_horovod] * ("horovod" in chapter) + [pytest.mark.deep] * (chapter != "00_single")
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, id=p.stem, marks=marks(p.stem)) for p in CHAPTERS])

@@ -90,7 +90,7 @@ def test_each(a, b): assert a == b
 """
 
 
-@pytest.mark.parametrize("budget, status", [((1, 2), 0), ((0, 1), 1)])
+@pytest.mark.parametrize("budget, status", [((0, 1), 1), pytest.param((1, 2), 0, marks=pytest.mark.deep)])
 def test_two_workers_count_and_go_red(tmp_path: Path, budget: tuple[int, int], status: int) -> None:
     folder = tmp_path / "tests" / "sample"
     folder.mkdir(parents=True)

@@ -103,6 +103,7 @@ def test_disk_model(tmp_path) -> None:
     assert number(disk[3]) <= near_budget + 1 and number(disk[4]) <= far_budget + 1
 
 
+@pytest.mark.deep
 def test_plan_memory(tmp_path) -> None:
     planned, counted = run_quick("plan_memory", tmp_path)
     assert len(planned) == len(counted) == 2
