@@ -8,9 +8,10 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 source "$here/../scripts/setup.sh" dev,docs,horovod
 cd "$REPO"
 
-# Two workers even on one core: half of the time a test waits for a process to start or to end.
+# One worker more than cores: a third of the time a test waits for a process to start or to end. At most three, because each
+# forks ranks of its own, and tests/tally.py has budgets for that.
 cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-workers=$((cores < 2 ? 2 : cores > 4 ? 4 : cores))
+workers=$((cores > 1 ? 3 : 2))
 shared=(--numprocesses "$workers" --no-loadscope-reorder --durations 30 --durations-min 1 --tb short)
 case "${1-}" in
     "") export TESTS_WHOLE=quick; set -- "${shared[@]}" -m "not deep" ;;

@@ -133,7 +133,7 @@ def has_heard(pid: int, *ranks: int) -> bool:
     return Path(file).exists()
 
 
-@pytest.mark.parametrize(("nproc", "status"), [(1, -signal.SIGTERM), (2, 130)])
+@pytest.mark.parametrize(("nproc", "status"), [pytest.param(1, -signal.SIGTERM, marks=pytest.mark.deep), (2, 130)])
 def test_a_second_signal_ends_at_once(tmp_path: Path, nproc: int, status: int) -> None:
     chapter = Chapter("02_ddp", tmp_path)
     # steps of a second: after one it would end by itself, with status 0, what it has trained saved
