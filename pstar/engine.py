@@ -19,7 +19,7 @@ from pstar.embedding import compute_embeddings_far
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.export import export_weights, import_weights
 from pstar.hooks import Hooks
-from pstar.inputs import cast, shape_of
+from pstar.inputs import cast_inputs, shape_of
 from pstar.lazy import Recipe, build, storage_key
 from pstar.movers import Movers
 from pstar.nonmodel import CudaPeak, LiveBytes
@@ -151,7 +151,7 @@ class Engine(torch.nn.Module):
             self._chunks.bind_all()
         if training:
             self._begin_forward(args, kwargs)
-        args, kwargs = cast((args, kwargs), self._chunks.param_dtype)
+        args, kwargs = cast_inputs(args, kwargs, self._chunks.param_dtype)
         watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
         evaluates = nullcontext() if training else self.schedule.paused()
         with evaluates, self._hooks.lender.forward(training), self._explained(), watched:

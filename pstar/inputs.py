@@ -6,9 +6,15 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in another dtype, inside lists, tuples and dicts too; the same object where that changes nothing, for
-    a model may write into it."""
+def cast_inputs(args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments with floating tensors in another dtype, inside lists, tuples and dicts too.
+
+    An argument that needs no cast stays the same object, because a model may write into it (a cache, for example).
+    """
+    return tuple(_cast(value, dtype) for value in args), {name: _cast(value, dtype) for name, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     leaves, spec = tree_flatten(value)
     made = [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
     same = all(new is old for new, old in zip(made, leaves, strict=True))

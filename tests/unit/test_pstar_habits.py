@@ -446,3 +446,20 @@ def test_a_parameter_that_is_no_floating_number_is_named(dtype):
 def test_a_model_in_place_of_a_function_is_named(model_func):
     with pytest.raises(pstar.ConfigError, match="model_func is a (Loss|int): give a function"):
         pstar.initialize_engine(model_func)
+
+
+class WritesIntoADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, seen: dict, *, more: dict) -> torch.Tensor:
+        seen["dtype"] = more["dtype"] = x.dtype
+        return self.layer(x).square().mean()
+
+
+def test_a_model_may_write_into_an_argument_beside_one_that_is_cast():
+    model, _ = toy.build(WritesIntoADict, bf16={"enabled": True})
+    seen, more = {}, {}
+    model(torch.ones(2, 4), seen, more=more)
+    assert seen == more == {"dtype": torch.bfloat16}
