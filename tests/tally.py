@@ -3,7 +3,8 @@
 A cost is tests, seconds, programs started and ranks forked. Programs and ranks do not depend on how busy the machine
 is, so they have budgets, and a whole run that needs more is red. Seconds are printed and never asserted.
 
-`python -m tests.tally QUICK.json ALL.json` prints the table of CONTRIBUTING.md from the reports of two whole runs.
+`python -m tests.tally QUICK.json DEEP.json` prints the table of CONTRIBUTING.md from the reports of two runs, of the quick
+command and of `-m deep`, each with TESTS_REPORT set to its file.
 """
 
 from __future__ import annotations
@@ -102,20 +103,20 @@ def table(totals: dict[str, Counter[str]]) -> list[str]:
     return rows
 
 
-def markdown(quick: dict[str, dict[str, float]], whole: dict[str, dict[str, float]]) -> str:
-    """Returns the table of CONTRIBUTING.md: what the quick command runs of each folder, and what `--all` runs."""
-    rows = ["| folder | quick: tests | seconds | programs | ranks | `--all`: tests | seconds | programs | ranks |",
-            "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    total = {"quick": Counter(), "all": Counter()}
-    for folder in sorted(whole):
+def markdown(quick: dict[str, dict[str, float]], deep: dict[str, dict[str, float]]) -> str:
+    """Returns the table of CONTRIBUTING.md: what the quick command costs by folder, and what `--all` adds."""
+    rows = ["| folder | quick: tests | seconds | programs | ranks | deep: tests | seconds | programs | ranks |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    total = {"quick": Counter(), "deep": Counter()}
+    for folder in sorted({*quick, *deep}):
         cells = []
-        for name, report in (("quick", quick), ("all", whole)):
+        for name, report in (("quick", quick), ("deep", deep)):
             cost = Counter(report.get(folder, {}))
             total[name].update(cost)
             cells += [f"{cost[key]:,.0f}" for key in ("tests", "seconds", "programs", "ranks")]
         rows.append(f"| `tests/{folder}` | {' | '.join(cells)} |")
     cells = [f"{total[name][key]:,.0f}" for name in total for key in ("tests", "seconds", "programs", "ranks")]
-    return "\n".join([*rows, f"| sum | {' | '.join(cells)} |"])
+    return "\n".join([*rows, f"| all | {' | '.join(cells)} |"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

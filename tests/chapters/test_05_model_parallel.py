@@ -223,6 +223,7 @@ def test_dropout_is_the_same_where_it_must_be_and_recomputation_draws_it_again(r
 # ---- as a program
 
 
+@pytest.mark.deep
 def test_a_stage_that_dies_ends_the_job_and_is_named(tmp_path):
     chapter = Chapter(NAME, tmp_path)
     said = end_a_rank(chapter, 2, 1, signal.SIGKILL, "--grad-accum", 4, "--timeout-s", 300, "--seq-len", 16)

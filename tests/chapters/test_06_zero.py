@@ -144,6 +144,7 @@ def test_what_it_refuses(capsys, tmp_path, flags, line) -> None:
     assert line in settings_error("06_zero", "zero_settings", capsys, "--output-dir", tmp_path, *flags)
 
 
+@pytest.mark.deep
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     chapter = Chapter("06_zero", tmp_path)
     said = end_a_rank(chapter, 3, 1, signal.SIGKILL, "--timeout-s", 300, "--seq-len", SMALL["n_positions"] // 2)
