@@ -56,6 +56,7 @@ def test_files_come_in_the_given_order_or_in_a_random_one(monkeypatch: pytest.Mo
     names = [f"tests/{folder}/test_{n}.py::test" for folder in ("unit", "docs", "chapters") for n in "abc"]
     files = [SimpleNamespace(nodeid=name) for name in names]
     as_given, shuffled = list(files), list(files)
+    monkeypatch.delenv("TESTS_ORDER", raising=False)
     sort(as_given)
     assert as_given == files[3:] + files[:3]
     monkeypatch.setenv("TESTS_ORDER", "1")
