@@ -5,6 +5,8 @@ bash benchmarks/any_module.sh          # a minute
 The models, patterns and operations are those of the tests (tests/unit/test_pstar_zoo.py, tests/borrowers.py,
 tests/unit/test_pstar_borrowed.py), in fp32, a few steps each, gradients clipped. The gap is the largest relative difference
 of a loss. It is not 0 because torch and pstar round differently inside Adam; with the same Adam the tests hold equal bits.
+The last table counts the calls that lending adds to a step and times one of each: their sum is far below what two runs of
+the same step differ by.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from facts import bullets, num_cores, processor, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-STEPS, GOAL, WORDS = 4, 1e-6, 150
+STEPS, GOAL, WORDS, LAYERS = 4, 1e-6, 150, 12
 
 
 def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tuple[float, int, float, str]:
@@ -84,8 +86,87 @@ def operations() -> Iterator[str]:
             operation(between_two_steps())
             line = "works"
         except pstar.StateError as error:
-            line = str(error) if len(str(error)) <= WORDS else f"{str(error)[:WORDS].rsplit(' ', 1)[0]} ..."
+            line = shortened(error)
         yield f"| `{name}` | `{line}` |"
+
+
+def not_asking() -> Iterator[str]:
+    import pstar
+    from tests import toy
+    from tests.borrowers import rows
+    from tests.unit.test_pstar_borrowed import NOT_ASKING, DoesNotAsk
+
+    yield from ("| a forward that reads a parameter of another module in | the line |", "|---|---|")
+    for name in NOT_ASKING:
+        model, _ = toy.build(lambda read=name: DoesNotAsk(read), near_budget="min", default_chunk_size=300)
+        try:
+            model.backward(model(rows(0)))
+            line = "works"
+        except pstar.StateError as error:
+            line = shortened(error)
+        yield f"| {name} | `{line}` |"
+
+
+def shortened(error: Exception) -> str:
+    line = str(error)
+    return line if len(line) <= WORDS else f"{line[:WORDS].rsplit(' ', 1)[0]} ..."
+
+
+def lending() -> Iterator[str]:
+    """What a step with LAYERS layers spends on lending when nothing is borrowed: calls a step times seconds a call."""
+    import statistics
+    import time
+    import timeit
+
+    import torch
+
+    from pstar.borrowed import Idle, idle_class
+    from tests import toy
+
+    model, optimizer = toy.build(lambda: toy.Toy(LAYERS), near_budget="min")
+    calls = {"acquire": 0, "pack": 0}
+    chunks, hooks = model._chunks, model._hooks
+    acquire, pack = chunks.acquire, hooks._pack
+
+    def counted_acquire(names: tuple[str, ...]) -> None:
+        calls["acquire"] += len(names)
+        acquire(names)
+
+    def counted_pack(tensor: torch.Tensor) -> object:
+        calls["pack"] += 1
+        return pack(tensor)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        toy.train(model, optimizer, 1)
+        return time.perf_counter() - begin
+
+    seconds = statistics.median([step() for _ in range(9)][2:])
+    chunks.acquire, hooks._pack = counted_acquire, counted_pack
+    step()
+    param, used, num = torch.nn.Parameter(torch.zeros(1)), {"weight"}, 100_000
+    kind, idle, tensor = type(param), idle_class(type(param)), torch.zeros(1)
+
+    def classes() -> None:
+        param.__class__ = kind
+        param.__class__ = idle
+
+    costs = [("a parameter is acquired and released: its class changes twice", calls["acquire"], classes),
+             ("a module runs: its parameters are noted as used", calls["acquire"], lambda: used.update(("weight",))),
+             ("backward saves a tensor: its class is checked", calls["pack"], lambda: issubclass(type(tensor), Idle)),
+             ("the forward begins and ends", 1, lambda: opened(hooks.lender))]  # fmt: skip
+    yield from ("| where lending costs | times a step | microseconds each | of a step |", "|---|---:|---:|---:|")
+    whole = 0.0
+    for what, times, call in costs:
+        each = min(timeit.repeat(call, number=num, repeat=5)) / num
+        whole += times * each / seconds
+        yield f"| {what} | {times} | {each * 1e6:.2f} | {times * each / seconds:.3%} |"
+    yield f"| all of it, of a step of {seconds * 1e3:.0f} ms | | | {whole:.2%} |"
+
+
+def opened(lender: Any) -> None:
+    with lender.forward(False):
+        pass
 
 
 def mark(worst: float) -> str:
@@ -102,7 +183,8 @@ def page(argv: list[str]) -> str:
                       f"goal: a gap of at most {GOAL:g}"),
              ("versions", versions(transformers=transformers.__version__)),
              *when_and_how("any_module.sh", argv)]  # fmt: skip
-    parts = [("Architectures", models), ("Parameters of other modules", patterns), ("What is refused", operations)]
+    parts = [("Architectures", models), ("Parameters of other modules", patterns), ("What is refused", operations),
+             ("What is refused in a forward", not_asking), ("Cost where nothing is borrowed", lending)]
     lines = ["# Any module", "", *bullets(facts)]
     for title, rows in parts:
         lines += ["", f"## {title}", "", *rows()]

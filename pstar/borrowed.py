@@ -11,6 +11,12 @@ That a parameter is idle follows from the program alone, not from what happens t
 keys at the same moments, the trace knows them, they come ahead like all others, and all ranks make the same collectives.
 Where nothing is borrowed the cost is one assignment of a class when a parameter is acquired and one when it is released.
 
+A few callers never ask the class of a tensor: torch.vmap, scripted functions, functions of an extension. They would compute
+with the placeholder. torch.vmap asks for the number of dimensions first, and is refused there. Of all others, what they
+save for backward is refused (Hooks._pack), and so is the gradient of a parameter that no forward was given in this step
+(`used`). What is left, an operation that saves nothing of a parameter that others use too, makes the loss NaN where the
+parameter is not near; pstar.not_finite then names the module.
+
 A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps the memory that it looks at, see Residency._leave.
 """
 
@@ -38,6 +44,8 @@ NO_BYTES = frozenset([
 
 # Attributes that give the bytes; all other ones (shape, dtype, grad, ...) do not.
 BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+VMAP = "torch._functorch.vmap"    # the module whose code takes the arguments of torch.vmap apart
 
 CHANGES = frozenset({"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
@@ -69,6 +77,9 @@ class Lender:
         self.chunks, self.stay = chunks, stay
         self.open = False
         """Whether the program is in the engine's forward, or between one of training and the end of its backward."""
+        self.used: set[str] = set()
+        """The parameters whose bytes a forward was given since the step began."""
+        self._refused: str | None = None
         self._running, self._saving = running, saving
         self.run = torch.compiler.disable(self._run)    # here, for it imports the compiler, which takes seconds
         for name, param in chunks.params.items():
@@ -87,6 +98,7 @@ class Lender:
         pair = self._saving() if torch.is_grad_enabled() and not self._running else None
         acquired: list[str] = []
         try:
+            self.used.update(names)
             for name in names:
                 self._acquire(name, func)
                 acquired.append(name)
@@ -103,9 +115,29 @@ class Lender:
     @contextmanager
     def forward(self, training: bool) -> Iterator[None]:
         """The model's forward runs inside; after one of training parameters are lent until its backward is over."""
-        before, self.open = self.open, True
-        yield    # an error is not caught: Hooks.abandon ends the step
+        before, self.open, self._refused = self.open, True, None
+        try:
+            yield
+        except RuntimeError as error:    # TorchScript drops the message of what is raised inside
+            if self._refused is not None and not isinstance(error, StateError):
+                raise StateError(self._refused) from error
+            raise    # Hooks.abandon ends the step
         self.open = training or before
+
+    def refuse(self, what: str) -> None:
+        """Raises StateError: what was read by an operation that did not ask for its bytes."""
+        self._refused = (f"an operation in {_module()} read {what} without asking for its bytes, as scripted functions and "
+                         "functions of extensions do: give them the parameter's clone()")
+        raise StateError(self._refused)
+
+    def refuse_view(self, view: torch.Tensor) -> None:
+        """Raises StateError: somebody read the placeholder that view looks at."""
+        names = [name for name, param in self.chunks.params.items() if sorted(param.shape) == sorted(view.shape)]
+        self.refuse(f"a parameter of shape {tuple(view.shape)} ({' or '.join(names[:3]) or 'a part of one'})")
+
+    def end_step(self) -> None:
+        self.open = False
+        self.used.clear()
 
     @staticmethod
     def name_of(param: Idle) -> str:
@@ -127,6 +159,8 @@ class Idle(torch.nn.Parameter):
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if not _reads_bytes(func):
+            if _name(func) == "dim" and sys._getframe(1).f_globals.get("__name__") == VMAP:
+                _refuse_vmap(args[0])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found: dict[str, None] = {}
@@ -170,6 +204,12 @@ def _lender(param: Idle) -> tuple[Lender, str]:
     if lender is None:
         raise StateError(f"parameter {name} has no bytes: nobody has its engine any more")
     return lender, name
+
+
+def _refuse_vmap(param: Idle) -> None:
+    name = _lender(param)[1]
+    raise StateError(f"torch.vmap in {_module()} is given parameter {name}, which no running module owns, and would "
+                     "read its placeholder: give it the parameter's clone()")
 
 
 def _idle_among(values: Iterable[Any]) -> Iterator[Idle]:

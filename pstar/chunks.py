@@ -305,6 +305,9 @@ class Chunks:
             unit = unit if step == self.residency.schedule.num_steps else None
         return None if unit is None else self.units[unit]
 
+    def is_placeholder(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self._placeholder.data_ptr()
+
     def drop_gathered(self, group: int) -> None:
         """The group's gathered copies are out of date: somebody's piece was updated."""
         for unit in self.units:

@@ -237,7 +237,7 @@ class Engine(torch.nn.Module):
 
     def _before_step(self) -> None:
         """Raises StateError where an update would take a part of the gradients, or other ones, and say nothing."""
-        self._hooks.lender.open = False
+        self._hooks.lender.end_step()
         steps = self.config.gradient_accumulation_steps
         if self._micro_step:
             raise StateError(f"optimizer.step() after {self._micro_step} of {steps} micro-steps "
@@ -435,14 +435,6 @@ def _refuse_copy(protocol: Any) -> Any:
                      "model.gather_state() gives plain tensors, model.save_checkpoint() a file")
 
 
-def _check_parameters(module: torch.nn.Module) -> None:
-    """Raises ConfigError for a parameter that chunks, and fp32 masters, cannot hold."""
-    for name, param in module.named_parameters():
-        if not param.is_floating_point():
-            raise ConfigError(f"parameter {name} is {str(param.dtype).removeprefix('torch.')}: the engine trains floating "
-                              "numbers only; make it a buffer, or of a complex one its view_as_real")
-
-
 def make_scaler(config: Config) -> LossScaler:
     """The loss scale that a configuration asks for; outside fp16 it is 1 and stays 1."""
     fp16 = config.fp16
@@ -486,7 +478,6 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if device.type == "cuda":
         default_near = int(0.4 * torch.cuda.get_device_properties(device).total_memory)
     module, recipe = build(model_func)
-    _check_parameters(module)
     if config.use_cpu_embedding and not compute_embeddings_far(module, device):
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)

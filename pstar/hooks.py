@@ -19,6 +19,7 @@ These functions run a thousand times a step, between any two operators: what the
 model's step.
 """
 
+import sys
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Hooks:
     """
 
     def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False):
-        self.module, self.chunks, self.offload = module, chunks, offload
+        self.module, self.chunks, self.offload, self.stay = module, chunks, offload, stay
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
@@ -93,6 +94,7 @@ class Hooks:
         @torch.compiler.disable
         def acquire(module: torch.nn.Module, args: tuple) -> None:
             if names:
+                self.lender.used.update(names)
                 self.chunks.acquire(names)
             if self.offload is not None and not self._pairs:
                 self.offload.stay(self._others())
@@ -124,11 +126,19 @@ class Hooks:
             if hooks is None:
                 return
             hooks._leave_node()
+            hooks.check_used(name)
             with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model's
                 hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)
                 param.grad = None
 
         return take
+
+    def check_used(self, name: str) -> None:
+        """Raises StateError for a gradient of a parameter whose bytes no forward was given in this step."""
+        if not (self.stay or name in self.lender.used):
+            raise StateError(f"parameter {name} got a gradient, but its module did not run and no operation that asks for a "
+                             "parameter's bytes read it: scripted functions and functions of extensions do not ask, give "
+                             "them the parameter's clone()")
 
     def _saving(self) -> AbstractContextManager | None:
         """A pair of saved-tensor hooks that replaces views of chunks and leaves all else to the pair in force below it;
@@ -161,9 +171,13 @@ class Hooks:
     def _pack(self, tensor: torch.Tensor) -> SavedView | None:
         if issubclass(type(tensor), Idle):    # ctx.save_for_backward of a borrowed one
             name = self.lender.name_of(tensor)
+            if sys._getframe(2).f_globals.get("__name__") != "torch.autograd.function":
+                self.lender.refuse(f"parameter {name}")
             return SavedView(name, 0, self.chunks.shapes[name], self.chunks.strides[name])
         unit = self.chunks.unit_of(tensor)
         if unit is None:
+            if tensor.dim() and not tensor.stride(-1) and self.chunks.is_placeholder(tensor):
+                self.lender.refuse_view(tensor)
             return None
         start = tensor.storage_offset()
         for slot in unit.slots:

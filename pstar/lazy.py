@@ -23,7 +23,7 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pstar.errors import StateError
+from pstar.errors import ConfigError, StateError
 
 # In-place operations that write every element of their first argument and read none of it.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_", "copy_",
@@ -223,16 +223,31 @@ def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
 
 
 def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
-    """The model without memory and the recipe of its weights; where that cannot be, the model and None, with a warning."""
+    """The model without memory and the recipe of its weights; where that cannot be, the model and None, with a warning.
+
+    Raises ConfigError for a model that the engine cannot train.
+    """
     try:
         module, recipe = record(model_func)
         if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
         if (name := _unregistered(module, recipe)) is not None:
             raise StateError(f"its {name} is a tensor, neither a parameter nor a buffer (register_buffer makes it one)")
-        return module, recipe
     except Exception as error:    # whatever the model's own code raises when it computes with shapes alone
-        module = model_func()     # a mistake of the model's own is raised again here
+        module, recipe = model_func(), None    # a mistake of the model's own is raised again here
         reason = str(error).split("\n")[0]
         warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)
-        return module, None
+    _check(module)
+    return module, recipe
+
+
+def _check(module: torch.nn.Module) -> None:
+    """Raises ConfigError for a scripted module, and for a parameter that chunks, and fp32 masters, cannot hold."""
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ConfigError(f"module {name or 'of model_func'} is scripted (torch.jit) and takes no hooks: "
+                              "give the engine the module that was scripted")
+    for name, param in module.named_parameters():
+        if not param.is_floating_point():
+            raise ConfigError(f"parameter {name} is {str(param.dtype).removeprefix('torch.')}: the engine trains floating "
+                              "numbers only; make it a buffer, or of a complex one its view_as_real")

@@ -75,7 +75,7 @@ class LossScaler:
         if self.scale != 1.0:
             raise StateError(f"{skipped}: {self.name} {self.scale:g} is too large; give a smaller one, or 0 (dynamic)")
         raise StateError(f"{skipped}: try a smaller learning rate, or look for a division by zero in a module, or for a "
-                         "parameter of another one in torch.vmap or a script (NaN where it is not near: give its clone())")
+                         "parameter of another one in a scripted function (NaN where it is not near: give its clone())")
 
     def state(self) -> dict[str, float]:
         """What a run that goes on needs; every number fits fp32 exactly (counts up to 2^24)."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
+from pstar import borrowed, hooks
 from pstar.borrowed import Idle
 from pstar.norms import clip_grad_norm_
 from tests import borrowers, toy
@@ -220,10 +221,19 @@ def bytes_without_asking(cls, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
+def without_checks(monkeypatch) -> None:
+    """Nobody refuses what was read without asking."""
+    monkeypatch.setattr(borrowed.Lender, "refuse", lambda *_: None)
+    monkeypatch.setattr(hooks.Hooks, "check_used", lambda *_: None)
+
+
 @pytest.mark.filterwarnings("ignore:3 steps in a row")
 @pytest.mark.parametrize("pattern", ["F.linear(h, self.embed.weight)", "another block's weight"])
 def test_mutation_without_the_interception_the_numbers_are_wrong(pattern, monkeypatch):
     monkeypatch.setattr(Idle, "__torch_function__", classmethod(bytes_without_asking))
+    with pytest.raises(pstar.StateError, match="without asking"):
+        engine_run(pattern, near_budget="min")
+    without_checks(monkeypatch)
     with pytest.raises(AssertionError):
         assert engine_run(pattern, near_budget="min")[0] == plain_run(pattern)[0]
 
@@ -301,3 +311,90 @@ def test_borrowing_goes_with_what_else_the_engine_can_do(keys):
             optimizer.step()
         runs.append(model.gather_state()[0])
     assert_same(*runs)
+
+
+@torch.jit.script
+def scripted_linear(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(h, weight)
+
+
+@torch.jit.script
+def scripted_squares(weight: torch.Tensor) -> torch.Tensor:
+    return (weight * weight).sum()
+
+
+class Extension(torch.autograd.Function):
+    """Computes, as a function in C++ does, without asking the class of what it is given."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+
+class DoesNotAsk(Deep):
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NOT_ASKING[self.read][0](self, self.hidden(x)).square().mean()
+
+
+# What reads a parameter of another module without asking for its bytes -> (it, a regular expression of the line).
+NOT_ASKING = {
+    "torch.vmap": (lambda model, h: h.mean() * torch.vmap(torch.sum)(model.layers[1].weight),
+                   r"torch.vmap in DoesNotAsk \(line \d+ of .*\) is given parameter layers.1.weight"),
+    "torch.vmap in an axis": (lambda model, h: torch.vmap(torch.dot, (0, 1))(h[:, :16], model.embed.weight[:12].T.clone())
+                              + torch.vmap(torch.sum, 1)(model.embed.weight).sum(), "is given parameter embed.weight"),
+    "a scripted product": (lambda model, h: scripted_linear(h, model.head.weight), r"of shape \(16, 24\) \(head.weight\)"),
+    "a scripted square": (lambda model, h: scripted_squares(model.layers[0].weight) + h, "read parameter layers.0.weight"),
+    "an extension": (lambda model, h: Extension.apply(h, model.head.weight), "parameter head.weight got a gradient, but"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", NOT_ASKING)
+def test_who_does_not_ask_for_a_parameters_bytes_is_refused_in_one_line(read):
+    model, _ = toy.build(lambda: DoesNotAsk(read), near_budget="min", default_chunk_size=300)
+    with pytest.raises(pstar.StateError, match=NOT_ASKING[read][1]) as caught:
+        model.backward(model(rows(0)))
+    assert "\n" not in str(caught.value) and "clone()" in str(caught.value)
+    assert not model._hooks._pairs and not any(model._chunks._uses.values()), "nothing stays in use"
+
+
+@pytest.mark.parametrize("read", ["a scripted product", "a scripted square", "an extension"])
+def test_mutation_without_these_checks_the_loss_is_nan(read, monkeypatch):
+    without_checks(monkeypatch)
+    model, _ = toy.build(lambda: DoesNotAsk(read), near_budget="min", default_chunk_size=300)
+    loss = model(rows(0))
+    model.backward(loss)
+    assert loss.isnan()
+
+
+def test_a_gradient_after_zero_grad_between_forward_and_backward_is_no_mistake():
+    model, optimizer = toy.build(TiedByLinear, near_budget="min", default_chunk_size=300)
+    losses = []
+    for step in range(3):
+        loss = model(rows(step))
+        optimizer.zero_grad()
+        model.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == engine_run("F.linear(h, self.embed.weight)", near_budget="min")[0][:3]
+
+
+def test_a_scripted_module_is_refused_in_one_line():
+    class Scripted(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2] = torch.jit.script(self.layers[2])
+
+    for start in (pstar.initialize_engine, pstar.plan_engine):
+        with pytest.raises(pstar.ConfigError, match=r"module layers\.2 is scripted"):
+            start(Scripted, config={})
