@@ -73,9 +73,7 @@ def test_a_borrowed_parameter_follows_one_process(ranks, pattern, near, prefetch
 @pytest.mark.each
 @pytest.mark.parametrize("keys", [{}, {"ownership": "sharded"}, {"communication": "chunk"}, {"bf16": {"enabled": True}}],
                          ids=str)
-@pytest.mark.parametrize("pattern", [
-    "F.linear(h, self.embed.weight)", "a penalty over self.parameters() in forward", "another block's weight, checkpointed",
-    "a penalty over model.parameters() in the loop"])
+@pytest.mark.parametrize("pattern", MEANS)
 def test_placement_changes_no_bit_of_what_is_borrowed(ranks, pattern, keys):
     first, second = (ranks(2).run(case, pattern, keys | more)[0]
                      for more in ({"near_budget": "min", "prefetch": 0}, {"near_budget": "100%"}))
