@@ -99,6 +99,23 @@ def oracle(num_steps: int, num_micros: int = 1, clip: float = CLIP,
     return losses, {name: param.detach().clone() for name, param in model.named_parameters()}, norms
 
 
+def plain_run(model_func, loss_of, num_steps: int, optimizer_class=adamw) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(losses, final weights) of plain PyTorch on one process; loss_of(model, step) gives a step's loss."""
+    torch.manual_seed(0)
+    model = model_func()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer, losses = optimizer_class(trained, lr=LR, weight_decay=WEIGHT_DECAY), []
+    for step in range(num_steps):
+        torch.manual_seed(step)    # of dropout
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
 def config(**keys) -> dict:
     """A configuration with the oracle's optimizer."""
     adamw = {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}}

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import pstar
-from pstar.norms import clip_grad_norm_
 from tests import borrowers, toy
 from tests.borrowers import PATTERNS
 from tests.harness import RankFailure
@@ -41,18 +40,7 @@ def case(rank: int, num_ranks: int, pattern: str, keys: dict) -> tuple[list[floa
 
 def plain(pattern: str) -> list[float]:
     model_func, loss_of = PATTERNS[pattern]
-    torch.manual_seed(0)
-    model = model_func()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer, losses = toy.adamw(trained, lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, borrowers.rows(step))
-        loss.backward()
-        clip_grad_norm_(trained, toy.CLIP)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return toy.plain_run(model_func, lambda model, step: loss_of(model, borrowers.rows(step)), STEPS)[0]
 
 
 @pytest.mark.filterwarnings("ignore:lazy start is not possible")

@@ -17,7 +17,6 @@ from torch import nn
 import pstar
 from pstar import borrowed, hooks
 from pstar.borrowed import Idle
-from pstar.norms import clip_grad_norm_
 from tests import borrowers, toy
 from tests.borrowers import PATTERNS, Deep, TiedByLinear, rows, whole
 
@@ -25,20 +24,8 @@ STEPS = 4
 
 
 def plain_run(pattern: str, optimizer_class=toy.adamw) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(losses, weights) of PyTorch on one process."""
     model_func, loss_of = PATTERNS[pattern]
-    torch.manual_seed(0)
-    model = model_func()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer, losses = optimizer_class(trained, lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, rows(step))
-        loss.backward()
-        clip_grad_norm_(trained, toy.CLIP)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: param.detach() for name, param in model.named_parameters()}
+    return toy.plain_run(model_func, lambda model, step: loss_of(model, rows(step)), STEPS, optimizer_class)
 
 
 def engine_run(pattern: str, **keys) -> tuple[list[float], dict[str, torch.Tensor], pstar.Engine]:

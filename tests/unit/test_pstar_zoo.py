@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
-from pstar.norms import clip_grad_norm_
 from tests import toy
 
 transformers = pytest.importorskip("transformers")
@@ -191,18 +190,7 @@ def loss_of(out: object) -> torch.Tensor:
 
 def plain_run(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     model_func, inputs = ZOO[name]
-    torch.manual_seed(0)
-    model = model_func()
-    optimizer, losses = toy.adamw(model.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), []
-    for step in range(STEPS):
-        torch.manual_seed(step)    # of dropout
-        optimizer.zero_grad()
-        loss = loss_of(model(**inputs(step)))
-        loss.backward()
-        clip_grad_norm_(model.parameters(), toy.CLIP)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: param.detach() for name, param in model.named_parameters()}
+    return toy.plain_run(model_func, lambda model, step: loss_of(model(**inputs(step))), STEPS)
 
 
 @pytest.mark.each
