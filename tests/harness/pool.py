@@ -42,7 +42,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 # The server process imports these once; ranks are forked from it and start in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch", "torch.distributed", "pytest", "tests.harness.rank"]
+_preloaded = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.harness.rank"]    # torch.optim imports _dynamo
 _context.set_forkserver_preload(_preloaded)
 
 
