@@ -41,7 +41,10 @@ def wait_until(
         can_come = alive()  # asked first: what a process did last counts
         if true():
             return
-        said = what if isinstance(what, str) or (can_come and time.monotonic() < end) else what()
-        assert can_come, f"{said}: whoever was to do it has ended"
-        assert time.monotonic() < end, f"{said}: not after {HANGS_S:g} s"
+        assert can_come, f"{_words(what)}: the process that was to do it has ended"
+        assert time.monotonic() < end, f"{_words(what)}: not after {HANGS_S:g} s"
         time.sleep(0.02)
+
+
+def _words(what: Callable[[], str] | str) -> str:
+    return what if isinstance(what, str) else what()
