@@ -127,6 +127,37 @@ def build(model_func=Toy, **keys) -> tuple[pstar.Engine, pstar.optimizer.Chunked
     return pstar.initialize_engine(model_func, 0, config(**keys))
 
 
+def compare(model_func, loss_of, num_steps: int, before=lambda model, step: None, **keys) -> pstar.Engine:
+    """Trains plainly and with the engine, by default in the least near memory; asserts equal losses and weights.
+
+    loss_of(module or engine, step) gives a step's loss; before(module or engine, step) is called at each step.
+    """
+    torch.manual_seed(0)
+    plain = model_func()
+    params = list(plain.parameters())    # frozen ones, too: they may be thawed later
+    oracle = adamw(params, lr=LR, weight_decay=WEIGHT_DECAY)
+    model, optimizer = build(model_func, **{"near_budget": "min"} | keys)
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        oracle.zero_grad()
+        before(plain, step)
+        expected = loss_of(plain, step)
+        expected.backward()
+        clip_grad_norm_(params, CLIP)
+        oracle.step()
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        before(model, step)
+        loss = loss_of(model, step)
+        model.backward(loss)
+        optimizer.step()
+        assert loss.item() == expected.item(), f"step {step}"
+    weights, _ = model.gather_state()
+    for name, value in plain.named_parameters():
+        assert torch.equal(weights[name], value), name
+    return model
+
+
 def train(model, optimizer, num_steps: int, rank: int = 0, num_ranks: int = 1, num_micros: int = 1,
           first: int = 0) -> list[float]:
     """This rank's losses of steps first, first + 1, ..."""

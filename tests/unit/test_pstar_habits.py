@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import pstar
-from pstar.norms import clip_grad_norm_
 from pstar.tiers import Tier
 from tests import toy
 
@@ -44,31 +43,8 @@ class Loss(Deep):
         return super().forward(h).square().mean()
 
 
-def compare(model_func, loss_of=lambda model, step: model(x(step)), before=lambda model, step: None, **keys) -> pstar.Engine:
-    """Trains plainly and with the engine; asserts equal losses and weights. before(module or engine, step): at each step."""
-    torch.manual_seed(0)
-    plain = model_func()
-    adamw = toy.adamw(plain.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
-    model, optimizer = toy.build(model_func, **{"near_budget": "min"} | keys)
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        adamw.zero_grad()
-        before(plain, step)
-        expected = loss_of(plain, step)
-        expected.backward()
-        clip_grad_norm_(plain.parameters(), toy.CLIP)
-        adamw.step()
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        before(model, step)
-        loss = loss_of(model, step)
-        model.backward(loss)
-        optimizer.step()
-        assert loss.item() == expected.item(), f"step {step}"
-    weights, _ = model.gather_state()
-    for name, value in plain.named_parameters():
-        assert torch.equal(weights[name], value), name
-    return model
+def compare(model_func, loss_of=lambda model, step: model(x(step)), **options) -> pstar.Engine:
+    return toy.compare(model_func, loss_of, STEPS, **options)
 
 
 class Positions(nn.Module):

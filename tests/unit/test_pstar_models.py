@@ -16,31 +16,12 @@ STEPS, LR = 4, 1e-3
 
 
 def compare(model_func, inputs, loss_of, near: str = "min", chunk: int | str = 3_000) -> pstar.Engine:
-    """Trains plainly and with the engine; asserts equal losses and weights.
+    """Trains plainly and with the engine; asserts equal losses and weights, and that one step was traced.
 
     inputs(step) -> keyword arguments of the model; loss_of(output) -> scalar.
     """
-    torch.manual_seed(0)
-    plain = model_func()
-    adamw = toy.adamw([param for param in plain.parameters() if param.requires_grad], lr=LR, weight_decay=0.0)
-    torch.manual_seed(0)
-    model, optimizer = pstar.initialize_engine(model_func, 0, {
-        "optimizer": {"params": {"lr": LR}}, "near_budget": near, "default_chunk_size": chunk})
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        adamw.zero_grad()
-        expected = loss_of(plain(**inputs(step)))
-        expected.backward()
-        adamw.step()
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        loss = loss_of(model(**inputs(step)))
-        model.backward(loss)
-        optimizer.step()
-        assert loss.item() == expected.item(), f"step {step}"
-    weights, _ = model.gather_state()
-    for name, value in plain.named_parameters():
-        assert torch.equal(weights[name], value), name
+    model = toy.compare(model_func, lambda model, step: loss_of(model(**inputs(step))), STEPS,
+                        near_budget=near, default_chunk_size=chunk)
     assert model.schedule.num_traced == 1
     return model
 
