@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import glob
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,15 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exchange_case(rank: int, num_ranks: int, through_memory: bool):
-    collectives = Collectives(None, Ledger(), through_memory)
+    """(through memory, bytes, results, files that this case made and left behind)."""
+    made, make_file = [], shared_memory.make_file
+
+    def remember(num_ranks: int) -> str | None:
+        made.append(make_file(num_ranks))
+        return made[-1]
+
+    with mock.patch.object(shared_memory, "make_file", remember):
+        collectives = Collectives(None, Ledger(), through_memory)
     results = []
     for numel in SIZES:
         for dtype in DTYPES:
@@ -33,7 +42,7 @@ def exchange_case(rank: int, num_ranks: int, through_memory: bool):
             collectives.all_gather(flat.view(-1)).wait()
             results.append(flat)
     results.append(collectives.sum(torch.arange(5, dtype=torch.float64) * (rank + 1)))
-    return collectives.through_memory, dict(collectives.ledger.moved_bytes), results, glob.glob("/dev/shm/pstar_*")
+    return collectives.through_memory, dict(collectives.ledger.moved_bytes), results, made
 
 
 @pytest.mark.parametrize("num_ranks", quick_only([2, 3, 4], 3))
@@ -45,7 +54,8 @@ def test_shared_memory_gives_what_the_process_group_gives(ranks, num_ranks):
     again = ranks(num_ranks).run(exchange_case, True)
     assert [result[0] for result in ours + theirs] == [True] * num_ranks + [False] * num_ranks
     assert ours[0][1] == theirs[0][1], "the same bytes are received either way"
-    assert not ours[0][3], "no file is left behind"
+    [[made], *others] = [result[3] for result in ours]
+    assert made.startswith("/dev/shm/pstar_") and not Path(made).exists() and not any(others), "no file is left behind"
     for mine, gloo, later in zip(ours, theirs, again, strict=True):
         for first, a, b, c in zip(ours[0][2], mine[2], gloo[2], later[2], strict=True):
             assert torch.equal(a, first) and torch.equal(a, c), "the same bits on every rank and in every run"
