@@ -45,8 +45,8 @@ def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, que
     from zero_ledger import sent_formula
 
     from gpt2_chinese.config import ModelConfig
-    from gpt2_chinese.launch import Ranks
     from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.ranks import Ranks
     from gpt2_chinese.traffic import tcp_bytes
 
     torch.set_num_threads(max(1, num_cores() // num_ranks))

@@ -23,7 +23,7 @@ from gpt2_chinese.errors import UserError
 from gpt2_chinese.tokens import Tokens
 
 if TYPE_CHECKING:
-    from gpt2_chinese.launch import Ranks
+    from gpt2_chinese.ranks import Ranks
     from gpt2_chinese.settings import Settings
 
 IGNORED = -100  # a target that does not count, as in torch's cross_entropy

@@ -164,20 +164,14 @@ def read_state(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} cannot be used: state.json: {error}") from None
 
 
-def load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Any]]:
+def read(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Any]]:
     """Weights, moments and state of a checkpoint, on the CPU; those of parts/ are read when they are asked for.
-
-    A file instead of a folder holds weights to begin with (--init-from): no moments, and a state of step 0.
 
     Raises:
         UserError: the checkpoint is damaged.
     """
     from safetensors.torch import load_file
 
-    if path.is_file():
-        from gpt2_chinese.weights import initial_state
-
-        return initial_state(path)
     if reason := damage(path):
         raise UserError(f"checkpoint {path} cannot be used: {reason}")
     if any(name.startswith(f"{PARTS}/") for name in listed(path)):

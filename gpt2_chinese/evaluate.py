@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpt2_chinese.batches import Batches
-    from gpt2_chinese.launch import Ranks
+    from gpt2_chinese.ranks import Ranks
 
 
 def evaluate(

@@ -82,3 +82,15 @@ def read_json(path: Path, what: str) -> Any:
         hint = "; JSON has no comments" if "//" in text or "/*" in text else ""
         raise UserError(f"cannot read {what}: not valid JSON: {error}{hint}") from None
     return content
+
+
+def display_link(path: Path) -> Path:
+    """Like display, for a path whose links must not be followed."""
+    path, here = Path(os.path.abspath(path)), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def display(path: Path) -> Path:
+    """A path as the user would type it: relative to the working directory when it lies below it."""
+    path, here = Path(path).resolve(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

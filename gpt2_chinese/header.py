@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt2_chinese.settings import display
+from gpt2_chinese.files import display
 
 if TYPE_CHECKING:
-    from gpt2_chinese.launch import Ranks
+    from gpt2_chinese.ranks import Ranks
     from gpt2_chinese.settings import Settings
 
 Rows = list[tuple[str, Any]]

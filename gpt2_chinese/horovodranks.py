@@ -12,9 +12,9 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from gpt2_chinese.errors import RunError, UserError
+from gpt2_chinese.errors import LOST_PEER, RunError, UserError
 from gpt2_chinese.horovodrun import LOST_LINE
-from gpt2_chinese.launch import GRACE_S, LOST_PEER, Ranks
+from gpt2_chinese.ranks import GRACE_S, Ranks
 
 
 class HorovodRanks(Ranks):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from gpt2_chinese import stopping
-from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, UserError
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import ParallelSettings
@@ -41,7 +41,6 @@ LAUNCHERS = (
 # One host for each worker of an elastic run on this machine: 127.0.0.1, 127.0.0.01, 127.0.0.001 ... are one address.
 LOOPBACK = "127.0.0.1"
 GLOO_PATIENCE_S = 20
-LOST_PEER = 3  # as in launch.py, which imports torch: the status of a rank that ends because another one did
 LOST_LINE = "lost touch with the other ranks"  # what it says; the launcher then knows who did not
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_chinese.errors import RunError
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.ranks import Ranks
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

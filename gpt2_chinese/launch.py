@@ -1,4 +1,4 @@
-"""Starts the processes of a run and joins them. The only file of the package that knows torch.distributed.
+"""Starts the processes of a run and joins them.
 
 settings -> launch() --nproc 1-> Ranks of one, no process group at all
                      --nproc N-> torchrun starts this program N times; each comes here again with RANK set and joins
@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,67 +28,11 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 
 from gpt2_chinese import horovodrun, stopping
-from gpt2_chinese.errors import LAUNCHED_VARIABLE, RunError, UserError, exit_on_user_error
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserError, exit_on_user_error
+from gpt2_chinese.ranks import GRACE_S, Ranks
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
-
-
-LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
-GRACE_S = 2.0  # ranks that wait for the same one give up within this time of each other
-
-
-@dataclass
-class Ranks:
-    """The processes of a run, seen from one of them.
-
-    Attributes:
-        rank, num_ranks: which of how many.
-        local_rank: which on this machine.
-        device: where this rank computes.
-        group: the process group of all ranks, None when alone.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
-    local_rank: int = 0
-    device: torch.device = torch.device("cpu")
-    group: Any = None
-
-    @property
-    def is_main(self) -> bool:
-        """True on the rank that prints and writes."""
-        return self.rank == 0
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over all ranks, a new tensor on the same device; all ranks must call together."""
-        if self.group is None:
-            return tensor
-        total = tensor.detach().to(self.device, copy=True)
-        dist.all_reduce(total, group=self.group)
-        return total.to(tensor.device)
-
-    def mean(self, value: torch.Tensor | float) -> float:
-        """Mean of a number over all ranks, in double precision; all ranks must call together."""
-        return self.sum(torch.as_tensor(value, dtype=torch.float64).detach()).item() / self.num_ranks
-
-    def max(self, value: float) -> float:
-        """Largest of a number over all ranks; all ranks must call together."""
-        if self.group is None:
-            return float(value)
-        largest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return largest.item()
-
-    def barrier(self) -> None:
-        """Waits until every rank is here."""
-        self.max(0.0)
-
-    def close(self) -> None:
-        """Leaves the process group."""
-        if self.group is not None:
-            dist.destroy_process_group()
-            self.group = None
 
 
 def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:

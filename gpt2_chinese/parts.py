@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from gpt2_chinese.errors import RunError, UserError
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.ranks import Ranks
 
 KINDS = ("exp_avg.", "exp_avg_sq.")
 Offsets = tuple[int, ...]

@@ -34,12 +34,14 @@ import gpt2_chinese
 from gpt2_chinese import checkpoint, stopping
 from gpt2_chinese.decoding import generate
 from gpt2_chinese.errors import RunError, fail
+from gpt2_chinese.files import display
 from gpt2_chinese.header import Rows, print_header, print_rows
-from gpt2_chinese.launch import Ranks
 from gpt2_chinese.locks import try_lock
 from gpt2_chinese.progress import Progress
+from gpt2_chinese.ranks import Ranks
+from gpt2_chinese.resolve import in_use, what_next
 from gpt2_chinese.sampling import Sampling, generator_of
-from gpt2_chinese.settings import Settings, display, in_use
+from gpt2_chinese.settings import Settings
 from gpt2_chinese.traffic import tcp_bytes
 from gpt2_chinese.weights import load_model
 
@@ -462,7 +464,7 @@ class Run:
         if table:
             print()
             print_rows(table)
-        print(f"\nTo go on:\n{self.settings.what_next()}", flush=True)
+        print(f"\nTo go on:\n{what_next(self.settings)}", flush=True)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -101,7 +101,7 @@ def read_weights(path: Path | str, config: ModelConfig | None = None) -> dict[st
     if config is None:
         config = ModelConfig.from_file(_folder_of(file))
     if file.name == ".metadata":
-        weights = dict(checkpoint.load(_folder_of(file))[0])
+        weights = dict(checkpoint.read(_folder_of(file))[0])
     else:
         weights = under_our_names(read_tensors(file), file)
     if config.vocab_size is None:
@@ -247,11 +247,6 @@ def check_initial(file: Path, config: ModelConfig) -> None:
         read_weights(file, config)
     except UserError as error:
         raise UserError(f"--init-from {file}: {error}") from None
-
-
-def initial_state(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """What `checkpoint.load` gives for weights to begin with: no moments, step 0. Weights are float32."""
-    return {name: tensor.float() for name, tensor in read_weights(file).items()}, {}, {"step": 0, "tokens": 0, "extra": {}}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,16 +12,19 @@ PARENT = "00_single"
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
 from ddp_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+from gpt2_chinese.resolve import resolve
+
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from ddp import replicate
 
 from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
+from gpt2_chinese.checkpoint import adamw_moments, load_adamw_moments, load_weights, weights_of
 from gpt2_chinese.evaluate import evaluate
 from gpt2_chinese.insync import check_in_sync
 from gpt2_chinese.launch import launch
+from gpt2_chinese.load import load
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import adamw, autocast, clip_gradients, grad_scaler, learning_rate, set_learning_rate
 from gpt2_chinese.runlog import Run

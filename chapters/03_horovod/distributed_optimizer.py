@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
+from gpt2_chinese.checkpoint import adamw_moments, load_adamw_moments, load_weights, weights_of
 from gpt2_chinese.evaluate import evaluate
 from gpt2_chinese.horovodranks import HorovodRanks
 from gpt2_chinese.insync import check_in_sync
+from gpt2_chinese.load import load
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import adamw, autocast, clip_gradients, learning_rate, set_learning_rate
 from gpt2_chinese.runlog import Run

@@ -43,9 +43,8 @@ class Settings(ParallelSettings):
                     f"--grad-accum {self.grad_accum} it is not divisible among {fewer}"
                 )
 
-    def resolve(self) -> None:
+    def prepare(self) -> None:
         adopt_ranks()
-        super().resolve()
 
     def horovodrun_flags(self) -> list[str]:
         """Flags of horovodrun for these settings."""

@@ -46,9 +46,8 @@ class Settings(ParallelSettings):
         if self.apex and (reason := why_not(self.device)):
             raise UserError(f"--apex: {reason}")
 
-    def resolve(self) -> None:
+    def prepare(self) -> None:
         adopt_ranks()
-        super().resolve()
 
     def about(self) -> list[tuple[str, str]]:
         """For the header of a run."""

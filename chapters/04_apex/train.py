@@ -12,17 +12,20 @@ PARENT = "02_ddp"
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
 from amp_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+from gpt2_chinese.resolve import resolve
+
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from amp import initialize, optimizer_for
 from comm import replicate
 
 from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
+from gpt2_chinese.checkpoint import adamw_moments, load_adamw_moments, load_weights, weights_of
 from gpt2_chinese.evaluate import evaluate
 from gpt2_chinese.insync import check_in_sync
 from gpt2_chinese.launch import launch
+from gpt2_chinese.load import load
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import clip_gradients, learning_rate, set_learning_rate
 from gpt2_chinese.runlog import Run

@@ -12,17 +12,19 @@ PARENT = "02_ddp"
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
 from parallel_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+from gpt2_chinese.resolve import resolve
+
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from mesh import Mesh
 from parallel import ModelParallel
 
 from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import load
 from gpt2_chinese.evaluate import evaluate
 from gpt2_chinese.insync import check_in_sync
 from gpt2_chinese.launch import launch
+from gpt2_chinese.load import load
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import adamw, grad_scaler, learning_rate, set_learning_rate
 from gpt2_chinese.runlog import Run

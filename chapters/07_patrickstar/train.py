@@ -11,16 +11,19 @@ PARENT = "00_single"
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
 from engine_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+from gpt2_chinese.resolve import resolve
+
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from recompute import build_model
 
 import pstar
 from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import PARTS, load
+from gpt2_chinese.checkpoint import PARTS
 from gpt2_chinese.evaluate import evaluate
 from gpt2_chinese.launch import launch
+from gpt2_chinese.load import load
 from gpt2_chinese.optim import learning_rate, set_learning_rate, weight_decay_groups
 from gpt2_chinese.runlog import Run
 

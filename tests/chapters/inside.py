@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from gpt2_chinese import launch, runlog
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.ranks import Ranks
 from tests.chapters.horovod import horovodrun
 from tests.chapters.program import ROOT, Chapter, run
 from tests.limits import HANGS_S

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.launch import Ranks
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import adamw, clip_gradients, learning_rate, set_learning_rate
+from gpt2_chinese.ranks import Ranks
 from tests.cover import quick_only
 from tests.harness import RankFailure
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gpt2_chinese.errors import RunError
 from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.ranks import Ranks
 from tests.chapters.technique import (
     STEPS,
     Odd,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.ranks import Ranks
 from tests.chapters.technique import (
     STEPS,
     Odd,

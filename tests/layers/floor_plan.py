@@ -81,7 +81,8 @@ PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budg
 
 # The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
 # reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
-KNOWS_RANKS = ("gpt2_chinese/launch.py", "gpt2_chinese/parts.py", "pstar/collectives.py", "pstar/sharded.py")
+KNOWS_RANKS = ("gpt2_chinese/ranks.py", "gpt2_chinese/launch.py", "gpt2_chinese/parts.py", "pstar/collectives.py",
+               "pstar/sharded.py")
 # The same for Horovod: 03 and 04 share the ranks that horovodrun starts, as the others share those of launch.py.
 KNOWS_HOROVOD = ("gpt2_chinese/horovodrun.py", "gpt2_chinese/horovodranks.py")
 

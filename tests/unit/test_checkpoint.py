@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from gpt2_chinese import checkpoint
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, newest_complete, weights_of
+from gpt2_chinese.checkpoint import adamw_moments, load_adamw_moments, load_weights, newest_complete, weights_of
 from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.load import load
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import weight_decay_groups
 from tests.limits import HANGS_S

@@ -12,9 +12,9 @@ import torch
 from gpt2_chinese.batches import Batches
 from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.launch import Ranks
 from gpt2_chinese.model import GPT2LMHeadModel
 from gpt2_chinese.optim import clip_gradients, learning_rate, set_learning_rate, weight_decay_groups
+from gpt2_chinese.ranks import Ranks
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from gpt2_chinese import checkpoint
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.load import load
 from gpt2_chinese.parts import read_parts
 
 TENSORS = {"model.a.weight": torch.arange(12.0).view(3, 4), "exp_avg.a.weight": torch.ones(3, 4),
@@ -46,13 +47,13 @@ def test_a_checkpoint_with_parts_is_loaded_as_any(folder: Path) -> None:
     checkpoint.write_json(path / "state.json", {"step": 3})
     checkpoint.write_json(path / "config.json", {})
     checkpoint.seal(path)
-    weights, moments, state = checkpoint.load(path)
+    weights, moments, state = load(path)
     assert torch.equal(weights["b"], torch.zeros(5)) and state["step"] == 3
     content = bytearray((path / "parts" / "__0_0.distcp").read_bytes())
     content[100] ^= 4
     (path / "parts" / "__0_0.distcp").write_bytes(content)
     with pytest.raises(UserError, match=r"parts/__0_0.distcp does not match its checksum"):
-        checkpoint.load(path)
+        load(path)
 
 
 class Payload:

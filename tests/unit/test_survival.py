@@ -15,7 +15,8 @@ import torch
 
 from gpt2_chinese import checkpoint, parts
 from gpt2_chinese.errors import RunError, UserError
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.load import load
+from gpt2_chinese.ranks import Ranks
 from gpt2_chinese.sealed_folder import damage, seal
 from tests.limits import HANGS_S
 
@@ -24,6 +25,7 @@ WRITER = """
 import os, random, signal, sys, time, torch
 from pathlib import Path
 from gpt2_chinese import checkpoint
+from gpt2_chinese.load import load
 import safetensors.torch
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 draw = random.Random(7)
@@ -58,7 +60,7 @@ for number in range(rounds):
     if found is None:
         assert last == announced == 0
         continue
-    weights, _, state = checkpoint.load(found)
+    weights, _, state = load(found)
     assert state["step"] >= max(last, announced), (state["step"], last, announced, os.listdir(folder))
     assert torch.equal(weights["a"], torch.full((50,), float(state["step"])))
     last = state["step"]
@@ -69,6 +71,7 @@ EVERY_KILL = """
 import os, shutil, signal, sys, torch
 from pathlib import Path
 from gpt2_chinese import checkpoint
+from gpt2_chinese.load import load
 import safetensors.torch
 CHANGES = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 torch.set_num_threads(1)
@@ -90,7 +93,7 @@ def save(folder, value, die_at):
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 def value_in(folder):
-    return float(checkpoint.load(checkpoint.newest_complete(folder))[0]["a"][0])
+    return float(load(checkpoint.newest_complete(folder))[0]["a"][0])
 
 first = Path(sys.argv[1]) / "first"
 save(first, 1.0, 0)
@@ -173,7 +176,7 @@ def test_two_hundred_flips_and_cuts_are_never_loaded(tmp_path: Path, write, caps
             assert checkpoint.newest_complete(tmp_path) == older
             assert capsys.readouterr().out.count(f"passing over the damaged checkpoint {newer}") == 1
             with pytest.raises(UserError, match="cannot be used"):
-                checkpoint.load(newer)
+                load(newer)
         file.write_bytes(content)
     assert checkpoint.newest_complete(tmp_path) == newer
 
@@ -204,7 +207,7 @@ def test_files_that_are_not_listed_are_not_read(tmp_path: Path) -> None:
     path = written(tmp_path, 2)
     (path / "parts").mkdir()
     (path / "parts" / ".metadata").write_bytes(b"no metadata")
-    assert torch.equal(checkpoint.load(path)[0]["a"], torch.ones(40))
+    assert torch.equal(load(path)[0]["a"], torch.ones(40))
 
 
 def test_a_state_without_a_step_is_damage(tmp_path: Path) -> None:

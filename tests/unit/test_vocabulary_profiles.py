@@ -12,6 +12,7 @@ import pytest
 from gpt2_chinese import checkpoint
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.resolve import resolve
 from gpt2_chinese.settings import Settings
 from gpt2_chinese.vocabulary import SPECIAL_TOKENS, Vocabulary
 from gpt2_chinese.vocabulary_command import main, measure
@@ -218,7 +219,7 @@ def test_a_checkpoint_of_another_vocabulary_or_profile_is_refused(tmp_path: Path
     program = str(ROOT / "chapters" / "00_single" / "train.py")
 
     def parse(*flags: object) -> Settings:
-        return Settings.from_command_line(program, None, ["--output-dir", str(tmp_path / "run"), *map(str, flags)])
+        return resolve(Settings.from_command_line(program, None, ["--output-dir", str(tmp_path / "run"), *map(str, flags)]))
 
     settings = parse()
     assert settings.vocab_profile == "gpt2_chinese" and settings.values()["vocab_profile"] == "gpt2_chinese"

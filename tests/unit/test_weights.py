@@ -16,7 +16,9 @@ from gpt2_chinese import checkpoint
 from gpt2_chinese.checkpoint import weights_of
 from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.load import initial_state, load
 from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.resolve import resolve
 from gpt2_chinese.settings import Settings
 from gpt2_chinese.vocabulary import Vocabulary
 from gpt2_chinese.weights import (
@@ -24,7 +26,6 @@ from gpt2_chinese.weights import (
     check_initial,
     export,
     find_weights,
-    initial_state,
     load_model,
     main,
     read_weights,
@@ -179,7 +180,7 @@ def test_a_checkpoint_and_its_run_are_exported(tmp_path: Path, vocab: Path) -> N
 def test_weights_to_begin_with_are_float32_and_of_step_0(theirs, folder: Path) -> None:
     write({name: tensor.half() for name, tensor in state(theirs).items()}, folder, "bin")
     file, vocab = begin_from(folder)
-    weights, moments, told = checkpoint.load(file)
+    weights, moments, told = load(file)
     assert vocab == folder / "vocab.txt" and moments == {} and (told["step"], told["extra"]) == (0, {})
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert initial_state(file)[0].keys() == weights.keys()
@@ -354,7 +355,7 @@ def refused(call, capsys, target: Path) -> str:
 
 def train(folder: Path, *flags: object) -> None:
     program = str(Path(__file__).resolve().parents[2] / "chapters" / "00_single" / "train.py")
-    Settings.from_command_line(program, "", [str(flag) for flag in flags])
+    resolve(Settings.from_command_line(program, "", [str(flag) for flag in flags]))
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "pickle", "shard"])
