@@ -1,6 +1,6 @@
 """The settings of a run: one field per flag, what each means, and which of them contradict each other.
 
-Nothing is looked up here: `resolve` (resolve.py) fills in what follows from files, the launcher and the configuration.
+Nothing is looked up here: `resolve` (run/resolve.py) fills in what follows from files, the launcher and the configuration.
 
 A chapter adds flags by subclassing; one whose --nproc is 1 by default refuses more:
 
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpt2_chinese.config import ModelConfig
 from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
-from gpt2_chinese.vocabulary_files import PROFILE_CHOICES, VocabularyFile
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, VocabularyFile
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -91,8 +91,8 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig, init=False)
     vocabulary: VocabularyFile = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     vocab_size: int = field(default=0, init=False)
-    train_tokens: Any = field(default=None, init=False, repr=False)  # a tokens.Tokens
-    valid_tokens: Any = field(default=None, init=False, repr=False)  # a tokens.Tokens
+    train_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens
+    valid_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens
     resume_from: Path | None = field(default=None, init=False)  # a checkpoint to go on from; a FILE is weights to begin with
     resume_step: int = field(default=0, init=False)  # which that checkpoint has done, 0 without one
     timeout_s: int = field(default=600, init=False)  # of a collective; a flag in ParallelSettings

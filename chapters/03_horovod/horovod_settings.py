@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2_chinese.distributed.horovod_launcher import adopt_ranks, discovery_flags
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.horovodrun import adopt_ranks, discovery_flags
 from gpt2_chinese.settings import ParallelSettings, flag
 
 DISCOVER = Path(__file__).with_name("discover_hosts.sh")

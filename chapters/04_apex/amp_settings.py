@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from apex_fused import why_not
 
+from gpt2_chinese.distributed.horovod_launcher import adopt_ranks
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.horovodrun import adopt_ranks
 from gpt2_chinese.settings import ParallelSettings, flag
 
 

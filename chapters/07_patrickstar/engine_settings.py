@@ -113,7 +113,7 @@ class Settings(BaseSettings):
     def check_resolved(self) -> None:
         """Adds what only the model's shapes can tell: whether its largest module fits into the near budget."""
         import pstar
-        from gpt2_chinese.model import GPT2LMHeadModel
+        from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
         def plan() -> None:
             pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2_chinese.resolve import resolve
+from gpt2_chinese.run.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, LENGTH, VOCAB, WIDTH = 48, 6, 61, 16

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.resolve import resolve
+from gpt2_chinese.data.batches import Batches
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import Settings
-from gpt2_chinese.vocabulary import Vocabulary
+from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import train, train_under_horovod
 from tests.chapters.program import ROOT, SMALL, VALID, Chapter, environment

@@ -18,8 +18,8 @@ import pytest
 
 from gpt2_chinese import corpus as corpus_module
 from gpt2_chinese import files as files_module
-from gpt2_chinese.resolve import resolve
-from gpt2_chinese.sealed_folder import seal
+from gpt2_chinese.checkpoint.sealed_folder import seal
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import ROOT
 from tests.limits import HANGS_S
 from tests.unit.chapter_settings import settings_of

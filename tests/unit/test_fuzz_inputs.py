@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch._dynamo  # noqa: F401  --init-from loads torch: before the clocks run
 
-from gpt2_chinese.config import ModelConfig, resolve_model_config
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.resolve import resolve
-from gpt2_chinese.vocabulary import Vocabulary
-from gpt2_chinese.vocabulary_files import vocabulary_size
+from gpt2_chinese.model.config import ModelConfig, resolve_model_config
+from gpt2_chinese.run.resolve import resolve
+from gpt2_chinese.vocabulary.profiles import vocabulary_size
+from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 from tests.unit.chapter_settings import CHAPTERS, settings_of
 from tests.unit.mutations import ODD, SNIPPETS, break_bytes, break_json, judge
 
