@@ -66,7 +66,7 @@ def make_model(size: dict[str, int]) -> Any:
     sys.path.append(str(HERE.parent / "chapters" / "07_patrickstar"))
     from recompute import build_model
 
-    from gpt2_chinese.config import ModelConfig
+    from gpt2_chinese.model.config import ModelConfig
 
     torch.manual_seed(0)
     return build_model(SimpleNamespace(model=ModelConfig(**size), activation_checkpointing=True))

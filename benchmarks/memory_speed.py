@@ -67,8 +67,8 @@ PASSES = ("forward", "backward")
 def make_model(size: dict[str, int]) -> Any:
     import torch
 
-    from gpt2_chinese.config import ModelConfig
-    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.model.config import ModelConfig
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(ModelConfig(**{key: value for key, value in size.items() if key not in ("batch", "threads")}))
@@ -137,7 +137,7 @@ class Runner:
     def __init__(self, name: str, size: dict[str, int], kind: str, config: dict | None = None):
         self.name, self.losses, self.rounds = name, [], []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "pstar", "gpt2_chinese.model"])    # imported once for all
+        context.set_forkserver_preload(["torch._dynamo", "pstar", "gpt2_chinese.model.gpt2"])    # imported once for all
         self._pipe, there = context.Pipe()
         self.processes = [context.Process(target=work, args=(size, kind, config or {}, there), daemon=True)]
         self.processes[0].start()

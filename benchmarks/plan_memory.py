@@ -43,8 +43,8 @@ MODES = {
 def make_model(size: dict[str, int]) -> Any:
     import torch
 
-    from gpt2_chinese.config import ModelConfig
-    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.model.config import ModelConfig
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(ModelConfig(**{key: value for key, value in size.items() if key != "batch"}))

@@ -43,8 +43,8 @@ MODES = {
 def make_model(layers: int) -> Any:
     import torch
 
-    from gpt2_chinese.config import ModelConfig
-    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.model.config import ModelConfig
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(ModelConfig(n_layer=layers, n_embd=768, n_head=12, n_positions=LENGTH, vocab_size=2000))

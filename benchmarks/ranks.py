@@ -62,8 +62,8 @@ class Contender:
 def make_model() -> Any:
     import torch
 
-    from gpt2_chinese.config import ModelConfig
-    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.model.config import ModelConfig
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(ModelConfig(**MODEL))

@@ -44,10 +44,10 @@ def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, que
     from zero import shard
     from zero_ledger import sent_formula
 
-    from gpt2_chinese.config import ModelConfig
-    from gpt2_chinese.launch import Ranks
-    from gpt2_chinese.model import GPT2LMHeadModel
-    from gpt2_chinese.traffic import tcp_bytes
+    from gpt2_chinese.distributed.ranks import Ranks
+    from gpt2_chinese.distributed.socket_bytes import tcp_bytes
+    from gpt2_chinese.model.config import ModelConfig
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     torch.set_num_threads(max(1, num_cores() // num_ranks))
     if num_ranks > 1:
@@ -159,8 +159,8 @@ def numels_of(size: str) -> list[int]:
     import torch
     from zero_units import groups_of
 
-    from gpt2_chinese.config import PRESETS
-    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.model.config import PRESETS
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     config = PRESETS[size]
     config.vocab_size = MODEL["vocab_size"]

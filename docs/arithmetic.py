@@ -70,8 +70,8 @@ CHAPTERS: dict[str, list[Row]] = {
 
 def job_of(row: Row, size: str, ranks: int) -> formulas.Job:
     """A row at a size and a number of ranks."""
-    from gpt2_chinese.config import PRESETS, RUN_DEFAULTS
-    from gpt2_chinese.vocabulary_files import vocabulary_size
+    from gpt2_chinese.model.config import PRESETS, RUN_DEFAULTS
+    from gpt2_chinese.vocabulary.profiles import vocabulary_size
 
     config, run = PRESETS[size], RUN_DEFAULTS[size]
     vocabulary = vocabulary_size(REPO / "cache/vocab.txt") if size == "tiny" else GPT2_VOCABULARY

@@ -52,7 +52,7 @@ def outside_parameters(job: Job) -> int:
 
 
 def num_parameters(job: Job) -> int:
-    """All of them, as gpt2_chinese/config.py counts."""
+    """All of them, as gpt2_chinese/model/config.py counts."""
     return outside_parameters(job) + job["n_layer"] * block_parameters(job["n_embd"])
 
 

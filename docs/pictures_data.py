@@ -16,8 +16,8 @@ from measured import REPO
 
 @cache
 def tiny() -> Any:
-    from gpt2_chinese.config import PRESETS
-    from gpt2_chinese.vocabulary_files import vocabulary_size
+    from gpt2_chinese.model.config import PRESETS
+    from gpt2_chinese.vocabulary.profiles import vocabulary_size
 
     config = PRESETS["tiny"]
     config.vocab_size = vocabulary_size(REPO / "cache/vocab.txt")
@@ -26,7 +26,7 @@ def tiny() -> Any:
 
 @cache
 def model() -> Any:
-    from gpt2_chinese.model import GPT2LMHeadModel
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     return GPT2LMHeadModel(tiny())
 

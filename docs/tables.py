@@ -165,9 +165,9 @@ def memory(words: Words) -> str:
 
 def arithmetic(words: Words) -> str:
     """The formulas of the engine, worked for tiny with the engine's own functions, at one and two processes."""
-    from gpt2_chinese.config import PRESETS
-    from gpt2_chinese.model import GPT2LMHeadModel
-    from gpt2_chinese.vocabulary_files import vocabulary_size
+    from gpt2_chinese.model.config import PRESETS
+    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+    from gpt2_chinese.vocabulary.profiles import vocabulary_size
     from pstar import plan_engine
     from pstar.budget import model_data_bytes
     from pstar.tiers import format_bytes
@@ -274,8 +274,8 @@ def schedules(words: Words) -> str:
 
 def profiles(words: Words) -> str:
     """One sentence under both profiles of one vocab.txt: tokens and ids."""
-    from gpt2_chinese.vocabulary import Vocabulary
-    from gpt2_chinese.vocabulary_files import PROFILES
+    from gpt2_chinese.vocabulary.profiles import PROFILES
+    from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
     rows = []
     for profile in PROFILES:

@@ -75,7 +75,9 @@ def stretches(texts: Iterator[str], characters: int) -> Iterator[list[str]]:
 def read_file(file: Path) -> Iterator[str]:
     """Yields the strings of one array-JSON file; items are counted from 1 in errors."""
     decode = json.JSONDecoder().raw_decode
-    reader = _Window(file)
+    reader = JsonWindow(_pieces(file))
+    if reader.peek() == "\ufeff":
+        reader.take()
     reader.skip_blank()
     if reader.take() != "[":
         begins = reader.excerpt(back=1)
@@ -134,35 +136,54 @@ def _advice(file: Path, begins: str, otherwise: str = "") -> str:
     return (otherwise or _how_to_convert(file)) if begins.strip() else "it is empty"
 
 
-class _Window:
-    """A stretch of a text file around the place where the parser stands."""
+def _pieces(file: Path) -> Iterator[str]:
+    """The text of a file, piece by piece. Raises UserError where it cannot be read or is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with file.open("rb") as stream:
+            while True:
+                data = stream.read(_PIECE_BYTES)
+                if text := decoder.decode(data, final=not data):
+                    yield text
+                if not data:
+                    return
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {reason(error)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8 text: save it as UTF-8") from None
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.text = ""
-        self.position = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        try:
-            self._stream = file.open("rb")
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {reason(error)}") from None
-        if self.peek() == "\ufeff":
-            self.position = 1
+
+class JsonWindow:
+    """A stretch of a text around the place where a parser stands.
+
+    Args:
+        pieces: of the text, none of them empty.
+    """
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self.text, self.position, self._pieces = "", 0, pieces
+        self._line, self._counted = 1, 0  # the line of the place up to which lines are counted
+
+    @property
+    def line(self) -> int:
+        """The line of the position, counted from 1."""
+        self._line += self.text.count("\n", self._counted, self.position)
+        self._counted = self.position
+        return self._line
 
     def more(self) -> bool:
-        """Reads on; forgets what lies behind the position. False at the end of the file."""
-        try:
-            piece = b"" if self._stream.closed else self._stream.read(_PIECE_BYTES)
-        except OSError as error:
-            raise UserError(f"cannot read {self.file}: {reason(error)}") from None
-        try:
-            added = self._decoder.decode(piece, final=not piece)
-        except UnicodeDecodeError:
-            raise UserError(f"{self.file} is not UTF-8 text: save it as UTF-8") from None
-        self.text, self.position = self.text[self.position :] + added, 0
-        if not piece:
-            self._stream.close()
-        return bool(piece)
+        """Reads on, as much as it holds already, and forgets what lies behind the position. False at the end."""
+        self._line, self._counted = self.line, 0
+        kept = self.text[self.position :]
+        added: list[str] = []
+        size = 0
+        for piece in self._pieces:
+            added.append(piece)
+            size += len(piece)
+            if size >= len(kept):
+                break
+        self.text, self.position = kept + "".join(added), 0
+        return bool(size)
 
     def peek(self) -> str:
         """The next character, or "" at the end."""
@@ -177,12 +198,26 @@ class _Window:
         self.position += len(character)
         return character
 
-    def skip_blank(self) -> None:
-        """Steps over blanks and line breaks."""
-        while (character := self.peek()) and character in _BLANK:
+    def skip_blank(self) -> str:
+        """Steps over blanks and line breaks; returns those of the last line and the break before it."""
+        blanks = ""
+        while (mark := self.peek()) and mark in _BLANK:
+            blanks = mark if mark == "\n" else (blanks + mark)[-1000:]
             self.position += 1
+        return blanks
+
+    def skip_to(self, text: str) -> bool:
+        """Steps to behind the line break that `text` begins with, at its next place. False when there is none."""
+        while True:
+            found = self.text.find(text, self.position)
+            if found >= 0:
+                self.position = found + 1
+                return True
+            self.position = max(self.position, len(self.text) - len(text))
+            if not self.more():
+                return False
 
     def excerpt(self, back: int = 0) -> str:
-        """Thirty characters from the position on."""
+        """Thirty characters from the position on, or from a little before it."""
         start = max(0, self.position - back)
         return self.text[start : start + 30]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
 LONGEST_LINE = 2000  # characters; a path of the system has up to 4096, a list of mismatches more
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0

@@ -6,8 +6,8 @@
 The grader works out small cases by hand, compares the loss with one row in fp16 against fp32, and holds the gradients of
 3 micro-batches against those of the whole batch.
 
-When you have tried: `next_token_loss` in gpt2_chinese/model.py, `learning_rate` in gpt2_chinese/optim.py, and the loop of
-train.py beside this file.
+When you have tried: `next_token_loss` in gpt2_chinese/model/gpt2.py, `learning_rate` in gpt2_chinese/run/optim.py, and the
+loop of train.py beside this file.
 """
 
 from __future__ import annotations

@@ -5,26 +5,25 @@ bash chapters/02_ddp/train.sh --nproc 4 --variant ring
 bash chapters/02_ddp/train.sh --backend torch --timeline runs/02_ddp/timeline.json
 bash chapters/02_ddp/train.sh --help
 """
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 
 PARENT = "00_single"
 
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from gpt2_chinese import resolve
 from ddp_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from ddp import replicate
 
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
-from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.launch import launch
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import adamw, autocast, clip_gradients, grad_scaler, learning_rate, set_learning_rate
-from gpt2_chinese.runlog import Run
+from gpt2_chinese import (
+    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
+    GPT2LMHeadModel, check_in_sync,
+    adamw, autocast, clip_gradients, grad_scaler,
+    adamw_moments, load_adamw_moments, load_weights, weights_of,
+)  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings)
@@ -73,7 +72,7 @@ for step in run.steps():
     run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **replica.step_scalars())
     check_in_sync(model, ranks, step, settings.check_sync)
     if run.evaluate_now(step):
-        run.log_evaluation(step, evaluate(model, valid, ranks, settings.precision))
+        run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
     if run.save_now(step):
         run.save(step, weights_of(model), adamw_moments(model, optimizer), {"scaler": scaler.state_dict()})
 

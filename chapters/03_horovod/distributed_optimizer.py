@@ -23,14 +23,15 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
-from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.horovodranks import HorovodRanks
-from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import adamw, autocast, clip_gradients, learning_rate, set_learning_rate
-from gpt2_chinese.runlog import Run
+from gpt2_chinese.checkpoint.load import load
+from gpt2_chinese.checkpoint.model_state import adamw_moments, load_adamw_moments, load_weights, weights_of
+from gpt2_chinese.data.batches import Batches
+from gpt2_chinese.distributed.horovod_ranks import HorovodRanks
+from gpt2_chinese.distributed.weights_check import check_in_sync
+from gpt2_chinese.evaluate.loss import evaluate_model
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.run.optim import adamw, autocast, clip_gradients, learning_rate, set_learning_rate
+from gpt2_chinese.run.run import Run
 
 if TYPE_CHECKING:
     from horovod_settings import Settings
@@ -110,7 +111,7 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
             run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, workers=ranks.num_ranks)
             check_in_sync(model, ranks, step, settings.check_sync)
             if run.evaluate_now(step):
-                run.log_evaluation(step, evaluate(model, valid, ranks, settings.precision))
+                run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
             if run.save_now(step):
                 run.save(step, weights_of(model), adamw_moments(model, optimizer))
             ranks.barrier()  # nobody holds the step done before rank 0, which may die, has written its row

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2_chinese.distributed.horovod_launcher import adopt_ranks, discovery_flags
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.horovodrun import adopt_ranks, discovery_flags
 from gpt2_chinese.settings import ParallelSettings, flag
 
 DISCOVER = Path(__file__).with_name("discover_hosts.sh")
@@ -43,9 +43,8 @@ class Settings(ParallelSettings):
                     f"--grad-accum {self.grad_accum} it is not divisible among {fewer}"
                 )
 
-    def resolve(self) -> None:
+    def prepare(self) -> None:
         adopt_ranks()
-        super().resolve()
 
     def horovodrun_flags(self) -> list[str]:
         """Flags of horovodrun for these settings."""

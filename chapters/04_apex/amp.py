@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpt2_chinese.errors import fail
-from gpt2_chinese.optim import adamw
+from gpt2_chinese.run.optim import adamw
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FIRST_SCALE = 2.0**16  # of dynamic scaling: too large on purpose, the first steps find the right one

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from apex_fused import why_not
 
+from gpt2_chinese.distributed.horovod_launcher import adopt_ranks
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.horovodrun import adopt_ranks
 from gpt2_chinese.settings import ParallelSettings, flag
 
 
@@ -46,9 +46,8 @@ class Settings(ParallelSettings):
         if self.apex and (reason := why_not(self.device)):
             raise UserError(f"--apex: {reason}")
 
-    def resolve(self) -> None:
+    def prepare(self) -> None:
         adopt_ranks()
-        super().resolve()
 
     def about(self) -> list[tuple[str, str]]:
         """For the header of a run."""

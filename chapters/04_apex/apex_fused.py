@@ -33,7 +33,7 @@ def fused_adam(masters: Any, settings: Any) -> Any:
     """
     from apex.optimizers import FusedAdam
 
-    from gpt2_chinese.optim import weight_decay_groups
+    from gpt2_chinese.run.optim import weight_decay_groups
 
     groups = weight_decay_groups(masters, settings.weight_decay)
     optimizer = FusedAdam(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-8, adam_w_mode=True)

@@ -5,27 +5,26 @@ bash chapters/04_apex/train.sh --half fp16                         # with a dyna
 bash chapters/04_apex/train.sh --opt-level O1 --backend torch --comm horovod
 bash chapters/04_apex/train.sh --help
 """
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 
 PARENT = "02_ddp"
 
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from gpt2_chinese import resolve
 from amp_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from amp import initialize, optimizer_for
 from comm import replicate
 
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, weights_of
-from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.launch import launch
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import clip_gradients, learning_rate, set_learning_rate
-from gpt2_chinese.runlog import Run
+from gpt2_chinese import (
+    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
+    GPT2LMHeadModel, check_in_sync,
+    clip_gradients,
+    adamw_moments, load_adamw_moments, load_weights, weights_of,
+)  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings, "horovodrun" if settings.comm == "horovod" else "torchrun")
@@ -74,7 +73,7 @@ for step in run.steps():
     run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **scaler.metrics())
     check_in_sync(model, ranks, step, settings.check_sync)
     if run.evaluate_now(step):
-        run.log_evaluation(step, evaluate(model, valid, ranks))
+        run.log_evaluation(step, evaluate_model(model, valid, ranks))
     if run.save_now(step):
         run.save(step, weights_of(masters), adamw_moments(masters, optimizer), {"scaler": scaler.state_dict()})
 

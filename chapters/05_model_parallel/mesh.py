@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.distributed.ranks import Ranks
 
 
 class Mesh:

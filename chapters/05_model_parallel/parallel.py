@@ -27,12 +27,12 @@ from tensor import TensorGroup, apply_tensor_parallel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_chinese.batches import IGNORED
+from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
+from gpt2_chinese.data.batches import IGNORED
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.model import next_token_loss
-from gpt2_chinese.optim import autocast
-from gpt2_chinese.parts import Part, write_parts, write_whole
-from gpt2_chinese.runlog import seed_step
+from gpt2_chinese.model.gpt2 import next_token_loss
+from gpt2_chinese.run.optim import autocast
+from gpt2_chinese.run.run import seed_step
 
 MIB = 1 << 20
 TIED, COPY = "transformer.wte.weight", "lm_head.weight"

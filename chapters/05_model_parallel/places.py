@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2_chinese.parts import Part
+from gpt2_chinese.checkpoint.sharded import Part
 
 
 @dataclass

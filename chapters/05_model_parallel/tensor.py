@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from places import Place
 from torch import Tensor, nn
 
-from gpt2_chinese.batches import IGNORED
+from gpt2_chinese.data.batches import IGNORED
 
 
 class TensorGroup:

@@ -5,27 +5,25 @@ bash chapters/05_model_parallel/train.sh --tp 2 --sequence-parallel             
 bash chapters/05_model_parallel/train.sh --nproc 8 --tp 2 --pp 2 --grad-accum 4    # and the rest data parallel
 bash chapters/05_model_parallel/train.sh --help
 """
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 
 PARENT = "02_ddp"
 
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from gpt2_chinese import resolve
 from parallel_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from mesh import Mesh
 from parallel import ModelParallel
 
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import load
-from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.launch import launch
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import adamw, grad_scaler, learning_rate, set_learning_rate
-from gpt2_chinese.runlog import Run
+from gpt2_chinese import (
+    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
+    GPT2LMHeadModel, check_in_sync,
+    adamw, grad_scaler,
+)  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings)
@@ -67,7 +65,7 @@ for step in run.steps():
     run.log(step, loss=mesh.data.mean(loss), lr=lr, grad_norm=grad_norm, **parallel.step_scalars())
     check_in_sync(model, mesh.data, step, settings.check_sync)
     if run.evaluate_now(step):
-        run.log_evaluation(step, evaluate(parallel, valid, mesh.data))
+        run.log_evaluation(step, evaluate_model(parallel, valid, mesh.data))
     if run.save_now(step):
         run.save_parts(step, lambda folder: parallel.write(folder, optimizer), {"scaler": scaler.state_dict()})
 

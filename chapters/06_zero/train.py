@@ -6,26 +6,23 @@ bash chapters/06_zero/train.sh --offload optimizer,params --activation-checkpoin
 bash chapters/06_zero/train.sh --backend torch                     # FSDP2; with --zero-stage 1 ZeroRedundancyOptimizer
 bash chapters/06_zero/train.sh --help
 """
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 
 PARENT = "04_apex"
 
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from gpt2_chinese import resolve
 from zero_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from zero import shard
 
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import load
-from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.launch import launch
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import learning_rate, set_learning_rate
-from gpt2_chinese.runlog import Run
+from gpt2_chinese import (
+    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
+    GPT2LMHeadModel, check_in_sync,
+)  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings)
@@ -71,7 +68,7 @@ for step in run.steps():
     run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **scaler.metrics(), **sharded.step_scalars())
     check_in_sync(model, ranks, step, settings.check_sync)
     if run.evaluate_now(step):
-        run.log_evaluation(step, evaluate(model, valid, ranks))
+        run.log_evaluation(step, evaluate_model(model, valid, ranks))
     if run.save_now(step):
         run.save_parts(step, sharded.save, {"scaler": scaler.state_dict()})
 

@@ -41,9 +41,9 @@ from zero_ledger import Ledger
 from zero_scaler import LossScaler
 from zero_units import Piece, Unit, blocks_of, flatten, groups_of
 
+from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.optim import adamw
-from gpt2_chinese.parts import Part, write_parts, write_whole
+from gpt2_chinese.run.optim import adamw
 
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -288,7 +288,7 @@ class Zero:
                 for piece, run in found if run is not None}  # fmt: skip
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's pieces; all ranks call together with a folder that is not there. See gpt2_chinese/parts.py."""
+        """Writes this rank's pieces; all ranks call together with a folder that is not there. See checkpoint/sharded.py."""
         kinds = {"model.": lambda piece: piece.master}
         for kind in ("exp_avg", "exp_avg_sq"):
             kinds[f"{kind}."] = lambda piece, kind=kind: self.optimizer.state.get(piece.master, {}).get(kind)

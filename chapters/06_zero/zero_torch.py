@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from zero_units import blocks_of
 
-from gpt2_chinese.checkpoint import load_adamw_moments, load_weights
-from gpt2_chinese.optim import adamw, autocast, clip_gradients
-from gpt2_chinese.parts import Part, write_parts, write_whole
+from gpt2_chinese.checkpoint.model_state import load_adamw_moments, load_weights
+from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
+from gpt2_chinese.run.optim import adamw, autocast, clip_gradients
 
 
 def of_torch(model: nn.Module, ranks: Any, settings: Any) -> TorchZero:

@@ -106,13 +106,14 @@ class Settings(BaseSettings):
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
             raise UserError(f"--profile {self.profile}: there is no folder {Path(self.profile).parent}; make it first")
 
-    def resolve(self) -> None:
-        """Adds what only the model's shapes can tell: whether its largest module fits into the near budget."""
+    def prepare(self) -> None:
         if self.config is not None:
             self.read_config()
-        super().resolve()
+
+    def check_resolved(self) -> None:
+        """Adds what only the model's shapes can tell: whether its largest module fits into the near budget."""
         import pstar
-        from gpt2_chinese.model import GPT2LMHeadModel
+        from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
         def plan() -> None:
             pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
 
 def build_model(settings: Any) -> GPT2LMHeadModel:

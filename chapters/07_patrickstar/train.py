@@ -4,25 +4,24 @@ bash chapters/07_patrickstar/train.sh                              # two process
 bash chapters/07_patrickstar/train.sh --nproc 1 --near-budget min
 bash chapters/07_patrickstar/train.sh --help
 """
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 
 PARENT = "00_single"
 
 # -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+from gpt2_chinese import resolve
 from engine_settings import Settings
 
-settings = Settings.from_command_line(__file__, __doc__)
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
 from recompute import build_model
 
 import pstar
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.checkpoint import PARTS, load
-from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.launch import launch
-from gpt2_chinese.optim import learning_rate, set_learning_rate, weight_decay_groups
-from gpt2_chinese.runlog import Run
+from gpt2_chinese import (
+    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
+    PARTS, weight_decay_groups,
+)  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings)
@@ -58,7 +57,7 @@ for step in run.steps():
 
     run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=optimizer.grad_norm, **model.step_scalars())
     if run.evaluate_now(step):
-        run.log_evaluation(step, evaluate(model, valid, ranks))
+        run.log_evaluation(step, evaluate_model(model, valid, ranks))
     if run.save_now(step):
         run.save_parts(step, model.save_checkpoint)
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.runlog import peak_bytes
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.run.metrics import peak_bytes
 
 
 def say(what):

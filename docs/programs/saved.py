@@ -2,8 +2,8 @@
 
 import torch
 
-from gpt2_chinese.config import PRESETS
-from gpt2_chinese.model import Block
+from gpt2_chinese.model.config import PRESETS
+from gpt2_chinese.model.gpt2 import Block
 
 block, x = Block(PRESETS["tiny"]), torch.randn(24, 128, 128, requires_grad=True)  # (B, T, C)
 weights = {parameter.data_ptr() for parameter in block.parameters()}

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from gpt2_chinese import launch, runlog
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.distributed import torchrun
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.run.run import Run
 from tests.chapters.horovod import horovodrun
 from tests.chapters.program import ROOT, Chapter, run
 from tests.limits import HANGS_S
@@ -76,8 +77,8 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
              mock.patch.object(sys, "argv", [str(program), *flags]), \
              mock.patch.object(torch.optim.AdamW, "step", noting), \
              mock.patch.object(torch.amp.GradScaler, "update", watching), \
-             mock.patch.object(runlog.Run, "_print_samples", lambda *_: None), \
-             mock.patch.object(launch, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
+             mock.patch.object(Run, "_print_samples", lambda *_: None), \
+             mock.patch.object(torchrun, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
             sys.path.insert(0, folder)
             runpy.run_path(str(program), run_name="__main__")
     finally:
@@ -127,13 +128,13 @@ def assert_one_clipped_step_a_batch(rows: list[dict[str, Any]], reports: list[Re
 
 def main(folder: Path) -> None:
     """One rank under horovodrun: the jobs of a folder, after each other."""
-    from gpt2_chinese.horovodrun import adopt_ranks
+    from gpt2_chinese.distributed.horovod_launcher import adopt_ranks
 
     adopt_ranks()
     torch.set_num_threads(1)
     import horovod.torch as hvd
 
-    from gpt2_chinese.horovodranks import HorovodRanks
+    from gpt2_chinese.distributed.horovod_ranks import HorovodRanks
 
     hvd.init()
 

@@ -24,6 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt2_chinese.run.resolve import resolve
+
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, LENGTH, VOCAB, WIDTH = 48, 6, 61, 16
 STEPS, CLIP, PEAK = 6, 0.5, 1e-2
@@ -49,7 +51,7 @@ def settings_error(chapter: str, module: str, capsys: Any, *flags: object) -> st
     """What a chapter's program says to these flags before it does anything; asserts that it is one line, and status 2."""
     program = str(ROOT / "chapters" / chapter / "train.py")
     with pytest.raises(SystemExit) as end:
-        technique(chapter, module).Settings.from_command_line(program, "", [str(flag) for flag in flags])
+        resolve(technique(chapter, module).Settings.from_command_line(program, "", [str(flag) for flag in flags]))
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
     return said

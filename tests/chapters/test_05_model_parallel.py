@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from tests.chapters.inside import on_gloo, train
 from tests.chapters.program import Chapter, end_a_rank
 from tests.chapters.technique import is_red, settings_error, technique

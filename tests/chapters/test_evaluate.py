@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from gpt2_chinese.corpus import read_paragraphs
-from gpt2_chinese.evaluate_command import main, position_buckets, short_names
-from gpt2_chinese.scoring import CLASS_ENDS, Windows, batches
-from gpt2_chinese.tokens import load_tokens
+from gpt2_chinese.data.token_cache import load_tokens
+from gpt2_chinese.evaluate.__main__ import main
+from gpt2_chinese.evaluate.perplexity import position_buckets, short_names
+from gpt2_chinese.evaluate.scoring import CLASS_ENDS, Windows, batches
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, environment, run
 
@@ -181,7 +182,7 @@ def test_a_plot_without_matplotlib_is_one_line_before_torch_is_loaded(tmp_path: 
         "    def find_spec(name, *rest):\n"
         "        return None if name in ('torch', 'matplotlib') else PathFinder.find_spec(name, *rest)\n"
         "sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]\n"
-        "from gpt2_chinese.evaluate_command import main\n"
+        "from gpt2_chinese.evaluate.__main__ import main\n"
         f"main(['--model', {str(tmp_path)!r}, '--plot', 'x.png'])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, cwd=tmp_path)

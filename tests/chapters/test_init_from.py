@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_chinese.batches import Batches
+from gpt2_chinese.data.batches import Batches
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import Settings
-from gpt2_chinese.vocabulary import Vocabulary
+from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import train, train_under_horovod
 from tests.chapters.program import ROOT, SMALL, VALID, Chapter, environment
@@ -78,11 +79,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
     """Hugging Face's loss on the batch of step 1."""
-    settings = Settings.from_command_line(
+    settings = resolve(Settings.from_command_line(
         str(ROOT / "chapters" / "00_single" / "train.py"), "",
         ["--init-from", str(folder), "--batch-size", "12", "--valid-data", str(VALID), "--output-dir",
          str(tmp_path_factory.mktemp("none"))],
-    )  # fmt: skip
+    ))  # fmt: skip
     assert (settings.model.n_embd, settings.seq_len) == (SMALL["n_embd"], 32)
     batches = Batches(settings.train_tokens, settings.seq_len, settings.batch_size, settings.seed)
     ((inputs, targets),) = batches.micro_batches(1)

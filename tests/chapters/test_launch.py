@@ -16,6 +16,7 @@ from tests.limits import HANGS_S
 
 PROGRAM = '''"""A program of two ranks."""
 from dataclasses import dataclass
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import Settings as Base, flag
 
 @dataclass
@@ -23,11 +24,11 @@ class Settings(Base):
     nproc: int = flag(2, "Processes on this machine.")
     fail: bool = flag(False, "Rank 1 fails.")
 
-settings = Settings.from_command_line(__file__, __doc__)
+settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import os
 import torch
-from gpt2_chinese.launch import launch
+from gpt2_chinese.distributed.torchrun import launch
 
 ranks = launch(settings)
 if settings.fail and ranks.rank == 1:

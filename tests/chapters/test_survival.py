@@ -22,8 +22,9 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt2_chinese.checkpoint import candidates, load, newest_complete
-from gpt2_chinese.stopping import STOP_FILE_VARIABLE
+from gpt2_chinese.checkpoint.find import candidates, newest_complete
+from gpt2_chinese.checkpoint.load import load
+from gpt2_chinese.distributed.stop_signal import STOP_FILE_VARIABLE
 from tests.chapters.inside import train
 from tests.chapters.program import SMALL, Chapter, environment, ranks_below, run
 from tests.limits import HANGS_S, wait_until

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.launch import Ranks
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import adamw, clip_gradients, learning_rate, set_learning_rate
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.run.optim import adamw, clip_gradients, learning_rate, set_learning_rate
 from tests.cover import quick_only
 from tests.harness import RankFailure
 

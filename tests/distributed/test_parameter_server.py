@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt2_chinese.insync import check_in_sync
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.distributed.weights_check import check_in_sync
 from tests.chapters.technique import (
     STEPS,
     Odd,

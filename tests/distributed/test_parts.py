@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gpt2_chinese.launch import Ranks
-from gpt2_chinese.parts import Part, boxes_of_run, read_parts, write_parts, write_whole
+from gpt2_chinese.checkpoint.sharded import Part, boxes_of_run, read_parts, write_parts, write_whole
+from gpt2_chinese.distributed.ranks import Ranks
 
 
 def whole() -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt2_chinese.launch import Ranks
+from gpt2_chinese.distributed.ranks import Ranks
 from tests.chapters.technique import (
     CLIP,
     STEPS,

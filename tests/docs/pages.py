@@ -50,7 +50,8 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         return _unknown_flags(command, arguments, script)
     if program == "python" and rest[:1] == ["-m"]:
         module = rest[1]
-        if not (root / f"{module.replace('.', '/')}.py").is_file():
+        file = root / module.replace(".", "/")
+        if not (file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()):
             return [f"{command}: there is no module {module}"]
         named = " ".join(word for word in rest[2:3] if word in ("convert", "train", "check", "export"))
         return _unknown_flags(command, rest[2:], f"-m {module} {named}".strip())

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpt2_chinese.config import PRESETS, ModelConfig
-from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.model.config import PRESETS, ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from tests.chapters.technique import ROOT, technique
 
 

@@ -41,7 +41,7 @@ def test_every_chapter_has_two_pictures_with_letters_that_a_phone_shows(build, l
 def test_the_pictures_follow_the_data_of_the_repository(build) -> None:
     import pictures_data
 
-    from gpt2_chinese.config import PRESETS
+    from gpt2_chinese.model.config import PRESETS
 
     sizes = [sum(bucket) for bucket in pictures_data.buckets()]
     assert sum(sizes) == sum(p.numel() for p in pictures_data.model().parameters()) and len(sizes) > 2

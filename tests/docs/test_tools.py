@@ -152,8 +152,8 @@ def test_names_and_lists_are_the_same(formulas, schedules, tmp_path: Path) -> No
 @needs_browser
 def test_presets_are_those_of_the_configuration(tmp_path: Path) -> None:
     """Tiny with the shipped vocabulary, the others with GPT-2's, each at its default batch and length."""
-    from gpt2_chinese.config import PRESETS, RUN_DEFAULTS
-    from gpt2_chinese.vocabulary_files import vocabulary_size
+    from gpt2_chinese.model.config import PRESETS, RUN_DEFAULTS
+    from gpt2_chinese.vocabulary.profiles import vocabulary_size
 
     (found,) = in_the_browser(tmp_path, [{"name": "PRESETS", "arguments": []}])
     assert list(found) == list(PRESETS)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpt2_chinese import optim
-from gpt2_chinese.launch import Ranks
-from gpt2_chinese.model import next_token_loss
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.model.gpt2 import next_token_loss
+from gpt2_chinese.run import optim
 from pstar import schedule
 from tests.chapters.technique import technique
 from tests.exercises.exercise import ROOT

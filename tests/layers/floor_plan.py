@@ -79,15 +79,41 @@ SHARED_ROWS = {7}
 PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget", "profile", "timeline", "trace_export",
                        "charts", "trace_command", "gpt_shape", "adam_choice", "predict", "paper")
 
+# Rooms of gpt2_chinese, a folder or a file beside them, from bottom to top: a file imports from rooms of lower rows only.
+# Files of one folder may import each other, without a circle. Nobody inside imports from the face, __init__.
+GPT2_ROWS = {
+    "errors": 0,
+    "locks": 0,
+    "progress": 0,
+    "files": 1,
+    "corpus": 2,
+    "model": 2,
+    "vocabulary": 3,
+    "corpora": 4,
+    "settings": 4,
+    "distributed": 5,
+    "data": 6,
+    "checkpoint": 6,
+    "tokens": 7,
+    "weights": 7,
+    "generate": 7,
+    "run": 8,
+    "evaluate": 9,
+    "__init__": 10,
+}
+
 # The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
 # reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
-KNOWS_RANKS = ("gpt2_chinese/launch.py", "gpt2_chinese/parts.py", "pstar/collectives.py", "pstar/sharded.py")
-# The same for Horovod: 03 and 04 share the ranks that horovodrun starts, as the others share those of launch.py.
-KNOWS_HOROVOD = ("gpt2_chinese/horovodrun.py", "gpt2_chinese/horovodranks.py")
+KNOWS_RANKS = ("gpt2_chinese/distributed/ranks.py", "gpt2_chinese/distributed/torchrun.py",
+               "gpt2_chinese/checkpoint/sharded.py", "pstar/collectives.py", "pstar/sharded.py")
+# The same for Horovod: 03 and 04 share the ranks that horovodrun starts, as the others share those of torchrun.py.
+KNOWS_HOROVOD = ("gpt2_chinese/distributed/horovod_launcher.py", "gpt2_chinese/distributed/horovod_ranks.py")
 
 # These answer a wrong flag or a wrong corpus before torch is loaded.
-QUICK_MODULES = ("settings", "errors", "config", "corpus", "corpora", "tokens", "vocabulary_files", "vocabulary_command",
-                 "sampling", "generate", "weights", "evaluate", "evaluate_command")
+QUICK_MODULES = ("settings", "errors", "corpus", "tokens", "weights", "model.config", "vocabulary.profiles",
+                 "vocabulary.fit", "vocabulary.__main__", "corpora.convert", "corpora.__main__", "data.token_cache",
+                 "generate.sampling", "generate.writer", "generate.__main__", "checkpoint.trained_model", "checkpoint.load",
+                 "evaluate.loss", "evaluate.perplexity", "evaluate.__main__", "run.resolve", "distributed.horovod_launcher")
 
 CODE = {".py", ".sh", ".cpp", ".cu", ".cuh", ".h"}
 NOT_OURS = {"build", "dist", "site", "runs", "node_modules", "__pycache__"}
@@ -97,7 +123,7 @@ def line_budget(path: Path) -> int:
     """Returns the number of lines that the file at `path` (relative to the repository) may have."""
     if path.parts[0] == "chapters" and path.suffix == ".py":
         return 200 if path.name == "train.py" else 300
-    if path.as_posix() == "gpt2_chinese/model.py":
+    if path.as_posix() == "gpt2_chinese/model/gpt2.py":
         return 330
     return 600 if path.parts[0] == "tests" else 500
 
@@ -228,6 +254,40 @@ def pstar_out_of_order(repo: Path) -> list[str]:
     return problems + [f"pstar: the imports go in a circle: {' -> '.join(circle)}" for circle in _circles(edges)]
 
 
+def rooms_out_of_order(repo: Path, package: str = "gpt2_chinese", rows: dict[str, int] | None = None) -> list[str]:
+    """Inside gpt2_chinese imports go down the rows of GPT2_ROWS, by full names, and the files make no circle."""
+    rows = GPT2_ROWS if rows is None else rows
+    problems = []
+    edges: dict[str, set[str]] = {}
+    for file in python_files(repo, package):
+        module, room = ".".join(file.with_suffix("").parts[1:]), file.parts[1].removesuffix(".py")
+        if room not in rows:
+            problems.append(f"{file}: unknown room of {package}; add it to the table of rows in {_here()}")
+            continue
+        for line, name in imports(repo, file):
+            if not is_or_below(name, package) or name == f"{package}.__version__":
+                continue
+            target = _module_of(repo, name.split(".")[1:], package)
+            target_room = target.split(".")[0]
+            if target_room == "__init__" or (target_room != room and rows.get(target_room, 99) >= rows[room]):
+                where = f"row {rows.get(target_room, 'unknown')}"
+                problems.append(f"{file}:{line}: {room} (row {rows[room]}) must not import {target} ({where})")
+            elif target != module:
+                edges.setdefault(module, set()).add(target)
+    return problems + [f"{package}: the imports go in a circle: {' -> '.join(circle)}" for circle in _circles(edges)]
+
+
+def _module_of(repo: Path, names: list[str], package: str) -> str:
+    """The module that a.b.c leads to: as many of the names as are folders or files; __init__ where none is."""
+    found: list[str] = []
+    for name in names:
+        path = repo.joinpath(package, *found, name)
+        if not (path.is_dir() or path.with_suffix(".py").exists()):
+            break
+        found.append(name)
+    return ".".join(found) or "__init__"
+
+
 def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
     """Returns at most one circle, as the names along it."""
 
@@ -259,4 +319,5 @@ def over_budget(repo: Path) -> list[str]:
     return problems
 
 
-CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, pstar_out_of_order, over_budget)
+CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, pstar_out_of_order, rooms_out_of_order,
+          over_budget)

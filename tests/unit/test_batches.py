@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_chinese.batches import IGNORED, Batches
+from gpt2_chinese.data.batches import IGNORED, Batches
 from gpt2_chinese.errors import UserError
 
 IDS = np.arange(1, 1000, dtype=np.uint16)  # each id says where it stands, so a window is known by its first

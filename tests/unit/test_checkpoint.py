@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_chinese import checkpoint
-from gpt2_chinese.checkpoint import adamw_moments, load, load_adamw_moments, load_weights, newest_complete, weights_of
-from gpt2_chinese.config import ModelConfig
+from gpt2_chinese.checkpoint import step_folder
+from gpt2_chinese.checkpoint.find import newest_complete
+from gpt2_chinese.checkpoint.load import load
+from gpt2_chinese.checkpoint.model_state import adamw_moments, load_adamw_moments, load_weights, weights_of
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import weight_decay_groups
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.run.optim import weight_decay_groups
 from tests.limits import HANGS_S
 
 CONFIG = ModelConfig(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=31)
@@ -39,7 +41,7 @@ def step(model: GPT2LMHeadModel, optimizer: torch.optim.AdamW, number: int) -> f
 
 def save(folder: Path, number: int, model, optimizer) -> Path:
     state = {"tokens": number * 10, "model": CONFIG.to_dict(), "extra": {"note": "好"}}
-    return checkpoint.save(folder, number, weights_of(model), adamw_moments(model, optimizer), state)
+    return step_folder.save(folder, number, weights_of(model), adamw_moments(model, optimizer), state)
 
 
 def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_damaged_one_is_passed_over_aloud(tmp_path: Path, capsys: pytest.Captu
 KILLED = """
 import os, shutil, signal, sys, torch
 from pathlib import Path
-from gpt2_chinese import checkpoint, sealed_folder
+from gpt2_chinese.checkpoint import sealed_folder, step_folder
 left = int(sys.argv[2])
 def counted(function):
     def call(*args, **more):
@@ -117,13 +119,13 @@ def counted(function):
         return function(*args, **more)
     return call
 # dies before the n-th thing that touches the disk
-checkpoint._save_tensors = counted(checkpoint._save_tensors)
+step_folder.save_tensors = counted(step_folder.save_tensors)
 for name in ("write_json", "flush"):
     setattr(sealed_folder, name, counted(getattr(sealed_folder, name)))
-    setattr(checkpoint, name, getattr(sealed_folder, name))
+    setattr(step_folder, name, getattr(sealed_folder, name))
 shutil.rmtree = counted(shutil.rmtree)
 os.rename = counted(os.rename)
-checkpoint.save(Path(sys.argv[1]), 2, {"a": torch.ones(5)}, {"step.a": torch.ones(())}, {"model": {}})
+step_folder.save(Path(sys.argv[1]), 2, {"a": torch.ones(5)}, {"step.a": torch.ones(())}, {"model": {}})
 print("saved")
 """
 
@@ -131,18 +133,18 @@ print("saved")
 def test_killed_anywhere_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     """Saves step 2 again and again, killed at each point in turn: what has been there whole is so ever after."""
     for number in (1, 2):
-        checkpoint.save(tmp_path, number, {"a": torch.zeros(5)}, {}, {"model": {}})
+        step_folder.save(tmp_path, number, {"a": torch.zeros(5)}, {}, {"model": {}})
     program = (
         "import os, sys\n"
         "source = sys.argv[1]\n"
-        "import torch, gpt2_chinese.checkpoint, safetensors.torch\n"
+        "import torch, gpt2_chinese.checkpoint.step_folder, safetensors.torch\n"
         "for n in range(40):\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
         "        sys.argv = ['x', sys.argv[2], str(n)]\n"
         "        exec(source); os._exit(0)\n"
         "    status = os.waitpid(child, 0)[1]\n"
-        "    found = gpt2_chinese.checkpoint.newest_complete(__import__('pathlib').Path(sys.argv[2]))\n"
+        "    found = gpt2_chinese.checkpoint.find.newest_complete(__import__('pathlib').Path(sys.argv[2]))\n"
         "    print(status, found.name if found else None, flush=True)\n"
         "    if status == 0: break\n"
     )

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpt2_chinese import corpus_formats
-from gpt2_chinese.cleaning import Seen, clean, content_hash, is_validation, split_long
-from gpt2_chinese.corpus_detect import Head, detect, layout, take_head
-from gpt2_chinese.corpus_formats import Item, block_items, decoded, json_lines, json_values, line_items, paragraph_items
-from gpt2_chinese.corpus_records import BadRecord, Choices, LeftOut, record_texts
+from gpt2_chinese.corpora import formats
+from gpt2_chinese.corpora.cleaning import Seen, clean, content_hash, is_validation, split_long
+from gpt2_chinese.corpora.detect import Head, detect, layout, take_head
+from gpt2_chinese.corpora.formats import Item, block_items, decoded, json_lines, json_values, line_items, paragraph_items
+from gpt2_chinese.corpora.records import BadRecord, Choices, LeftOut, record_texts
 from gpt2_chinese.errors import UserError
 
 WIKI = {"id": "7", "url": "https://example.invalid/7", "title": "纸船", "text": "纸船\n\n纸船用纸折成。\n\n孩子们常放。"}
@@ -202,12 +202,12 @@ def test_an_array_that_cannot_be_read_on_is_an_error(text: str, said: str) -> No
 
 
 def test_items_of_any_length_are_passed_over_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_formats, "ITEM_CHARS", 1000)
+    monkeypatch.setattr(formats, "ITEM_CHARS", 1000)
     long = ["长" * 400] * 5
     assert [bool(i.problem) for i in line_items(["一\n", *long, "\n二\n", *long])] == [False, True, False, True]
     blocks = ["一\n\n", *[part + "\n" for part in long], "\n二\n"]
     assert [bool(i.problem) for i in block_items(blocks)] == [False, True, False]
-    assert [bool(i.problem) for i in corpus_formats.whole_item(long)] == [True]
+    assert [bool(i.problem) for i in formats.whole_item(long)] == [True]
     pieces = ['[\n"一",\n"', *long, '",\n"二"\n]']
     assert [bool(i.problem) for i in json_values(pieces, "x")] == [False, True, False]
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_chinese import corpora
+from gpt2_chinese.corpora import output
+from gpt2_chinese.corpora.__main__ import main
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
 from tests.limits import HANGS_S, limited
@@ -36,7 +37,7 @@ def _signals():
 
 
 def convert(*arguments: object) -> None:
-    corpora.main(["convert", *map(str, arguments)])
+    main(["convert", *map(str, arguments)])
 
 
 def items(folder: Path) -> list[str]:
@@ -221,14 +222,14 @@ def test_overwriting_replaces_the_whole_folder_and_one_conversion_writes_at_a_ti
     write(tmp_path / "out/train/part-00009.json", '["旧"]')
     convert(given, "--output", tmp_path / "out", "--overwrite", "--valid-share", "0")
     assert items(tmp_path / "out/train") == UER.split("\n")[:2]
-    held = corpora.OutputFolder(tmp_path / "other", False)
+    held = output.OutputFolder(tmp_path / "other", False)
     with pytest.raises(UserError, match="is being written by another conversion"):
-        corpora.OutputFolder(tmp_path / "other", False)
+        output.OutputFolder(tmp_path / "other", False)
     held.discard()
     # killed between the renames of an overwriting one: what was there comes back
     os.rename(tmp_path / "out", tmp_path / ".out.old")
     with pytest.raises(UserError, match="is not empty"):
-        corpora.OutputFolder(tmp_path / "out", False)
+        output.OutputFolder(tmp_path / "out", False)
     assert items(tmp_path / "out/train") == UER.split("\n")[:2]
 
 
@@ -240,14 +241,14 @@ def start(given: Path, output: Path) -> subprocess.Popen:
 EVERY_KILL = """
 import os, shutil, sys
 from pathlib import Path
-from gpt2_chinese import corpora
+from gpt2_chinese.corpora.__main__ import main
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
 from tests.unit.killed import killed_before
 given, output = map(Path, sys.argv[1:])
 
 def command():
-    corpora.main(["convert", str(given), "--output", str(output), "--overwrite", "--shard-mb", "0.001"])
+    main(["convert", str(given), "--output", str(output), "--overwrite", "--shard-mb", "0.001"])
 
 def content():
     return [sorted(read_paragraphs(output / kind)) for kind in ("train", "valid")]

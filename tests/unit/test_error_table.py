@@ -18,7 +18,8 @@ import pytest
 
 from gpt2_chinese import corpus as corpus_module
 from gpt2_chinese import files as files_module
-from gpt2_chinese.sealed_folder import seal
+from gpt2_chinese.checkpoint.sealed_folder import seal
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import ROOT
 from tests.limits import HANGS_S
 from tests.unit.chapter_settings import settings_of
@@ -199,8 +200,9 @@ def refuses(
              "--model-config": "config.json", "--output-dir": "run"}  # fmt: skip
     words = [word for flag, value in given.items() if flag not in flags for word in (flag, value)]
     before, started = seen(folder), children()
+    program = str(ROOT / "chapters" / chapter / "train.py")
     with in_time(), pytest.raises(SystemExit) as stop:
-        settings_of(chapter).from_command_line(str(ROOT / "chapters" / chapter / "train.py"), None, [*words, *flags])
+        resolve(settings_of(chapter).from_command_line(program, None, [*words, *flags]))
     said = capfd.readouterr()
     assert stop.value.code == 2 and said.out == ""
     assert re.fullmatch(rf"error: .*{line}.*\n", said.err), said.err
@@ -236,11 +238,11 @@ def test_what_looks_odd_and_is_right(folder: Path) -> None:
     Path("link.json").symlink_to("marked.json")
     Path("vocab-crlf.txt").write_bytes(b"\xef\xbb\xbf" + VOCAB.replace("\n", "\r\n").encode())
     Path("marked-config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(SMALL).encode())
-    settings = settings_of("00_single").from_command_line(
+    settings = resolve(settings_of("00_single").from_command_line(
         str(ROOT / "chapters/00_single/train.py"), None,
         ["--train-data", "link.json", "--valid-data", "corpus.json", "--vocab", "vocab-crlf.txt",
          "--model-config", "marked-config.json", "--output-dir", "a run's \"folder\"", "--max-steps", "１２"],
-    )  # fmt: skip
+    ))  # fmt: skip
     assert settings.max_steps == 12
     assert settings.train_tokens.ids.tolist() == settings.valid_tokens.ids.tolist()
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch._dynamo  # noqa: F401  --init-from loads torch: before the clocks run
 
-from gpt2_chinese.config import ModelConfig, resolve_model_config
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.vocabulary import Vocabulary
-from gpt2_chinese.vocabulary_files import vocabulary_size
+from gpt2_chinese.model.config import ModelConfig, resolve_model_config
+from gpt2_chinese.run.resolve import resolve
+from gpt2_chinese.vocabulary.profiles import vocabulary_size
+from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 from tests.unit.chapter_settings import CHAPTERS, settings_of
 from tests.unit.mutations import ODD, SNIPPETS, break_bytes, break_json, judge
 
@@ -135,7 +136,7 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
             given.insert(rng.randrange(len(given)), rng.choice(VALUES))
         program = str(ROOT / "chapters" / name / "train.py")
         try:
-            classes[name].from_command_line(program, None, [*base, "--output-dir", "run", *given])
+            resolve(classes[name].from_command_line(program, None, [*base, "--output-dir", "run", *given]))
         except SystemExit as stop:
             said = capfd.readouterr()
             assert (stop.code, said.out) == (2, "") and said.err.startswith("error: "), (given, stop.code, said)

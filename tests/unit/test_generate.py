@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpt2_chinese.cached import Cached, Plain
-from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.decoding import generate, window_start
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.sampling import Sampling, generator_of, keep_top_k, keep_top_p, penalise_repetition
+from gpt2_chinese.generate.decoding import generate, window_start
+from gpt2_chinese.generate.kv_cache import Cached, Plain
+from gpt2_chinese.generate.sampling import Sampling, generator_of, keep_top_k, keep_top_p, penalise_repetition
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
 
 @pytest.fixture

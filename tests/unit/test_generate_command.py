@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_chinese.generate import Characters, continuation, main, read_prompts
-from gpt2_chinese.vocabulary import Vocabulary
-from gpt2_chinese.weights import load_model
+from gpt2_chinese.checkpoint.trained_model import load_model
+from gpt2_chinese.generate.__main__ import main
+from gpt2_chinese.generate.writer import Characters, continuation, read_prompts
+from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

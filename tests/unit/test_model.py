@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_chinese.checkpoint import export_final, load_weights, weights_of
-from gpt2_chinese.config import PRESETS, ModelConfig
+from gpt2_chinese.checkpoint.final import export_final
+from gpt2_chinese.checkpoint.model_state import load_weights, weights_of
+from gpt2_chinese.checkpoint.trained_model import find_model, load_model, read_weights
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.weights import find_model, load_model, read_weights
+from gpt2_chinese.model.config import PRESETS, ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SIZE = 97
@@ -79,7 +80,7 @@ def test_weights_come_back_from_hugging_face(model, theirs, tmp_path: Path) -> N
 
 def test_final_loads_in_transformers_with_the_same_logits_and_tokens(tmp_path: Path, vocab: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from gpt2_chinese.vocabulary import Vocabulary
+    from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
     vocabulary = Vocabulary.load(vocab)
     torch.manual_seed(2)

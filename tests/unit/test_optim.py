@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_chinese.batches import Batches
-from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.evaluate import evaluate
-from gpt2_chinese.launch import Ranks
-from gpt2_chinese.model import GPT2LMHeadModel
-from gpt2_chinese.optim import clip_gradients, learning_rate, set_learning_rate, weight_decay_groups
+from gpt2_chinese.data.batches import Batches
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.evaluate.loss import evaluate_model
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.run.optim import clip_gradients, learning_rate, set_learning_rate, weight_decay_groups
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_clipping_scales_the_global_norm(limit: float, after: float) -> None:
 def test_evaluation_counts_every_token_once(model: GPT2LMHeadModel) -> None:
     ids = np.random.default_rng(0).integers(0, 20, 53)
     model.train()
-    found = evaluate(model, Batches(ids, 8, 4), Ranks())
+    found = evaluate_model(model, Batches(ids, 8, 4), Ranks())
     assert model.training
     losses, right = [], 0
     for start in range(0, 52, 8):
@@ -70,5 +70,5 @@ def test_evaluation_counts_every_token_once(model: GPT2LMHeadModel) -> None:
 
 
 def test_evaluation_takes_any_function() -> None:
-    uniform = evaluate(lambda ids: torch.zeros(*ids.shape, 20), Batches(np.arange(20), 8, 2), Ranks())
+    uniform = evaluate_model(lambda ids: torch.zeros(*ids.shape, 20), Batches(np.arange(20), 8, 2), Ranks())
     assert uniform["valid_ppl"] == pytest.approx(20)

@@ -12,9 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from gpt2_chinese import checkpoint
+from gpt2_chinese import files
+from gpt2_chinese.checkpoint import find, sealed_folder
+from gpt2_chinese.checkpoint.load import load
+from gpt2_chinese.checkpoint.sharded import read_parts
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.parts import read_parts
 
 TENSORS = {"model.a.weight": torch.arange(12.0).view(3, 4), "exp_avg.a.weight": torch.ones(3, 4),
            "exp_avg_sq.a.weight": torch.full((3, 4), 2.0), "model.b": torch.zeros(5), "random.cpu.0": torch.get_rng_state()}
@@ -41,18 +43,18 @@ def test_weights_and_moments_by_name(folder: Path) -> None:
 
 def test_a_checkpoint_with_parts_is_loaded_as_any(folder: Path) -> None:
     os.makedirs(folder.parent / "step_000003")
-    os.rename(folder, folder.parent / "step_000003" / checkpoint.PARTS)
+    os.rename(folder, folder.parent / "step_000003" / find.PARTS)
     path = folder.parent / "step_000003"
-    checkpoint.write_json(path / "state.json", {"step": 3})
-    checkpoint.write_json(path / "config.json", {})
-    checkpoint.seal(path)
-    weights, moments, state = checkpoint.load(path)
+    files.write_json(path / "state.json", {"step": 3})
+    files.write_json(path / "config.json", {})
+    sealed_folder.seal(path)
+    weights, moments, state = load(path)
     assert torch.equal(weights["b"], torch.zeros(5)) and state["step"] == 3
     content = bytearray((path / "parts" / "__0_0.distcp").read_bytes())
     content[100] ^= 4
     (path / "parts" / "__0_0.distcp").write_bytes(content)
     with pytest.raises(UserError, match=r"parts/__0_0.distcp does not match its checksum"):
-        checkpoint.load(path)
+        load(path)
 
 
 class Payload:

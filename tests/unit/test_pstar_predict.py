@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pstar
-from gpt2_chinese.config import ModelConfig
-from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from pstar import cli
 from pstar.adam_choice import Speeds, adam_traffic_bytes, choose_adam, stream_bytes
 from pstar.budget import Costs, homes_for_capacity, smallest_far_budget, smallest_near_budget

@@ -7,7 +7,7 @@ import sys
 
 from tests.limits import HANGS_S
 
-SAYS_ITS_PEAK = "import torch; from gpt2_chinese.runlog import peak_bytes; print(peak_bytes(torch.device('cpu')))"
+SAYS_ITS_PEAK = "import torch; from gpt2_chinese.run.metrics import peak_bytes; print(peak_bytes(torch.device('cpu')))"
 STARTS_IT = f"""
 import subprocess, sys
 memory = b"x" * 2**30

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_chinese import checkpoint
+from gpt2_chinese.checkpoint import step_folder
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import ROOT, Settings, flag
 from tests.limits import HANGS_S
 
@@ -32,7 +33,7 @@ class Parallel(Settings):
 
 
 def parse(*argv: str | Path, cls: type[Settings] = Settings) -> Settings:
-    return cls.from_command_line(PROGRAM, "A program.", [str(a) for a in argv])
+    return resolve(cls.from_command_line(PROGRAM, "A program.", [str(a) for a in argv]))
 
 
 def test_defaults_of_tiny(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def files(tmp_path: Path) -> Path:
     model = {"n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": 3980}
     import torch
 
-    saved = checkpoint.save(tmp_path, 3, {"a": torch.zeros(1)}, {}, {"model": model})
+    saved = step_folder.save(tmp_path, 3, {"a": torch.zeros(1)}, {}, {"model": model})
     saved.rename(tmp_path / "other")
     return tmp_path
 
@@ -186,8 +187,9 @@ def test_only_rank_0_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_torch_is_not_loaded_before_settings_are_right() -> None:
     program = (
         "import sys, gpt2_chinese, gpt2_chinese.corpus, gpt2_chinese.tokens\n"
+        "from gpt2_chinese.run.resolve import resolve\n"
         "from gpt2_chinese.settings import Settings\n"
-        f"Settings.from_command_line({PROGRAM!r}, None, [])\n"
+        f"resolve(Settings.from_command_line({PROGRAM!r}, None, []))\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=HANGS_S)

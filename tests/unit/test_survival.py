@@ -13,17 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_chinese import checkpoint, parts
+from gpt2_chinese.checkpoint import find, sharded, step_folder
+from gpt2_chinese.checkpoint.load import load
+from gpt2_chinese.checkpoint.sealed_folder import damage, seal
+from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.errors import RunError, UserError
-from gpt2_chinese.launch import Ranks
-from gpt2_chinese.sealed_folder import damage, seal
 from tests.limits import HANGS_S
 
 ROUNDS = 200
 WRITER = """
 import os, random, signal, sys, time, torch
 from pathlib import Path
-from gpt2_chinese import checkpoint
+from gpt2_chinese.checkpoint import find
+from gpt2_chinese.checkpoint import step_folder
+from gpt2_chinese.checkpoint.load import load
 import safetensors.torch
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 draw = random.Random(7)
@@ -32,8 +35,8 @@ torch.set_num_threads(1)
 def write(first, said):
     for step in range(first, first + 1000):
         weights = {"a": torch.full((50,), float(step))}
-        checkpoint.save(folder, step, weights, {"step.a": torch.tensor(1.0)}, {"model": {}})
-        checkpoint.prune(folder, 2, step)
+        step_folder.save(folder, step, weights, {"step.a": torch.tensor(1.0)}, {"model": {}})
+        step_folder.prune(folder, 2, step)
         os.write(said, step.to_bytes(4, "big"))
 
 last = 0
@@ -54,11 +57,11 @@ for number in range(rounds):
         heard += piece
     os.close(hear)
     announced = int.from_bytes(heard[-4:], "big") if heard else last
-    found = checkpoint.newest_complete(folder)
+    found = find.newest_complete(folder)
     if found is None:
         assert last == announced == 0
         continue
-    weights, _, state = checkpoint.load(found)
+    weights, _, state = load(found)
     assert state["step"] >= max(last, announced), (state["step"], last, announced, os.listdir(folder))
     assert torch.equal(weights["a"], torch.full((50,), float(state["step"])))
     last = state["step"]
@@ -68,7 +71,9 @@ print("last", last)
 EVERY_KILL = """
 import os, shutil, signal, sys, torch
 from pathlib import Path
-from gpt2_chinese import checkpoint
+from gpt2_chinese.checkpoint import find
+from gpt2_chinese.checkpoint import step_folder
+from gpt2_chinese.checkpoint.load import load
 import safetensors.torch
 CHANGES = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 torch.set_num_threads(1)
@@ -84,13 +89,13 @@ def save(folder, value, die_at):
             if left == 0 and event in CHANGES:
                 os.kill(os.getpid(), signal.SIGKILL)
         sys.addaudithook(count)
-        checkpoint.save(folder, 5, {"a": torch.full((50,), value)}, {"step.a": torch.tensor(1.0)}, {"model": {}})
-        checkpoint.prune(folder, 1, 5)
+        step_folder.save(folder, 5, {"a": torch.full((50,), value)}, {"step.a": torch.tensor(1.0)}, {"model": {}})
+        step_folder.prune(folder, 1, 5)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 def value_in(folder):
-    return float(checkpoint.load(checkpoint.newest_complete(folder))[0]["a"][0])
+    return float(load(find.newest_complete(folder))[0]["a"][0])
 
 first = Path(sys.argv[1]) / "first"
 save(first, 1.0, 0)
@@ -139,15 +144,15 @@ def test_two_hundred_kills_while_saving(tmp_path: Path) -> None:
 def written(folder: Path, step: int, value: float = 1.0) -> Path:
     weights = {"a": torch.full((40,), value), "b": torch.zeros(3)}
     moments = {"exp_avg.a": torch.ones(40), "exp_avg_sq.a": torch.ones(40), "step.a": torch.tensor(3.0)}
-    return checkpoint.save(folder, step, weights, moments, {"model": {"n_layer": 2}})
+    return step_folder.save(folder, step, weights, moments, {"model": {"n_layer": 2}})
 
 
 def written_in_parts(folder: Path, step: int) -> Path:
-    beside = checkpoint.begin(folder, step, 0)
+    beside = step_folder.begin(folder, step, 0)
     names = ("model.a", "exp_avg.a", "exp_avg_sq.a")
-    whole = {name: parts.Part((4, 6), {(0, 0): torch.randn(4, 6)}) for name in names}
-    parts.write_parts(beside / checkpoint.PARTS, whole, {"a": 1}, Ranks())
-    return checkpoint.complete(beside, step, {"model": {}})
+    whole = {name: sharded.Part((4, 6), {(0, 0): torch.randn(4, 6)}) for name in names}
+    sharded.write_parts(beside / find.PARTS, whole, {"a": 1}, Ranks())
+    return step_folder.complete(beside, step, {"model": {}})
 
 
 def harmed(content: bytes, draw: random.Random) -> bytes:
@@ -170,12 +175,12 @@ def test_two_hundred_flips_and_cuts_are_never_loaded(tmp_path: Path, write, caps
         if damage(newer) is None:  # a bit of the manifest's white space, at most: then nothing it says has changed
             assert file.name == "manifest.json" and json.loads(file.read_text()) == json.loads(content)
         else:
-            assert checkpoint.newest_complete(tmp_path) == older
+            assert find.newest_complete(tmp_path) == older
             assert capsys.readouterr().out.count(f"passing over the damaged checkpoint {newer}") == 1
             with pytest.raises(UserError, match="cannot be used"):
-                checkpoint.load(newer)
+                load(newer)
         file.write_bytes(content)
-    assert checkpoint.newest_complete(tmp_path) == newer
+    assert find.newest_complete(tmp_path) == newer
 
 
 @pytest.mark.parametrize(
@@ -204,7 +209,7 @@ def test_files_that_are_not_listed_are_not_read(tmp_path: Path) -> None:
     path = written(tmp_path, 2)
     (path / "parts").mkdir()
     (path / "parts" / ".metadata").write_bytes(b"no metadata")
-    assert torch.equal(checkpoint.load(path)[0]["a"], torch.ones(40))
+    assert torch.equal(load(path)[0]["a"], torch.ones(40))
 
 
 def test_a_state_without_a_step_is_damage(tmp_path: Path) -> None:
@@ -218,15 +223,15 @@ def test_keep(tmp_path: Path) -> None:
     for step in range(1, 6):
         written(tmp_path, step)
     (tmp_path / "step_000004" / "config.json").write_text("{}")
-    checkpoint.prune(tmp_path, 2, 5)
+    step_folder.prune(tmp_path, 2, 5)
     assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000004", "step_000003"}, "4 does not count"
     written(tmp_path, 1)  # after --resume of an older one
-    checkpoint.prune(tmp_path, 1, 1)
+    step_folder.prune(tmp_path, 1, 1)
     assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000001"}, "what was just written stays"
     (tmp_path / "step_000005").rename(tmp_path / "step_000005.old")
-    assert checkpoint.newest_complete(tmp_path) == tmp_path / "step_000005.old"
+    assert find.newest_complete(tmp_path) == tmp_path / "step_000005.old"
     written(tmp_path, 5)
-    checkpoint.prune(tmp_path, 0, 5)
+    step_folder.prune(tmp_path, 0, 5)
     assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000001"}, "0 keeps all but leftovers"
 
 
@@ -235,10 +240,10 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path, value: float) -> None:
     kept = written(tmp_path, 1)
     with pytest.raises(RunError, match="a holds numbers that are not finite"):
         written(tmp_path, 2, value)
-    beside = checkpoint.begin(tmp_path, 2, 0)
+    beside = step_folder.begin(tmp_path, 2, 0)
     with pytest.raises(RunError, match=r"model\.a holds numbers that are not finite"):
-        parts.write_parts(beside / "parts", {"model.a": parts.Part((2,), {(0,): torch.full((2,), value)})}, {}, Ranks())
-    assert checkpoint.newest_complete(tmp_path) == kept
+        sharded.write_parts(beside / "parts", {"model.a": sharded.Part((2,), {(0,): torch.full((2,), value)})}, {}, Ranks())
+    assert find.newest_complete(tmp_path) == kept
 
 
 @contextmanager
@@ -260,9 +265,9 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
     with mounted(tmp_path, "size=3m") as folder:
         kept = written(folder, 1)
         with pytest.raises(RunError, match=rf"no room to write {folder}: 5\.0 MB needed, 3\.\d MB free"):
-            checkpoint.save(folder, 2, {"a": torch.zeros(1_000_000)}, {}, {"model": {}})
+            step_folder.save(folder, 2, {"a": torch.zeros(1_000_000)}, {}, {"model": {}})
         assert [f.name for f in folder.iterdir()] == ["step_000001"]
-        assert checkpoint.newest_complete(folder) == kept
+        assert find.newest_complete(folder) == kept
 
 
 def test_a_disk_that_fills_up_meanwhile(tmp_path: Path) -> None:
@@ -271,5 +276,5 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="[Nn]o space left"):
             for step in (2, 3):
                 written(folder, step)
-        assert checkpoint.newest_complete(folder).name in ("step_000001", "step_000002") and damage(kept) is None
-        shutil.rmtree(checkpoint.newest_complete(folder))
+        assert find.newest_complete(folder).name in ("step_000001", "step_000002") and damage(kept) is None
+        shutil.rmtree(find.newest_complete(folder))

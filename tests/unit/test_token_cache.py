@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_chinese import sealed as sealed_module
-from gpt2_chinese import token_parts
+from gpt2_chinese.data import sealed_json as sealed_module
+from gpt2_chinese.data import token_shards
+from gpt2_chinese.data.sealed_json import block_digests, file_digests, sealed, unsealed
+from gpt2_chinese.data.token_cache import load_tokens
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.sealed import block_digests, file_digests, sealed, unsealed
-from gpt2_chinese.tokens import load_tokens, main
+from gpt2_chinese.tokens import main
 from tests.limits import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +54,8 @@ def test_200_flips_and_cuts_are_all_seen(cache: Path, corpus: Path, vocab: Path,
     files, wanted = content(cache), np.array(good.ids)
     chance = random.Random(7)
     built = []
-    real = token_parts.tokenise
-    monkeypatch.setattr("gpt2_chinese.tokens.tokenise", lambda *given: built.append(1) or real(*given))
+    real = token_shards.tokenise
+    monkeypatch.setattr("gpt2_chinese.data.token_cache.tokenise", lambda *given: built.append(1) or real(*given))
     for round_number in range(200):
         name = chance.choice(list(files))
         harmed = bytearray(files[name])
@@ -97,13 +98,13 @@ def test_blocks_of_a_stream_are_those_of_the_file(tmp_path: Path, monkeypatch: p
 def test_a_part_that_does_not_match_is_made_again_and_the_others_are_not(
     cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_parts, "PART_CHARACTERS", 300)
-    monkeypatch.setattr(token_parts, "_CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr(token_shards, "PART_CHARACTERS", 300)
+    monkeypatch.setattr(token_shards, "_CHARACTERS_AT_ONCE", 100)
     load_tokens(corpus, vocab)
     wanted = content(cache)
     made: list[int] = []
-    real = token_parts._make
-    monkeypatch.setattr(token_parts, "_make", lambda *given: made.append(given[2]) or real(*given))
+    real = token_shards._make
+    monkeypatch.setattr(token_shards, "_make", lambda *given: made.append(given[2]) or real(*given))
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -112,7 +113,7 @@ def test_a_part_that_does_not_match_is_made_again_and_the_others_are_not(
         for path in cache.iterdir():
             path.unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(token_parts, "_copied", fail)
+            patch.setattr(token_shards, "_copied", fail)
             with pytest.raises(UserError, match="cannot be written: No space left on device"):
                 load_tokens(corpus, vocab)
         (parts,) = cache.glob("*.parts")
@@ -140,7 +141,7 @@ def test_a_corpus_that_is_wrong_or_changes_leaves_nothing(
     (corpus / "c.json").write_text('["好", "\\ud83d"]', encoding="utf-8")
     with pytest.raises(UserError, match="c.json: item 2 has .* which is half a character"):
         load_tokens(corpus, vocab)
-    real = token_parts.tokenise
+    real = token_shards.tokenise
 
     def meanwhile(*given):
         header = real(*given)
@@ -149,7 +150,7 @@ def test_a_corpus_that_is_wrong_or_changes_leaves_nothing(
 
     (corpus / "c.json").write_text('["好"]', encoding="utf-8")
     with monkeypatch.context() as patch:
-        patch.setattr("gpt2_chinese.tokens.tokenise", meanwhile)
+        patch.setattr("gpt2_chinese.data.token_cache.tokenise", meanwhile)
         with pytest.raises(UserError, match="was changed while it was read"):
             load_tokens(corpus, vocab)
     assert content(cache) == {}
@@ -167,9 +168,10 @@ def environment(cache: Path) -> dict[str, str]:
 EVERY_KILL = """
 import os, shutil, sys
 from pathlib import Path
-from gpt2_chinese import token_parts, tokens
+from gpt2_chinese.data import token_shards
+from gpt2_chinese import tokens
 from tests.unit.killed import killed_before
-token_parts.PART_CHARACTERS, token_parts._CHARACTERS_AT_ONCE = 600, 200
+token_shards.PART_CHARACTERS, token_shards._CHARACTERS_AT_ONCE = 600, 200
 corpus, folder = sys.argv[1], Path(sys.argv[2])
 
 def content():
@@ -209,13 +211,14 @@ MAKES_IT_WHEN_TOLD = """
 import sys, time
 from pathlib import Path
 from gpt2_chinese import tokens
-go, real = Path(sys.argv.pop(1)), tokens.tokenise
+from gpt2_chinese.data import token_cache
+go, real = Path(sys.argv.pop(1)), token_cache.tokenise
 def tokenise(*given):
     print("at work", flush=True)
     while not go.exists():
         time.sleep(0.02)
     return real(*given)
-tokens.tokenise = tokenise
+token_cache.tokenise = tokenise
 tokens.main(sys.argv[1:])
 """
 
@@ -273,8 +276,8 @@ def test_in_a_shared_cache_anyone_goes_on_with_what_another_user_left(
     cache: Path, corpus: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Modes are looked at, and files that may not be written to are links here: the tests may run as root, who may all."""
-    monkeypatch.setattr(token_parts, "PART_CHARACTERS", 300)
-    monkeypatch.setattr(token_parts, "_CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr(token_shards, "PART_CHARACTERS", 300)
+    monkeypatch.setattr(token_shards, "_CHARACTERS_AT_ONCE", 100)
     cache.mkdir()
     cache.chmod(0o1777)
 
@@ -284,7 +287,7 @@ def test_in_a_shared_cache_anyone_goes_on_with_what_another_user_left(
     before = os.umask(0o077)
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(token_parts, "_copied", killed)
+            patch.setattr(token_shards, "_copied", killed)
             load_tokens(corpus, vocab)
     finally:
         os.umask(before)
@@ -315,10 +318,10 @@ def test_one_makes_it_where_a_disk_locks_only_files_that_are_open_for_writing(
     def slowly(*given):
         made.append(given)
         time.sleep(0.3)
-        return token_parts.tokenise(*given)
+        return token_shards.tokenise(*given)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr("gpt2_chinese.tokens.tokenise", slowly)
+    monkeypatch.setattr("gpt2_chinese.data.token_cache.tokenise", slowly)
     with ThreadPoolExecutor() as machines:
         found = [machines.submit(load_tokens, corpus, vocab) for _ in range(2)]
     assert found[0].result().path == found[1].result().path and len(made) == 1

@@ -12,9 +12,9 @@ import pytest
 
 from gpt2_chinese import corpus as corpus_module
 from gpt2_chinese.corpus import read_paragraphs
+from gpt2_chinese.data.token_cache import Tokens, load_tokens
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.tokens import Tokens, load_tokens
-from gpt2_chinese.vocabulary import Vocabulary
+from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 from tests.limits import HANGS_S
 
 
@@ -90,7 +90,7 @@ def test_what_is_damaged_or_half_written_is_made_again(
 
 def test_many_builders_at_once(folder: Path, corpus: Path, vocab: Path) -> None:
     program = (
-        "import sys; from gpt2_chinese.tokens import load_tokens\n"
+        "import sys; from gpt2_chinese.data.token_cache import load_tokens\n"
         "for _ in range(3): ids = load_tokens(sys.argv[1], sys.argv[2]).ids\n"
         "print(len(ids), int(ids.astype('int64').sum()))"
     )

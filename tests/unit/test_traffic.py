@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from gpt2_chinese.traffic import tcp_bytes
+from gpt2_chinese.distributed.socket_bytes import tcp_bytes
 
 
 def test_bytes_count_when_they_are_written_and_not_when_they_arrive() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from gpt2_chinese.corpus import read_paragraphs
+from gpt2_chinese.data.token_cache import load_tokens
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.tokens import load_tokens
-from gpt2_chinese.vocabulary import SPECIAL_TOKENS, Vocabulary, tidy
-from gpt2_chinese.vocabulary_files import vocabulary_size
-from gpt2_chinese.vocabulary_train import KINDS, train, train_bpe
+from gpt2_chinese.vocabulary.profiles import vocabulary_size
+from gpt2_chinese.vocabulary.training import KINDS, train, train_bpe
+from gpt2_chinese.vocabulary.vocabulary import SPECIAL_TOKENS, Vocabulary, tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def test_the_shipped_vocabulary_is_what_make_vocab_makes(vocab: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_the_same_in_every_process(corpus: Path, kind: str) -> None:
     trained = "train_bpe(sys.argv[1], 300)" if kind == "bpe" else f"train(sys.argv[1], 30, {kind!r})"
-    program = f"import sys; from gpt2_chinese.vocabulary_train import train, train_bpe; print({trained})"
+    program = f"import sys; from gpt2_chinese.vocabulary.training import train, train_bpe; print({trained})"
     said = set()
     for seed in ("1", "2", "3"):
         done = subprocess.run(

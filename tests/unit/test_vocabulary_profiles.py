@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_chinese import checkpoint
+from gpt2_chinese.checkpoint import step_folder
 from gpt2_chinese.corpus import read_paragraphs
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import Settings
-from gpt2_chinese.vocabulary import SPECIAL_TOKENS, Vocabulary
-from gpt2_chinese.vocabulary_command import main, measure
-from gpt2_chinese.vocabulary_files import read_vocabulary, vocabulary_size
-from gpt2_chinese.vocabulary_train import train, train_bpe
+from gpt2_chinese.vocabulary.__main__ import main
+from gpt2_chinese.vocabulary.fit import measure
+from gpt2_chinese.vocabulary.profiles import read_vocabulary, vocabulary_size
+from gpt2_chinese.vocabulary.training import train, train_bpe
+from gpt2_chinese.vocabulary.vocabulary import SPECIAL_TOKENS, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ["2019年，A4纸1,000张。", "Ｈｅｌｌｏ Café 3.14 ①½Ⅷ", "𠮷野家 \u3000半角 ｶﾅ 🙂", "[MASK]不是标记[SEP]", "", " \n\t "]
@@ -218,13 +220,13 @@ def test_a_checkpoint_of_another_vocabulary_or_profile_is_refused(tmp_path: Path
     program = str(ROOT / "chapters" / "00_single" / "train.py")
 
     def parse(*flags: object) -> Settings:
-        return Settings.from_command_line(program, None, ["--output-dir", str(tmp_path / "run"), *map(str, flags)])
+        return resolve(Settings.from_command_line(program, None, ["--output-dir", str(tmp_path / "run"), *map(str, flags)]))
 
     settings = parse()
     assert settings.vocab_profile == "gpt2_chinese" and settings.values()["vocab_profile"] == "gpt2_chinese"
     state = {"model": settings.model.to_dict(), "vocabulary": settings.vocabulary.facts()}
     folder = tmp_path / "run" / "checkpoints"
-    checkpoint.save(folder, 3, {"a": torch.zeros(1)}, {}, state)
+    step_folder.save(folder, 3, {"a": torch.zeros(1)}, {}, state)
     copy = write(tmp_path / "same" / "vocab.txt", vocab.read_text(encoding="utf-8"))
     assert parse("--vocab", copy).resume_from == folder / "step_000003", "content counts, not place"
     lines = vocab.read_text(encoding="utf-8").splitlines()
@@ -238,5 +240,5 @@ def test_a_checkpoint_of_another_vocabulary_or_profile_is_refused(tmp_path: Path
             parse(*flags)
         error = capsys.readouterr().err
         assert stop.value.code == 2 and said in error and error.count("\n") == 1
-    checkpoint.save(folder, 4, {"a": torch.zeros(1)}, {}, {"model": settings.model.to_dict()})
+    step_folder.save(folder, 4, {"a": torch.zeros(1)}, {}, {"model": settings.model.to_dict()})
     assert parse("--vocab-profile", "uer").resume_from == folder / "step_000004", "it does not know: it passes"

@@ -12,23 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpt2_chinese import checkpoint
-from gpt2_chinese.checkpoint import weights_of
-from gpt2_chinese.config import ModelConfig
+from gpt2_chinese.checkpoint import step_folder
+from gpt2_chinese.checkpoint.load import initial_state, load
+from gpt2_chinese.checkpoint.model_state import weights_of
+from gpt2_chinese.checkpoint.trained_model import begin_from, check_initial, find_weights, load_model, read_weights
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.model import GPT2LMHeadModel
+from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import Settings
-from gpt2_chinese.vocabulary import Vocabulary
-from gpt2_chinese.weights import (
-    begin_from,
-    check_initial,
-    export,
-    find_weights,
-    initial_state,
-    load_model,
-    main,
-    read_weights,
-)
+from gpt2_chinese.vocabulary.vocabulary import Vocabulary
+from gpt2_chinese.weights import export, main
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -169,7 +163,7 @@ def test_a_checkpoint_and_its_run_are_exported(tmp_path: Path, vocab: Path) -> N
     config = ModelConfig(**SIZES, vocab_size=Vocabulary.load(vocab).size, extra={"summary_type": "mean"})
     model = GPT2LMHeadModel(config)
     told = {"model": config.to_dict(), "settings": {"vocab": str(vocab)}, "extra": {}}
-    step = checkpoint.save(tmp_path / "run" / "checkpoints", 5, weights_of(model), {}, told)
+    step = step_folder.save(tmp_path / "run" / "checkpoints", 5, weights_of(model), {}, told)
     for path in (tmp_path / "run", step, step / "model.safetensors"):
         out = export(path, tmp_path / f"out{len(list(tmp_path.iterdir()))}")
         assert transformers.AutoConfig.from_pretrained(out).summary_type == "mean"
@@ -179,7 +173,7 @@ def test_a_checkpoint_and_its_run_are_exported(tmp_path: Path, vocab: Path) -> N
 def test_weights_to_begin_with_are_float32_and_of_step_0(theirs, folder: Path) -> None:
     write({name: tensor.half() for name, tensor in state(theirs).items()}, folder, "bin")
     file, vocab = begin_from(folder)
-    weights, moments, told = checkpoint.load(file)
+    weights, moments, told = load(file)
     assert vocab == folder / "vocab.txt" and moments == {} and (told["step"], told["extra"]) == (0, {})
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert initial_state(file)[0].keys() == weights.keys()
@@ -354,12 +348,12 @@ def refused(call, capsys, target: Path) -> str:
 
 def train(folder: Path, *flags: object) -> None:
     program = str(Path(__file__).resolve().parents[2] / "chapters" / "00_single" / "train.py")
-    Settings.from_command_line(program, "", [str(flag) for flag in flags])
+    resolve(Settings.from_command_line(program, "", [str(flag) for flag in flags]))
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "pickle", "shard"])
 def test_every_door_refuses_a_pickle_with_a_payload(folder: Path, tmp_path: Path, capsys, kind: str) -> None:
-    from gpt2_chinese.generate import main as generate
+    from gpt2_chinese.generate.__main__ import main as generate
 
     target = tmp_path / "written"
     poison(folder, target, kind)
@@ -376,15 +370,15 @@ def test_every_door_refuses_a_pickle_with_a_payload(folder: Path, tmp_path: Path
 
 def test_a_checkpoint_in_parts_with_a_payload_is_refused(folder: Path, tmp_path: Path, capsys, vocab: Path) -> None:
     """Its metadata are a pickle too; the manifest is right, as someone who plants a payload makes it."""
-    from gpt2_chinese.generate import main as generate
+    from gpt2_chinese.generate.__main__ import main as generate
 
     target = tmp_path / "written"
     config = ModelConfig(**SIZES, vocab_size=Vocabulary.load(vocab).size)
-    beside = checkpoint.begin(tmp_path / "checkpoints", 5, 0)
+    beside = step_folder.begin(tmp_path / "checkpoints", 5, 0)
     (beside / "parts").mkdir()
     (beside / "parts" / ".metadata").write_bytes(pickle.dumps(Payload(target)))
     (beside / "parts" / "state.json").write_text('{"steps": {}}')
-    step = checkpoint.complete(beside, 5, {"model": config.to_dict(), "settings": {"vocab": str(vocab)}, "extra": {}})
+    step = step_folder.complete(beside, 5, {"model": config.to_dict(), "settings": {"vocab": str(vocab)}, "extra": {}})
     flags = ("--model-config", step, "--vocab", vocab, "--seq-len", 24, "--output-dir", tmp_path / "run")
     for door in (
         lambda: generate(["--model", str(step)]),

@@ -7,7 +7,7 @@ The run ends long before the schedule does, and the learning rate hardly decays.
 
 from types import SimpleNamespace
 
-from gpt2_chinese.optim import learning_rate
+from gpt2_chinese.run.optim import learning_rate
 
 NUM_BATCHES, PEAK = 8000, 1e-3  # batches of the corpus, each for one process
 

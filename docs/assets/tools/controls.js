@@ -5,7 +5,7 @@ const courseTools = (() => {
   const CHINESE = document.documentElement.lang.startsWith("zh");
   const say = (zh, en) => (CHINESE ? zh : en);
 
-  // gpt2_chinese/config.py, PRESETS and RUN_DEFAULTS; tiny with the shipped vocabulary, the others with GPT-2's.
+  // gpt2_chinese/model/config.py, PRESETS and RUN_DEFAULTS; tiny with the shipped vocabulary, the others with GPT-2's.
   const PRESETS = {
     tiny: { n_layer: 4, n_embd: 128, n_head: 4, n_positions: 128, vocab_size: 3980, batch: 24, seq_len: 128 },
     small: { n_layer: 12, n_embd: 768, n_head: 12, n_positions: 1024, vocab_size: 50257, batch: 16, seq_len: 512 },

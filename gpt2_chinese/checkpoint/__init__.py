@@ -1,0 +1,1 @@
+"""A run's state on disk, and trained models from anywhere."""

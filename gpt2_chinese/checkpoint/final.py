@@ -1,0 +1,79 @@
+"""final/ of a run, and what an export writes: weights, config.json and vocabulary in plain Hugging Face form."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2_chinese.checkpoint.model_state import BYTES_EACH, check_finite, save_tensors
+from gpt2_chinese.checkpoint.sealed_folder import check_space, put_in_place, seal
+from gpt2_chinese.files import write_json
+from gpt2_chinese.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def export_final(
+    directory: Path, config: ModelConfig, weights: Mapping[str, Tensor], vocab: Path | str, about: dict[str, Any],
+    profile: str = "auto",
+) -> Path:  # fmt: skip
+    """Writes `directory`: weights, config.json and vocabulary in plain Hugging Face form, and returns its path.
+
+    Args:
+        directory: usually final/ of a run; replaced as a whole.
+        config: of the model.
+        weights: NAME to tensor; stored as float32.
+        vocab: the vocabulary file.
+        about: what goes into run.json: where the model comes from.
+        profile: of the vocabulary.
+    """
+    beside = begin_final(directory, BYTES_EACH * sum(tensor.numel() for tensor in weights.values()))
+    save_tensors(beside / "model.safetensors", weights)
+    return complete_final(beside, directory, config, vocab, about, profile)
+
+
+def begin_final(directory: Path, num_bytes: int) -> Path:
+    """An empty folder beside `directory`, for model.safetensors. Called by one process alone.
+
+    Raises:
+        RunError: the disk has no room for `num_bytes`.
+    """
+    beside = beside_final(directory)
+    shutil.rmtree(beside, ignore_errors=True)
+    check_space(directory, num_bytes)
+    beside.mkdir(parents=True)
+    return beside
+
+
+def beside_final(directory: Path) -> Path:
+    """Where `begin_final` makes that folder: known to all ranks."""
+    return directory.with_name(f"{directory.name}.tmp")
+
+
+def complete_final(
+    beside: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any], profile: str = "auto"
+) -> Path:
+    """Adds what belongs to the weights, seals the folder and renames it to `directory`; returns that.
+
+    Raises:
+        RunError: a weight is not finite.
+    """
+    from safetensors import safe_open
+
+    from gpt2_chinese.vocabulary.vocabulary import Vocabulary
+
+    if (beside / "model.safetensors").is_file():  # an export may be a pickle for older programs: its weights were read
+        with safe_open(beside / "model.safetensors", "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                check_finite({name: file.get_tensor(name)})
+    vocabulary = Vocabulary.load(vocab, profile)
+    ids = {"bos_token_id": vocabulary.begin_id, "eos_token_id": vocabulary.end_id, "pad_token_id": vocabulary.pad_id}
+    write_json(beside / "config.json", {**config.to_dict(), **ids})
+    vocabulary.save(beside)
+    write_json(beside / "run.json", {"layout": vocabulary.layout, "vocab_profile": vocabulary.profile, **about})
+    seal(beside)
+    put_in_place(beside, directory)
+    return directory

@@ -1,0 +1,124 @@
+"""Folders that are complete or absent: sealed by a manifest, flushed to the disk, put in place by a rename.
+
+    manifest.json   {"files": {NAME: {"bytes": ..., "sha256": ...}}, "sha256": of that table}
+
+A kill at any moment leaves what stood there before, or what was meant to stand there. A folder that is replaced is called
+NAME.old until the new one is in place: the finder of checkpoints looks there too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gpt2_chinese.errors import RunError
+from gpt2_chinese.files import flush, write_json
+
+MANIFEST = "manifest.json"
+SLACK_BYTES = 1 << 20  # configuration, state, manifest, and a disk's own book-keeping
+
+
+def seal(folder: Path) -> None:
+    """Writes the manifest of a folder and flushes all of it to the disk."""
+    below = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
+    files = [path for path in below if path.is_file()]
+    entries = {f.relative_to(folder).as_posix(): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in files}
+    write_json(folder / MANIFEST, {"files": entries, "sha256": _digest_of(entries)})
+    for path in [*below, folder / MANIFEST, folder]:
+        flush(path)
+
+
+def listed(folder: Path) -> list[str]:
+    """The names of the files that the manifest vouches for; ask `damage` first."""
+    return list(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint or a final/ folder; None when every file is as the manifest says.
+
+    Files that the manifest does not list are not looked at, and nothing reads them.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        entries = manifest["files"]
+        if manifest["sha256"] != _digest_of(entries):
+            return f"{MANIFEST} does not match its own checksum"
+        for name, entry in entries.items():
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                return f"{MANIFEST} names {name}, outside of the folder"
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if (path / name).stat().st_size != entry["bytes"] or _digest(path / name) != entry["sha256"]:
+                return f"{name} does not match its checksum"
+        about = "state.json" if "state.json" in entries else "run.json"
+        of_weights = [name for name in entries if name.startswith("parts/") or name == "pytorch_model.bin"]
+        weights = of_weights[0] if of_weights else "model.safetensors"
+        for name in ("config.json", about, weights):
+            if name not in entries:
+                return f"{MANIFEST} does not list {name}"
+        content = json.loads((path / about).read_text(encoding="utf-8"))
+        if about == "state.json" and not isinstance(content.get("step"), int):
+            return f"{about} names no step"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is missing or unreadable"
+    return None
+
+
+_found_whole: dict[Path, list[tuple[str, int, int]]] = {}  # and what their files looked like then
+
+
+def is_whole(path: Path) -> bool:
+    """As `damage` says; a folder whose files have kept their sizes and times since the last call is not read again."""
+    if _found_whole.get(path) != (look := _look(path)):
+        if damage(path):
+            return False
+        _found_whole[path] = look
+    return True
+
+
+def _look(path: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(f), s.st_size, s.st_mtime_ns) for f in path.rglob("*") if f.is_file() for s in [f.stat()])
+
+
+def put_in_place(beside: Path, target: Path) -> None:
+    """Renames a sealed folder to `target`; what stands there is whole, as TARGET.old if not as itself, until it is done."""
+    old = target.with_name(f"{target.name}.old")
+    if target.exists() and old.exists() and damage(target) is not None and damage(old) is None:
+        shutil.rmtree(target)  # a kill had come between the two renames, and what stands there came later, in pieces
+    elif target.exists():
+        shutil.rmtree(old, ignore_errors=True)  # where both are whole, the older one may be half gone for a moment
+        os.rename(target, old)
+    os.rename(beside, target)
+    flush(target.parent)
+    _found_whole[target] = _look(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raises RunError, one line with both numbers, when the disk of `folder` has no room for `num_bytes` and some more."""
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if num_bytes + SLACK_BYTES > free:
+        raise RunError(
+            f"no room to write {folder}: {_megabytes(num_bytes + SLACK_BYTES)} needed, {_megabytes(free)} free; make room "
+            "on that disk, or lower --keep"
+        )
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:,.1f} MB"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest_of(entries: Any) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,250 @@
+"""Checkpoints that ranks write in parts, through torch.distributed.checkpoint (DCP): any chapter goes on from them.
+
+    checkpoints/step_000200/parts/      written by a chapter whose ranks hold parts of the model
+        .metadata, __0_0.distcp ...     'model.NAME', 'exp_avg.NAME', 'exp_avg_sq.NAME' under their whole shapes, fp32
+        state.json                      {"steps": {NAME: number of updates}, ...}
+
+Tensors are read one by one, when they are asked for. What lies where is up to the chapter that writes:
+
+    parts = {"model.h.0.weight": Part((4, 6), {(0, 3): its right half}), "exp_avg.h.0.weight": ...}
+    run.save_parts(step, lambda folder: write_parts(folder, parts, steps, ranks))
+    run.finish(lambda file: write_whole(file, weights, ranks))
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.errors import RunError, UserError
+
+KINDS = ("exp_avg.", "exp_avg_sq.")
+Offsets = tuple[int, ...]
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """Some tensors of such a folder, by name.
+
+    Args:
+        reader: of the folder.
+        names: name here -> name there.
+        more: tensors that are not in the files.
+    """
+
+    def __init__(self, reader: Reader, names: dict[str, str], more: dict[str, torch.Tensor]):
+        self._reader, self._names, self._more = reader, names, more
+        self._known = reader.read_metadata().state_dict_metadata
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._more:
+            return self._more[name]
+        there = self._names[name]
+        wanted = {there: torch.empty(self._known[there].size)}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(wanted, storage_reader=self._reader, no_dist=True)
+        return wanted[there]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._names, *self._more])
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._more)
+
+
+def read_parts(folder: Path) -> tuple[Tensors, Tensors]:
+    """(weights, moments) as checkpoint.load gives them. Raises UserError for a folder that is none of these."""
+    try:
+        reader = Reader(folder)
+        known = reader.read_metadata().state_dict_metadata
+        steps = json.loads((folder / "state.json").read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise UserError(f"checkpoint {folder} cannot be read: {error}") from None
+    weights = {name: "model." + name for name in steps}
+    moments = {kind + name: kind + name for name in steps for kind in KINDS if kind + name in known}
+    counts = {f"step.{name}": torch.tensor(float(number)) for name, number in steps.items()}
+    return Tensors(reader, weights, {}), Tensors(reader, moments, counts)
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader. Its metadata are a pickle: only the classes that belong there are let in, so it cannot run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the folder."""
+        with open(Path(self.path) / ".metadata", "rb") as stream:
+            metadata = _Unpickler(stream).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    METADATA = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+                "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+    ALLOWED = {("torch", "Size"), ("torch", "float32"), ("torch", "uint8"), ("torch.serialization", "_get_layout"),
+               ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+               ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+               *(("torch.distributed.checkpoint.metadata", name) for name in METADATA)}  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # so the first releases of Python 3.11 pickle a member of an enum
+            return self._member
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"its metadata name {module}.{name}, which does not belong there")
+        return super().find_class(module, name)
+
+    @staticmethod
+    def _member(enum: Any, name: str) -> Any:
+        if enum is not _MEM_FORMAT_ENCODING:
+            raise pickle.UnpicklingError("its metadata name builtins.getattr, which does not belong there")
+        return enum[name]
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """What one rank holds of one tensor: boxes of it, which DCP asks for one by one.
+
+    Args:
+        shape: of the whole tensor.
+        boxes: offsets in the whole tensor -> the values there, of as many dimensions, on any device, of any dtype; stored
+            as float32. Ranks that hold the same box may all name it: one of them writes it. Boxes must not overlap
+            otherwise, and all of them together are the whole tensor. No box at all is a rank that holds nothing of it.
+    """
+
+    def __init__(self, shape: tuple[int, ...] | torch.Size, boxes: Mapping[Offsets, torch.Tensor]) -> None:
+        self.shape, self.boxes = torch.Size(shape), dict(boxes)
+
+    @classmethod
+    def run(cls, shape: tuple[int, ...] | torch.Size, start: int, values: torch.Tensor) -> Part:
+        """A run of the flattened tensor: the elements from `start` on, values (n,), as flat shards hold them."""
+        boxes = {}
+        for offsets, sizes in boxes_of_run(tuple(shape), start, values.numel()):
+            number = math.prod(sizes)
+            boxes[offsets], values = values[:number].view(sizes), values[number:]
+        return cls(shape, boxes)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        kind, properties = WriteItemType.SHARD, TensorProperties(dtype=torch.float32)
+        items = []
+        for offsets, values in self.boxes.items():
+            chunk = ChunkStorageMetadata(torch.Size(offsets), values.shape)
+            index = MetadataIndex(name, torch.Size(offsets))
+            items.append(WriteItem(index, kind, tensor_data=TensorWriteData(chunk, properties, self.shape)))
+        return items
+
+
+def boxes_of_run(shape: tuple[int, ...], start: int, number: int) -> list[tuple[Offsets, tuple[int, ...]]]:
+    """A run of a flattened tensor as boxes (offsets, sizes), in order: a torn first row, whole rows, a torn last row.
+
+    shape (4, 6), start 3, 12 elements:   . . . a a a      three boxes: (1, 3) at (0, 3), (1, 6) at (1, 0), (1, 3) at (2, 0)
+                                          b b b b b b
+                                          c c c . . .
+    """
+    if not number:
+        return []
+    if len(shape) < 2:
+        return [((start,) * len(shape), (number,) * len(shape))]
+    row = math.prod(shape[1:])
+    found = []
+    while number:
+        first, inside = divmod(start, row)
+        if inside == 0 and number >= row:
+            length = number // row * row
+            found.append(((first, *[0] * (len(shape) - 1)), (length // row, *shape[1:])))
+        else:
+            length = min(number, row - inside)
+            found += [((first, *o), (1, *s)) for o, s in boxes_of_run(shape[1:], inside, length)]
+        start, number = start + length, number - length
+    return found
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """DCP's planner, which finds the boxes of a Part too."""
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        values = self.state_dict[index.fqn].boxes[tuple(index.offset)]
+        return values.detach().to("cpu", torch.float32).contiguous().clone()  # a view would be stored with its base
+
+
+def write_parts(folder: Path, parts: Mapping[str, Part], steps: Mapping[str, int], ranks: Ranks) -> None:
+    """Writes parts/ of a checkpoint, for `read_parts`; all ranks call together, see `Run.save_parts`.
+
+    Args:
+        folder: which is not there yet, on a disk that all ranks share.
+        parts: what this rank holds, by 'model.NAME', 'exp_avg.NAME' and 'exp_avg_sq.NAME'.
+        steps: NAME -> number of updates; all names on rank 0, what other ranks pass does not count.
+        ranks: all of them.
+
+    Raises:
+        RunError: on all ranks, a number of any of them is not finite; nothing is written.
+        OSError: on all ranks, one of them could not write.
+    """
+    wrong = [name for name, part in parts.items() if not all(torch.isfinite(v).all() for v in part.boxes.values())]
+    if ranks.max(bool(wrong)):
+        raise RunError(f"{wrong[0] if wrong else 'another rank'} holds numbers that are not finite: it is not saved")
+    if ranks.is_main:
+        folder.mkdir(parents=True)
+    ranks.barrier()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(folder), planner=_Planner(False, False),
+                     process_group=ranks.group, no_dist=ranks.group is None)  # fmt: skip
+    except CheckpointException as error:  # which is no Exception, and carries the tracebacks of all ranks
+        raise OSError(_cause(error)) from None
+    if ranks.is_main:
+        (folder / "state.json").write_text(json.dumps({"steps": dict(steps)}), encoding="utf-8")
+    ranks.barrier()
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first rank that failed said, in one line."""
+    rank, failure = min(error.failures.items())
+    return f"rank {rank}: {(str(failure[0]).strip().splitlines() or [type(failure[0]).__name__])[-1]}"
+
+
+def write_whole(file: Path, weights: Mapping[str, Part], ranks: Ranks) -> None:
+    """Writes plain weights from parts, for `Run.finish`; all ranks call together. They meet on the disk, not on a network.
+
+    Args:
+        file: model.safetensors to be, in a folder that is there.
+        weights: what this rank holds, by NAME.
+        ranks: all of them.
+    """
+    folder = file.with_name("parts.tmp")
+    write_parts(folder, {"model." + name: part for name, part in weights.items()}, {}, ranks)
+    if ranks.is_main:
+        from safetensors.torch import save_file
+
+        reader = Reader(folder)
+        names = {name.removeprefix("model."): name for name in reader.read_metadata().state_dict_metadata}
+        save_file(dict(Tensors(reader, names, {})), file, metadata={"format": "pt"})
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
+        shutil.rmtree(folder)
+    ranks.barrier()

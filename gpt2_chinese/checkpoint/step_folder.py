@@ -1,0 +1,121 @@
+"""Checkpoints: one plain format for all chapters, so that each can go on from what any other saved, at any --nproc.
+
+    checkpoints/step_000200/
+        model.safetensors       float32 weights under Hugging Face's names; the tied head is left out
+        optimizer.safetensors   exp_avg.NAME, exp_avg_sq.NAME, step.NAME of AdamW, float32
+        config.json             the model
+        parts/                  instead of the first two where every rank writes its own part (sharded.py)
+        state.json              step, tokens, the settings that matter, versions, and what a chapter adds under "extra"
+        manifest.json           size and SHA-256 of each file above, and of that table
+
+Complete or absent: written to a folder beside, flushed to the disk, renamed. The manifest is checked before use,
+because a flipped byte in a safetensors file loads without a word. torch is imported late: naming a checkpoint must not
+need it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2_chinese.checkpoint.find import PARTS, candidates, read_state
+from gpt2_chinese.checkpoint.model_state import BYTES_EACH, check_finite, save_tensors
+from gpt2_chinese.checkpoint.sealed_folder import check_space, damage, is_whole, listed, put_in_place, seal
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import flush, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def save(
+    directory: Path, step: int, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], state: dict[str, Any]
+) -> Path:
+    """Writes `directory`/step_NNNNNN and returns its path. Called by one process alone.
+
+    Args:
+        directory: the folder `checkpoints`.
+        step: the step that is done.
+        weights: NAME to tensor, any device and dtype; stored as float32.
+        moments: as `adamw_moments` gives them.
+        state: JSON content for state.json; state["model"] becomes config.json. `step` is added.
+
+    Raises:
+        RunError: the disk is too full, found out before anything is written, or a weight or moment is not finite.
+        OSError: the disk became full meanwhile, or is broken; what was complete before is so still.
+    """
+    check_finite({**weights, **moments})
+    num_bytes = BYTES_EACH * sum(tensor.numel() for tensor in [*weights.values(), *moments.values()])
+    beside = begin(directory, step, num_bytes)
+    save_tensors(beside / "model.safetensors", weights)
+    save_tensors(beside / "optimizer.safetensors", moments)
+    return complete(beside, step, state)
+
+
+def begin(directory: Path, step: int, num_bytes: int) -> Path:
+    """An empty folder beside `directory`/step_NNNNNN, for `complete` to rename. Called by one process alone.
+
+    Raises:
+        RunError: the disk has no room for `num_bytes`.
+    """
+    beside = beside_of(directory, step)
+    for stale in directory.glob("step_*.tmp*"):  # left by a process that was killed while it wrote
+        shutil.rmtree(stale, ignore_errors=True)
+    check_space(directory, num_bytes)
+    directory.mkdir(parents=True, exist_ok=True)
+    flush(directory.parent)
+    beside.mkdir()
+    return beside
+
+
+def beside_of(directory: Path, step: int) -> Path:
+    """Where `begin` makes that folder: known to all ranks."""
+    return directory / f"step_{step:06d}.tmp"
+
+
+def complete(beside: Path, step: int, state: dict[str, Any]) -> Path:
+    """Adds state.json and config.json to the folder of `begin`, seals it and renames it; returns its path."""
+    target = beside.with_suffix("")
+    write_json(beside / "config.json", state.get("model", {}))
+    write_json(beside / "state.json", {"step": step, **state})
+    seal(beside)
+    put_in_place(beside, target)
+    return target
+
+
+def prune(directory: Path, keep: int, written: int) -> None:
+    """Removes all checkpoints older than the newest `keep` complete ones (0: none is too old), never that of step `written`.
+
+    A damaged one does not count; it stays while it is not older than those.
+    """
+    whole: list[int] = []
+    just_written = directory / f"step_{written:06d}"
+    for step, folder in candidates(directory):
+        old = bool(keep) and len(whole) >= keep
+        if folder != just_written and (old or step in whole):
+            gone = directory / f"step_{step:06d}.tmp.gone"  # never half of a checkpoint under its name
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(folder, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        elif folder == just_written or is_whole(folder):
+            whole.append(step)
+
+
+def read_checkpoint(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Any]]:
+    """Weights, moments and state of a checkpoint, on the CPU; those of parts/ are read when they are asked for.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    from safetensors.torch import load_file
+
+    if reason := damage(path):
+        raise UserError(f"checkpoint {path} cannot be used: {reason}")
+    if any(name.startswith(f"{PARTS}/") for name in listed(path)):
+        from gpt2_chinese.checkpoint.sharded import read_parts
+
+        return *read_parts(path / PARTS), read_state(path)
+    return load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), read_state(path)

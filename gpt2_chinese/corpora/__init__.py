@@ -1,0 +1,1 @@
+"""Converts public corpora to array-JSON."""

@@ -1,0 +1,230 @@
+"""From the text of a file to its items: one function a layout, each fed with pieces of text of any size.
+
+    lines            a line is an item (UER's `lm` files)
+    clue-text        a block of lines is an item, blank lines between them (CLUECorpusSmall)
+    paragraphs       hard-wrapped text: a paragraph ends at a blank line or before an indented one
+    file             the whole file is one item
+    JSON             one record a line, a top-level array, or objects one after the other; see corpus_records for the fields
+
+Nothing holds more than one item and one piece; an item above ITEM_CHARS is passed over as a bad one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from gpt2_chinese.corpus import JsonWindow
+from gpt2_chinese.errors import UserError
+
+ITEM_CHARS = 8 << 20  # a novel has one million
+PIECE_BYTES = 1 << 18
+
+DECODER = json.JSONDecoder(strict=False)  # a raw line break or tab inside a string is cleaned away, not refused
+INDENTED = re.compile(r"\u3000| {2}|\t")
+
+
+class Item(NamedTuple):
+    """What stands at one place of a file.
+
+    Attributes:
+        where: the line, counted from 1, and in an array also the number of the item.
+        value: the text, or the record.
+        problem: what is wrong with it, "" when nothing is; `value` is then an excerpt.
+        rule: the rule that leaves it out, "" when none does; `value` is then an excerpt.
+    """
+
+    where: str
+    value: Any
+    problem: str = ""
+    rule: str = ""
+
+
+def decoded(read: Callable[[int], bytes], encoding: str) -> Iterator[str]:
+    """The text of a stream of bytes, piece by piece; what cannot be decoded becomes U+FFFD, a byte order mark goes."""
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    begun = False
+    while True:
+        raw = read(PIECE_BYTES)
+        piece = decoder.decode(raw, final=not raw)
+        if piece and not begun:
+            piece, begun = piece.removeprefix("\ufeff"), True
+        if piece:
+            yield piece
+        if not raw:
+            return
+
+
+def numbered_lines(pieces: Iterable[str]) -> Iterator[Item]:
+    r"""The lines without their `\n`; one longer than ITEM_CHARS is a problem."""
+    rest, number, too_long = "", 0, ""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split("\n")
+        for line in whole:
+            number += 1
+            if too_long:
+                yield Item(str(number), too_long, _too_long())
+                too_long = ""
+            else:
+                yield Item(str(number), line)
+        if len(rest) > ITEM_CHARS:
+            too_long, rest = too_long or rest[:30], ""
+    if too_long:
+        yield Item(str(number + 1), too_long, _too_long())
+    elif rest:
+        yield Item(str(number + 1), rest)
+
+
+def _too_long() -> str:
+    return f"is longer than {ITEM_CHARS:,} characters"
+
+
+# ---- plain text
+
+
+def line_items(pieces: Iterable[str]) -> Iterator[Item]:
+    """A line is an item; blank lines are none."""
+    return (line for line in numbered_lines(pieces) if line.problem or line.value.strip())
+
+
+def block_items(pieces: Iterable[str], join: str = "\n") -> Iterator[Item]:
+    """Lines up to a blank one are an item, put together with `join`."""
+    return _blocks(pieces, join, indented_begins=False)
+
+
+def paragraph_items(pieces: Iterable[str], join: str = "") -> Iterator[Item]:
+    """Lines up to a blank one, or up to an indented one, are an item, put together with `join`."""
+    return _blocks(pieces, join, indented_begins=True)
+
+
+def _blocks(pieces: Iterable[str], join: str, indented_begins: bool) -> Iterator[Item]:
+    block: list[str] = []
+    begin, size = "", 0
+    for line in numbered_lines(pieces):
+        if line.problem:
+            yield line
+            continue
+        ends = not line.value.strip()
+        if block and (ends or (indented_begins and INDENTED.match(line.value))):
+            yield _joined(begin, block, size, join)
+            block, size = [], 0
+        if ends:
+            continue
+        if not block:
+            begin = line.where
+        size += len(line.value) + 1
+        if size <= ITEM_CHARS or not block:
+            block.append(line.value.strip())
+    if block:
+        yield _joined(begin, block, size, join)
+
+
+def _joined(begin: str, block: list[str], size: int, join: str) -> Item:
+    if size > ITEM_CHARS:
+        return Item(begin, block[0][:30], _too_long())
+    return Item(begin, join.join(block))
+
+
+def whole_item(pieces: Iterable[str]) -> Iterator[Item]:
+    """The whole text is one item."""
+    kept: list[str] = []
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > ITEM_CHARS:
+            yield Item("1", "".join(kept)[:30] or piece[:30], _too_long())
+            for _ in pieces:  # to the end, so that damage further on is seen
+                pass
+            return
+        kept.append(piece)
+    if "".join(kept).strip():
+        yield Item("1", "".join(kept))
+
+
+# ---- JSON
+
+
+def json_lines(pieces: Iterable[str]) -> Iterator[Item]:
+    """A record a line; a comma at the end of a line is forgiven."""
+    for line in numbered_lines(pieces):
+        if line.problem:
+            yield line
+            continue
+        text = line.value.strip().removesuffix(",")
+        if not text:
+            continue
+        try:
+            yield Item(line.where, DECODER.decode(text))
+        except RecursionError:
+            yield Item(line.where, text[:30], "is nested too deeply")
+        except ValueError as error:
+            yield Item(line.where, text[:30], f"is no JSON ({getattr(error, 'msg', error)})")
+
+
+def json_values(pieces: Iterable[str], name: str) -> Iterator[Item]:
+    """The values of a top-level array, or of objects that follow each other in any layout.
+
+    After a broken one it goes on at the next line that begins as the first value did: indented alike, with the same
+    character.
+
+    Raises:
+        UserError: an array without an end, or a broken value after which no such line comes.
+    """
+    window = JsonWindow(iter(pieces))
+    window.skip_blank()
+    array = window.peek() == "["
+    blanks = "\n"
+    if array:
+        window.position += 1
+        blanks = window.skip_blank()
+    margin = blanks.rpartition("\n")[2] + window.peek() if "\n" in blanks else ""
+    number = 0
+    while True:
+        window.skip_blank()
+        mark = window.peek()
+        if mark == "" and not array:
+            return
+        if mark == "]" and array:
+            window.position += 1
+            window.skip_blank()
+            if window.peek():
+                raise UserError(f"{name}:{window.line}: something follows the array: {window.excerpt()!r}")
+            return
+        if mark == ",":
+            window.position += 1
+            continue
+        number += 1
+        where = f"{window.line}, item {number}"
+        excerpt = window.excerpt()
+        if mark == "":
+            raise UserError(f"{name}:{where} is missing: the array is cut short, no ] at its end; get the file again")
+        value, problem = _value(window)
+        if not problem:
+            yield Item(where, value)
+            continue
+        yield Item(where, excerpt, problem)
+        if not (margin and window.skip_to("\n" + margin)):
+            raise UserError(f"{name}:{where} {problem}, and nothing behind it can be read: {excerpt!r}; mend the file")
+
+
+def _value(window: JsonWindow) -> tuple[Any, str]:
+    """The value at the position, stepped over, and ""; or None and what is wrong with it."""
+    while True:
+        try:
+            value, end = DECODER.raw_decode(window.text, window.position)
+        except RecursionError:
+            return None, "is nested too deeply"
+        except ValueError as error:
+            message, place = getattr(error, "msg", str(error)), getattr(error, "pos", 0)
+            # at the edge of the window it may only be cut: 12 characters are the longest escape
+            certain = "Unterminated" not in message and place < len(window.text) - 16
+            if len(window.text) - window.position > ITEM_CHARS:
+                return None, _too_long()
+            if certain or not window.more():
+                return None, f"is no JSON ({message})"
+        else:
+            window.position = end
+            return value, ""

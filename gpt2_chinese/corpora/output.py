@@ -1,0 +1,123 @@
+"""The folder that a conversion writes: complete or absent, never half.
+
+    OUTPUT/train/part-00000.json ...    arrays of strings, an item a line
+    OUTPUT/valid/part-00000.json ...
+    OUTPUT/report.json
+
+Everything is written into the hidden folder `.OUTPUT.converting` beside it, synced, and renamed as a whole at the end. A
+killed conversion leaves that folder; the next one to the same OUTPUT removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import flush
+
+PARTS = ("train", "valid")
+OURS = {*PARTS, "report.json"}
+
+
+class OutputFolder:
+    """A folder under construction.
+
+    Attributes:
+        final: its name at the end.
+        beside: where it is written.
+    """
+
+    def __init__(self, final: Path, overwrite: bool) -> None:
+        """Raises UserError when `final` must not be replaced, cannot be written, or is being written by another."""
+        self.final = Path(os.path.abspath(final))
+        self.beside = self.final.with_name(f".{self.final.name}.converting")
+        self.old = self.final.with_name(f".{self.final.name}.old")
+        self._check(overwrite)
+        self.beside.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.beside, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = os.path.samestat(os.fstat(self._lock), os.stat(self.beside))
+        except OSError:
+            same = False
+        if not same:  # held, or renamed by its owner since
+            os.close(self._lock)
+            raise UserError(f"--output {self.final} is being written by another conversion: wait for it")
+        for leftover in self.beside.iterdir():
+            _remove(leftover)
+
+    def _check(self, overwrite: bool) -> None:
+        if self.old.is_dir() and not self.final.exists():
+            os.rename(self.old, self.final)  # killed between the two renames of finish()
+        if not os.path.lexists(self.final):
+            return
+        if not self.final.is_dir() or self.final.is_symlink():
+            raise UserError(f"--output {self.final} is no folder: give another name")
+        held = {path.name for path in self.final.iterdir()}
+        if held and not overwrite:
+            raise UserError(f"--output {self.final} is not empty: give another folder, or --overwrite")
+        if held - OURS:
+            other = sorted(held - OURS)[0]
+            raise UserError(f"--output {self.final} holds {other!r}, which no conversion wrote: it is not overwritten")
+
+    def finish(self) -> None:
+        """Syncs the folder and gives it its name; what had that name before goes."""
+        for path in sorted(self.beside.rglob("*"), reverse=True):
+            flush(path)
+        flush(self.beside)
+        _remove(self.old)
+        if self.final.exists():
+            os.rename(self.final, self.old)
+        os.rename(self.beside, self.final)
+        flush(self.final.parent)
+        _remove(self.old)
+        os.close(self._lock)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        _remove(self.beside)
+        os.close(self._lock)
+
+
+class Shards:
+    """Array-JSON files of about `shard_bytes` in one folder; the folder comes with the first item."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.files = self.items = self.characters = 0
+        self._stream: BinaryIO | None = None
+        self._written = 0
+
+    def add(self, text: str) -> None:
+        """Writes an item."""
+        line = json.dumps(text, ensure_ascii=False).encode("utf-8")
+        if self._stream is not None and self._written + len(line) > self.shard_bytes:
+            self.close()
+        if self._stream is None:
+            self.folder.mkdir(exist_ok=True)
+            self._stream = (self.folder / f"part-{self.files:05d}.json").open("wb", buffering=1 << 18)
+            self.files += 1
+            self._written = 0
+        self._stream.write((b",\n" if self._written else b"[\n") + line)
+        self._written += len(line) + 2
+        self.items += 1
+        self.characters += len(text)
+
+    def close(self) -> None:
+        """Ends the file at hand."""
+        if self._stream is not None:
+            self._stream.write(b"\n]\n")
+            self._stream.close()
+            self._stream = None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""Batches as a pure function of (seed, step, global batch size), whatever the number of processes.
+
+The ids of the corpus are cut into windows of seq_len, each predicting the id after each of its own. Every epoch
+shuffles all windows anew. The global batch of a step is a run of `batch_size` windows in that order, cut like this
+(2 ranks, 2 micro-batches each):
+
+    windows of the step    | 17   3 | 42  11 |  8  29 |  5  36 |
+                             rank 0   rank 0   rank 1   rank 1
+                             micro 0  micro 1  micro 0  micro 1
+
+What an epoch leaves over, less than a batch, is left out of that epoch alone: the next one shuffles it in again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gpt2_chinese.data.token_cache import Tokens
+from gpt2_chinese.errors import UserError
+
+if TYPE_CHECKING:
+    from gpt2_chinese.distributed.ranks import Ranks
+    from gpt2_chinese.settings import Settings
+
+IGNORED = -100  # a target that does not count, as in torch's cross_entropy
+
+
+def num_windows(num_tokens: int, seq_len: int) -> int:
+    """How many whole windows a corpus gives; the last one needs an id to predict."""
+    return max(0, num_tokens - 1) // seq_len
+
+
+class Batches:
+    """The batches of one rank.
+
+    Args:
+        tokens: the corpus, Tokens or any one-dimensional array of ids.
+        seq_len: T, ids in a window.
+        batch_size: windows in a GLOBAL batch.
+        seed: of the shuffling.
+        rank, num_ranks: who takes which part.
+        grad_accum: micro-batches a rank makes of its part.
+        device: where the tensors go.
+
+    Raises:
+        UserError: the corpus is too small for one batch, or the batch does not divide.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens | np.ndarray,
+        seq_len: int,
+        batch_size: int,
+        seed: int = 42,
+        rank: int = 0,
+        num_ranks: int = 1,
+        grad_accum: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if batch_size % (num_ranks * grad_accum):
+            raise UserError(
+                f"--batch-size {batch_size} is not divisible by --nproc {num_ranks} times --grad-accum {grad_accum}"
+            )
+        self.ids = tokens.ids if isinstance(tokens, Tokens) else np.asarray(tokens)
+        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        self.rank, self.num_ranks, self.grad_accum, self.device = rank, num_ranks, grad_accum, torch.device(device)
+        self.micro_size = batch_size // (num_ranks * grad_accum)
+        self.num_windows = num_windows(len(self.ids), seq_len)
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    @classmethod
+    def of(cls, settings: Settings, ranks: Ranks) -> tuple[Batches, Batches]:
+        """The training and the validation batches of one rank of a run."""
+        rest = settings.seed, ranks.rank, ranks.num_ranks, settings.grad_accum, ranks.device
+        return (
+            cls(settings.train_tokens, settings.seq_len, settings.batch_size, *rest),
+            cls(settings.valid_tokens, settings.seq_len, settings.batch_size, *rest),
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole global batches in an epoch."""
+        return self.num_windows // self.batch_size
+
+    def windows_of(self, step: int) -> np.ndarray:
+        """The global batch of a step (counted from 1): (batch_size,) int64 numbers of windows, in global order."""
+        if self.steps_per_epoch < 1:
+            raise UserError(too_small("the training corpus", len(self.ids), self.seq_len, self.batch_size))
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_windows)
+        return self._order[place * self.batch_size : (place + 1) * self.batch_size]
+
+    def micro_batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the (inputs, targets) of this rank at a step (counted from 1), int64 (b, T) on the device.
+
+        b = batch_size / (num_ranks * grad_accum), and there are grad_accum of them.
+        """
+        windows = self.windows_of(step)
+        for micro in range(self.grad_accum):
+            start = (self.rank * self.grad_accum + micro) * self.micro_size
+            yield self._cut(windows[start : start + self.micro_size])
+
+    def eval_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields (inputs, targets) that together, over all ranks, predict every id of the corpus once.
+
+        Every rank makes the same number of calls, so that collectives inside the model meet: what is missing at the end
+        is filled with rows whose targets are all IGNORED. The last window may be partly so.
+        """
+        total = -(-(len(self.ids) - 1) // self.seq_len)
+        at_once = self.micro_size * self.num_ranks
+        for first in range(0, total, at_once):
+            start = first + self.rank * self.micro_size
+            yield self._cut(np.arange(start, start + self.micro_size))
+
+    def _cut(self, windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets (b, T) int64; beyond the end of the corpus inputs are 0 and targets IGNORED."""
+        ids = np.full((len(windows), self.seq_len + 1), IGNORED, np.int64)
+        for row, window in enumerate(windows):
+            piece = self.ids[window * self.seq_len : (window + 1) * self.seq_len + 1]
+            ids[row, : len(piece)] = piece
+        both = torch.from_numpy(ids)
+        inputs, targets = both[:, :-1].clamp(min=0), both[:, 1:].contiguous()
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+
+def too_small(what: str, num_tokens: int, seq_len: int, batch_size: int) -> str:
+    """The line for a corpus that does not fill one global batch."""
+    return (
+        f"{what} is too small: {num_tokens} tokens are {num_windows(num_tokens, seq_len)} windows of --seq-len "
+        f"{seq_len}, fewer than one --batch-size {batch_size}: give more text, or lower one of the two"
+    )

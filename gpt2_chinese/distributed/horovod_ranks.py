@@ -1,0 +1,71 @@
+"""The ranks of a run that horovodrun started: the calls of Ranks on Horovod's collectives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import TracebackType
+from typing import NoReturn
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from gpt2_chinese.distributed.horovod_launcher import LOST_LINE
+from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
+from gpt2_chinese.errors import LOST_PEER, RunError, UserError
+
+
+class HorovodRanks(Ranks):
+    """As Ranks. Each call has a name of its own: ranks that recover from a loss would number theirs differently."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> HorovodRanks:
+        """The ranks as they are at this moment; an elastic run has fewer after a loss."""
+        return cls(hvd.rank(), hvd.size(), hvd.local_rank(), device)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over all ranks, a new tensor on the same device; all ranks must call together."""
+        return hvd.allreduce(tensor.detach(), name="ranks.sum", op=hvd.Sum)
+
+    def max(self, value: float) -> float:
+        """Largest of a number over all ranks; all ranks must call together."""
+        return hvd.allreduce(torch.tensor([float(value)], dtype=torch.float64), name="ranks.max", op=hvd.Max).item()
+
+    def close(self) -> None:
+        """Leaves Horovod."""
+        hvd.shutdown()
+
+
+def join(device: torch.device) -> HorovodRanks:
+    """Meets the other ranks.
+
+    Raises:
+        UserError: a GPU is wanted, and this Horovod cannot reach one.
+    """
+    if device.type == "cuda" and not hvd.nccl_built():
+        raise UserError(
+            "this Horovod was built without NCCL: give --device cpu, or make nvcc and NCCL's headers known "
+            "(HOROVOD_NCCL_HOME) and run bash scripts/build_horovod.sh"
+        )
+    hvd.init()
+    sys.excepthook = _end_rank
+    return HorovodRanks.now(device)
+
+
+def _end_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
+    """Ends a rank on an error nobody caught. One that lost its peers says so, and leaves the others time to."""
+    status = 1
+    if isinstance(error, HorovodInternalError):
+        status = LOST_PEER
+        print(f"rank {hvd.rank()} {LOST_LINE}: {str(error).split('. ')[0]}", file=sys.stderr, flush=True)
+        time.sleep(GRACE_S)
+    elif isinstance(error, RunError):  # all ranks know it
+        if hvd.rank() == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # not by way of Horovod's own end, which would wait for the others

@@ -1,0 +1,64 @@
+"""The processes of a run, seen from one of them: which one it is, and what all of them can ask each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_S = 2.0  # ranks that wait for the same one give up within this time of each other
+
+
+@dataclass
+class Ranks:
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank, num_ranks: which of how many.
+        local_rank: which on this machine.
+        device: where this rank computes.
+        group: the process group of all ranks, None when alone.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    group: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that prints and writes."""
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over all ranks, a new tensor on the same device; all ranks must call together."""
+        if self.group is None:
+            return tensor
+        total = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total.to(tensor.device)
+
+    def mean(self, value: torch.Tensor | float) -> float:
+        """Mean of a number over all ranks, in double precision; all ranks must call together."""
+        return self.sum(torch.as_tensor(value, dtype=torch.float64).detach()).item() / self.num_ranks
+
+    def max(self, value: float) -> float:
+        """Largest of a number over all ranks; all ranks must call together."""
+        if self.group is None:
+            return float(value)
+        largest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest.item()
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        self.max(0.0)
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        if self.group is not None:
+            dist.destroy_process_group()
+            self.group = None

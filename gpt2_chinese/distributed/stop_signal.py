@@ -1,0 +1,86 @@
+"""Being told to stop: by SIGTERM, or by SIGUSR1, which Slurm sends before the time limit (sbatch --signal=USR1@60).
+
+    to a rank           -> it notes the signal
+    to the launcher     -> it makes the file that STOP_FILE_VARIABLE names, which its ranks look for
+    all ranks agree once a step (Run.steps), save, and end with status 0
+
+The second signal ends at once. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gpt2_chinese.files import replacing
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_FILE_VARIABLE = "GPT2_CHINESE_STOP_FILE"  # set by a launcher of ours
+AGAIN = "a second signal ends it at once"
+
+_noted: list[str] = []  # a signal is given to the whole process, and so is this
+
+
+def listen(is_lost: Callable[[], bool] = lambda: False, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
+    """Notes the first signal to this process, for `asked`; the second one has the system's effect: the process ends.
+
+    Args:
+        is_lost: True when the job fails already and the launcher clears up: then SIGTERM ends the process.
+        signals: to listen to.
+    """
+
+    def note(number: int, _: Any) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_DFL)
+        if is_lost():
+            os.kill(os.getpid(), number)
+        _noted.append(signal.Signals(number).name)
+
+    for each in signals:
+        signal.signal(each, note)
+
+
+def asked() -> str:
+    """The name of the signal by which this process was told to stop, "" before."""
+    if _noted:
+        return _noted[0]
+    with contextlib.suppress(OSError, KeyError):
+        return Path(os.environ[STOP_FILE_VARIABLE]).read_text(encoding="utf-8")
+    return ""
+
+
+@contextlib.contextmanager
+def passed_on(at_once: Callable[[], Any]) -> Iterator[Callable[[], None]]:
+    """In a launcher: the first signal is passed on to the ranks, by a file; the second one calls `at_once`.
+
+    Gives what installs the handlers, for a library that installs its own first.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="gpt2_chinese_"))
+    file = folder / "stop"
+    os.environ[STOP_FILE_VARIABLE] = str(file)
+
+    def act(number: int, _: Any) -> None:
+        if file.exists():
+            at_once()
+            return
+        with replacing(file) as staging:
+            staging.write_text(signal.Signals(number).name, encoding="utf-8")
+
+    def install() -> None:
+        for each in SIGNALS:
+            signal.signal(each, act)
+
+    install()
+    try:
+        yield install
+    finally:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        os.environ.pop(STOP_FILE_VARIABLE, None)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,258 @@
+"""Starts the processes of a run and joins them.
+
+settings -> launch() --nproc 1-> Ranks of one, no process group at all
+                     --nproc N-> torchrun starts this program N times; each comes here again with RANK set and joins
+                     horovodrun, where a chapter asks for it, instead: horovod_launcher.py, horovod_ranks.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+# Optimizers import this, and its functions take the default group that they find then as their default argument. Imported
+# while there is none, it keeps no gloo threads alive after close(), which would abort the process at its end.
+import torch.distributed.nn  # noqa: F401
+
+from gpt2_chinese.distributed import horovod_launcher, stop_signal
+from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserError, exit_on_user_error
+
+if TYPE_CHECKING:
+    from gpt2_chinese.settings import Settings
+
+
+def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:
+    """Starts the other processes if there are to be any, and returns this one's Ranks.
+
+    Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
+    torchrun on the program with the same arguments and exits with its status: a rank that fails makes the job fail.
+
+    Args:
+        settings: of the run.
+        launcher: "torchrun", or "horovodrun", which is used for one process too, so that its flags are.
+        flags: more flags of horovodrun.
+    """
+    with exit_on_user_error():
+        _resolve_device(settings)
+        if "RANK" not in os.environ and launcher == "horovodrun":
+            horovod_launcher.start(settings, flags)
+        if "RANK" not in os.environ and settings.nproc > 1:
+            raise SystemExit(_torchrun(settings))
+    # Ctrl-C reaches every process of a terminal. Under a launcher the ranks die quietly and the launcher says the line.
+    signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _say_interrupted)
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launcher == "horovodrun":
+        from gpt2_chinese.distributed import horovod_ranks
+
+        with exit_on_user_error():
+            ranks = horovod_ranks.join(device)
+        stop_signal.listen(signals=(signal.SIGUSR1,))  # SIGTERM is how Horovod's launcher clears up
+        return ranks
+    if settings.nproc == 1:
+        stop_signal.listen()
+        tell_alone = sys.excepthook
+        sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
+        return Ranks(device=device)
+    if LAUNCHED_VARIABLE in os.environ:
+        _end_with(int(os.environ[LAUNCHED_VARIABLE]))
+    with exit_on_user_error():
+        store, _, num_ranks = _meet(settings)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("ranks", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=settings.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
+    processes = [store.get(f"process of {rank}").decode().split() for rank in range(num_ranks)]
+    stop_signal.listen(is_lost=lambda: any(_is_gone(host, int(pid)) for host, pid in processes))
+    tell = sys.excepthook  # init_process_group has set it: a traceback whose lines begin with the rank
+    sys.excepthook = lambda *error: _end_rank(*error, tell, store, rank, num_ranks)
+    return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
+
+
+def _resolve_device(settings: Settings) -> None:
+    """Turns --device auto and the default of --precision into what this machine has."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.nproc))
+    if settings.device == "cuda" and num_gpus < local_ranks:
+        raise UserError(
+            f"--device cuda with --nproc {local_ranks}: this machine has {num_gpus} GPUs that torch can use"
+        )
+    if settings.device == "auto":
+        settings.device = "cuda" if 0 < local_ranks <= num_gpus else "cpu"
+    if settings.precision is None:
+        settings.precision = "bf16" if settings.device == "cuda" else "fp32"
+
+
+def _end_with(launcher: int) -> None:
+    """Ends this rank with its launcher. A killed one ends nobody, and the next start would train beside its ranks."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(GRACE_S / 2)
+        os._exit(LOST_PEER)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _meet(settings: Settings) -> tuple[Any, int, int]:
+    """The store where the ranks meet, this rank, and their number. Raises UserError where they cannot."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(
+            f"the environment has RANK, but MASTER_ADDR={address!r} and MASTER_PORT={port!r} are no place to meet: "
+            "unset RANK and WORLD_SIZE, or start with a launcher that sets all four"
+        )
+    try:
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=max(60, settings.timeout_s))))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"the ranks cannot meet at {address} port {port}: the port is in use; give another MASTER_PORT"
+        ) from None
+
+
+def _end_rank(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None,
+    tell: Callable[..., Any], store: Any, rank: int, num_ranks: int,
+) -> NoReturn:  # fmt: skip
+    """Ends a rank on an error nobody caught: what all ranks know is said once, a traceback is for what nobody knows.
+
+    A rank that loses another, by --timeout-s or by its connection, notes in the store that it has given up. All who wait
+    for the same rank do so within GRACE_S, so those that did not are the ones that hang or are gone.
+    """
+    status = 1
+    if isinstance(error, RunError):
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    elif getattr(error, "one_line", False):  # a library's, which says what to do; perhaps not on all ranks
+        with contextlib.suppress(Exception):
+            if store.add("an error was said", 1) == 1:
+                print(f"\nerror: rank {rank}: {error}", file=sys.stderr, flush=True)
+    elif _is_about_peers(error):
+        status, speaks, line = LOST_PEER, True, f"rank {rank} waited in vain for the others"
+        try:
+            store.set(f"gave up {rank}", "1")
+            time.sleep(GRACE_S)  # where a rank has died, the launcher says so and ends this one meanwhile
+            waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
+            missing = [r for r in range(num_ranks) if r not in waited]
+            speaks = rank == min(waited)
+            if missing:
+                line += f": rank {', '.join(map(str, missing))} did not come, or not within --timeout-s"
+            if speaks:
+                _kill(store, missing)
+        except Exception as lost:
+            line += f" ({type(lost).__name__} while asking for whom)"
+        if speaks:
+            print(f"\nerror: {line}", file=sys.stderr, flush=True)
+    else:
+        tell(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a process with collectives under way cannot be unwound: it would wait for them, or abort
+
+
+def _say_alone(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, tell: Callable[..., Any]
+) -> None:
+    """The same for one process: Python ends it with status 1 afterwards."""
+    if isinstance(error, RunError) or getattr(error, "one_line", False):
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+    else:
+        tell(kind, error, trace)
+
+
+def _kill(store: Any, ranks: list[int]) -> None:
+    """Kills those ranks that run on this machine: a rank that hangs heeds no SIGTERM, and torchrun would wait for 30 s."""
+    for host, pid in (store.get(f"process of {rank}").decode().split() for rank in ranks):
+        if host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _is_gone(host: str, pid: int) -> bool:
+    """True when a process of this machine has ended."""
+    try:
+        if host == socket.gethostname():
+            os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    """True for what torch.distributed raises when another rank went away or did not come."""
+    text = str(error).lower()
+    words = ("timed out", "timeout", "connection", "connect ", "socket", "gloo", "nccl")
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words))
+
+
+def _likeliest_cause(error: Any) -> tuple[int, Any]:
+    """(rank, failure) of a ChildFailedError to name: killed before failed, and last who only lost a peer."""
+
+    def order(item: tuple[int, Any]) -> tuple[int, int]:
+        code = item[1].exitcode
+        return (0 if code < 0 and code != -signal.SIGTERM else 2 if code == LOST_PEER else 1), item[1].timestamp
+
+    return min(error.failures.items(), key=order)
+
+
+def _torchrun(settings: Settings) -> int:
+    """Runs the program under torchrun on this machine; returns the exit status of the job."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    logging.disable(logging.CRITICAL)  # this process only launches; torchrun logs in 40 lines what is said below in one
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
+    os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
+    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
+    arguments.append("--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # SIGTERM and SIGUSR1 are ours
+
+    def at_once() -> NoReturn:
+        raise SignalException("told twice to stop", signal.SIGKILL)  # with which torchrun ends the ranks
+
+    try:
+        with stop_signal.passed_on(at_once):
+            main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
+    except ChildFailedError as error:
+        rank, failure = _likeliest_cause(error)
+        how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
+        print(
+            f"error: rank {rank} failed with status {failure.exitcode}{how}; what it said stands above",
+            file=sys.stderr,
+        )
+        return 1
+    except (KeyboardInterrupt, SignalException):
+        _say_interrupted()
+    finally:
+        os.environ.pop(LAUNCHED_VARIABLE, None)
+    return 0
+
+
+def _say_interrupted(*_: Any) -> NoReturn:
+    """Ends the program as Ctrl-C is meant to: what was saved is whole, and the run can go on."""
+    print("\ninterrupted: the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
+    raise SystemExit(130)

@@ -1,0 +1,1 @@
+"""How well a model predicts held-out text."""

@@ -1,0 +1,64 @@
+"""Evaluation on held-out text: loss, perplexity, next-token accuracy. What chapters call between their steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gpt2_chinese.data.batches import Batches
+    from gpt2_chinese.distributed.ranks import Ranks
+
+
+def evaluate_model(
+    model: Callable[[Tensor], Tensor] | Any, batches: Batches, ranks: Ranks, precision: str = "fp32"
+) -> dict[str, float]:
+    """Every token of a corpus predicted once, the work shared by all ranks.
+
+    Args:
+        model: anything that gives logits (b, T, V) for inputs (b, T); or that has a method score(inputs, targets), where no
+            rank holds all logits: (3,) float64 on the CPU, the summed loss, the right guesses and the tokens that count.
+        batches: of the validation corpus.
+        ranks: who takes part; all ranks must call this together.
+        precision: of the matrix products.
+
+    Returns:
+        valid_loss (nats per token), valid_ppl (its exponential), valid_acc (share of tokens guessed right, 0 to 1).
+    """
+    import torch
+
+    with torch.no_grad():
+        return _evaluate(model, batches, ranks, precision)
+
+
+def _evaluate(model: Any, batches: Batches, ranks: Ranks, precision: str) -> dict[str, float]:
+    import torch
+
+    from gpt2_chinese.data.batches import IGNORED
+    from gpt2_chinese.model.gpt2 import next_token_loss
+    from gpt2_chinese.run.optim import autocast
+
+    training = getattr(model, "training", False)
+    if isinstance(model, torch.nn.Module):
+        model.eval()
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, right guesses, tokens
+    try:
+        for inputs, targets in batches.eval_batches():
+            if hasattr(model, "score"):
+                totals += model.score(inputs, targets)
+                continue
+            with autocast(batches.device, precision):
+                logits = model(inputs)
+            counted = targets != IGNORED
+            totals[0] += next_token_loss(logits, targets, reduction="sum").double().cpu()
+            totals[1] += ((logits.argmax(-1) == targets) & counted).sum().cpu()
+            totals[2] += counted.sum().cpu()
+    finally:
+        if isinstance(model, torch.nn.Module):
+            model.train(training)
+    loss, right, count = ranks.sum(totals).tolist()
+    mean = loss / count
+    return {"valid_loss": mean, "valid_ppl": math.exp(min(mean, 700.0)), "valid_acc": right / count}

@@ -1,0 +1,97 @@
+"""Continues rows of ids token by token: what generate.py, the samples of a run and the tests call.
+
+Beyond the model's context there are no positions, so a row drops its beginning: when it would outgrow the context it goes
+on from its last half, and grows again. Which ids a model sees depends on the length of the row alone; so the cache is
+built anew once every n_positions / 2 tokens, and the way without a cache sees the same ids. A window that slid by one id a
+token would move every absolute position each time, and nothing could be remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpt2_chinese.errors import UserError
+from gpt2_chinese.generate.kv_cache import Cached, Plain
+from gpt2_chinese.generate.sampling import Sampling, generator_of
+
+OnToken = Callable[[int, int], None]
+
+
+def window_start(length: int, context: int) -> int:
+    """How many of its first ids a row of `length` ids has dropped, so that at most `context` are left.
+
+    With a context of 4: length 4 -> 0, 5 -> 2, 6 -> 2, 7 -> 4: the window has 4, 3, 4, 3 ids.
+    """
+    hop = context - context // 2
+    return max(0, -(-(length - context) // hop)) * hop
+
+
+@torch.no_grad()
+def generate(
+    model: Callable[[torch.Tensor], torch.Tensor] | Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator] | None = None,
+    end_id: int | None = None,
+    forbidden: tuple[int, ...] = (),
+    cache: bool = True,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """Continues every prompt; each gives what it would give alone (up to the last bits of fp32), whoever shares the batch.
+
+    Args:
+        model: a GPT2LMHeadModel in evaluation mode; without the cache anything that gives logits (B, T, V) for ids (B, T).
+        prompts: of at least one id each, of any lengths.
+        max_new_tokens: how many ids to add at most.
+        sampling: how each id is chosen.
+        generators: the randomness of each row, on the CPU; that of seed 0 when None. They are used up.
+        end_id: a row ends before this id.
+        forbidden: ids never chosen.
+        cache: remember keys and values; the ids are the same without.
+        on_token: called with (row, id) for each id as soon as it is chosen.
+
+    Returns:
+        the new ids of each row, without end_id: fewer than max_new_tokens are a row that has ended.
+
+    Raises:
+        UserError: logits that are not finite.
+    """
+    parameter = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
+    device = torch.device("cpu") if parameter is None else parameter.device
+    rows = [list(prompt) for prompt in prompts]
+    generators = list(generators or (generator_of(0, i, 0) for i in range(len(rows))))
+    longest = max(map(len, rows)) + max_new_tokens
+    context = getattr(getattr(model, "config", None), "n_positions", longest)
+    logits_after = Cached(model, longest) if cache else Plain(model, device)
+    new: list[list[int]] = [[] for _ in rows]
+    going = list(range(len(rows)))
+    seen: torch.Tensor | None = None  # (rows that go on, V) bool
+    for _ in range(max_new_tokens):
+        logits = logits_after([rows[i][window_start(len(rows[i]), context) :] for i in going])
+        if not bool(logits.isfinite().all()):
+            raise UserError("the model gives numbers that are not finite: its weights are damaged, or its training diverged")
+        if seen is None:
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            for row, prompt in zip(seen, rows, strict=True):
+                row[torch.tensor(prompt, device=device)] = True
+        chosen = sampling.choose(logits, seen, forbidden, [generators[i] for i in going])
+        seen[torch.arange(len(going), device=device), chosen] = True
+        kept = []
+        for place, (i, token) in enumerate(zip(going, chosen.tolist(), strict=True)):
+            if token == end_id:
+                continue
+            rows[i].append(token)
+            new[i].append(token)
+            kept.append(place)
+            if on_token:
+                on_token(i, token)
+        if not kept:
+            break
+        if len(kept) < len(going):
+            logits_after.keep(kept)
+            going, seen = [going[place] for place in kept], seen[torch.tensor(kept, device=device)]
+    return new

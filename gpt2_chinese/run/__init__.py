@@ -1,0 +1,1 @@
+"""One run: resolve its settings, train, log, save."""

@@ -1,0 +1,350 @@
+"""What every chapter says and leaves behind: header, progress, metrics, checkpoints, samples, summary.
+
+    run = Run(settings, ranks)
+    for step in run.steps():
+        ...
+        run.log(step, loss=loss, lr=lr, grad_norm=grad_norm)
+        if run.evaluate_now(step):
+            run.log_evaluation(step, evaluate(model, valid, ranks))
+        if run.save_now(step):
+            run.save(step, weights, moments)
+    run.finish(weights)
+
+Every rank makes the same calls; rank 0 alone prints and writes. Once a step they agree, by one number, whether to go on:
+a signal ends the run after the step, saved (stop_signal.py), and a loss that stays without a number ends it with an error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2_chinese.checkpoint.trained_model import load_model
+from gpt2_chinese.distributed import stop_signal
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.distributed.socket_bytes import tcp_bytes
+from gpt2_chinese.errors import RunError, fail
+from gpt2_chinese.files import display, write_json
+from gpt2_chinese.generate.decoding import generate
+from gpt2_chinese.generate.sampling import Sampling, generator_of
+from gpt2_chinese.progress import Progress
+from gpt2_chinese.run.header import Rows, print_header, print_rows
+from gpt2_chinese.run.metrics import Metrics, evaluation_of, peak_bytes, versions
+from gpt2_chinese.run.resolve import in_use, what_next
+from gpt2_chinese.run.saving import Saving
+from gpt2_chinese.settings import Settings
+
+PROMPTS = ("今天天气", "这家小店", "中国古代")
+# Steps in a row without a finite loss and gradient, after which a run ends. In fp32 and bf16 the first one has spoilt the
+# weights; fp16 skips such steps and halves its scale, from 2**16 down to 1 and a little further.
+PATIENCE, PATIENCE_FP16 = 5, 20
+GO_ON, STOP, HOPELESS = 0, 1, 2  # what ranks agree about: the largest counts
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Seeds torch for one step, so that dropout after a resume is what it would have been without the stop."""
+    torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
+
+
+class Run:
+    """One run of a chapter.
+
+    Args:
+        settings: resolved.
+        ranks: the processes.
+        about: what the chapter adds to the header, as (name, value) rows.
+        first_step: where to go on, when it is not a checkpoint that says so: in memory, after the loss of a worker.
+
+    Attributes:
+        resume_from: the checkpoint to go on from, or the file with the weights to begin with; None: those of the seed.
+        first_step: the first step this process will take.
+    """
+
+    def __init__(
+        self, settings: Settings, ranks: Ranks, about: Rows | None = None, first_step: int | None = None
+    ) -> None:
+        self.settings, self.ranks = settings, ranks
+        self.directory = Path(settings.output_dir)
+        self._metrics, self._saving = Metrics(self.directory), Saving(settings, ranks)
+        self.resume_from = settings.resume_from
+        self.first_step = first_step or settings.resume_step + 1
+        self._goes_on = self.first_step > 1
+        if ranks.max(self.first_step) != -ranks.max(-self.first_step):
+            ranks.close()
+            fail("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
+        free = not ranks.is_main or self._metrics.take() or first_step is not None
+        if ranks.max(not free):
+            ranks.close()
+            fail(in_use(self.directory))
+        self.last_evaluation: dict[str, float] = {}
+        self._last_step = settings.max_steps  # an earlier one once the run is told to stop
+        self._lost_in_a_row = 0
+        self._row: dict[str, Any] = {}
+        self._progress: Progress | None = None
+        self._traffic: tuple[int, int] | None = None
+        self._step_start = time.perf_counter()
+        self._start = time.perf_counter()
+        if ranks.is_main:
+            self._prepare_folder()
+            start: Rows = []
+            if self._goes_on:
+                source = display(self.resume_from) if self.first_step == settings.resume_step + 1 else "memory"
+                start = [("resuming", f"{source}, next is step {self.first_step}")]
+            elif self.resume_from:
+                start = [("weights", f"begin as those of {display(self.resume_from)}")]
+            print_header(settings, ranks, [*(about or []), ("output", display(self.directory)), *start])
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _prepare_folder(self) -> None:
+        settings = self.settings
+        folder = self.directory / "checkpoints"
+        if settings.resume == "never" and self.first_step == 1 and folder.exists():
+            aside = next(p for n in range(1, 10**6) if not (p := self.directory / f"checkpoints.old{n}").exists())
+            os.rename(folder, aside)
+            print(f"--resume never: earlier checkpoints moved to {display(aside)}")
+        write_json(
+            self.directory / "config.json",
+            {
+                "chapter": settings.chapter,
+                **settings.values(),
+                "model": settings.model.to_dict(),
+                "vocab_size": settings.vocab_size,
+                "vocabulary": settings.vocabulary.facts(),
+                "num_parameters": settings.model.num_parameters(),
+                "resumed_from": str(self.resume_from) if self._goes_on else None,
+                "versions": versions(),
+            },
+        )
+        kept = self._metrics.begin(self.first_step, settings.values())
+        self.last_evaluation = next((evaluation_of(row) for row in reversed(kept) if "valid_loss" in row), {})
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """The steps to take, counted from 1; seeds torch before each and moves the progress bar."""
+        step = self.first_step - 1
+        if self.ranks.is_main:
+            self._progress = Progress(step, self.settings.max_steps)
+            self._traffic = tcp_bytes() if self.ranks.num_ranks > 1 else None
+        try:
+            while step < self._last_step:
+                step += 1
+                self._agree(step)
+                seed_step(self.settings.seed, step, self.ranks.rank)
+                self._step_start = time.perf_counter()
+                yield step
+        finally:
+            if self._progress:
+                self._flush_row()
+                self._progress.close()
+
+    def _agree(self, step: int) -> None:
+        """All ranks learn whether one of them was told to stop, which makes this step the last, or sees no hope.
+
+        Raises:
+            RunError: on all ranks, after too many steps without a finite loss.
+        """
+        # ranks that do not go in step have met after a step that evaluated or saved, not before the next one that will
+        if not (self.settings.in_step or step == self.first_step or self.evaluate_now(step - 1) or self.save_now(step - 1)):
+            return
+        patience = PATIENCE_FP16 if self.settings.precision == "fp16" else PATIENCE
+        own = HOPELESS if self._lost_in_a_row >= patience else STOP if stop_signal.asked() else GO_ON
+        agreed = self.ranks.max(own)
+        if agreed == HOPELESS:
+            raise RunError(
+                f"{patience} steps in a row, up to step {step - 1}, had no finite loss and gradients; "
+                f"{self._saving.last_good()}"
+            )
+        if agreed == STOP:
+            self._last_step = step
+
+    def log(
+        self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None = None,
+        batch_share: float = 1.0, **more: float,
+    ) -> None:  # fmt: skip
+        """Notes one step; rank 0's numbers count.
+
+        Args:
+            step: from 1 on.
+            loss: mean over the GLOBAL batch, nats per token.
+            lr, grad_norm: of this step; the norm is that before clipping.
+            batch_share: what part of the global batch the step has used: below 1 where it did not wait for all ranks.
+            more: goes along as it is.
+        """
+        if not self.ranks.is_main:
+            return
+        settings = self.settings
+        if settings.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._step_start
+        tokens = settings.batch_size * settings.seq_len
+        self._flush_row()
+        self._row = {
+            "step": step,
+            "loss": float(loss),
+            "lr": lr,
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "tokens": step * tokens,
+            "tokens_per_s": batch_share * tokens / seconds,
+            "step_s": seconds,
+            "peak_bytes": peak_bytes(self.ranks.device),
+            **self._step_traffic(),
+            **{name: float(value) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
+        }
+        self._progress.step(step, self._row["loss"], batch_share * tokens, seconds)
+        lost = not all(math.isfinite(self._row[name] or 0.0) for name in ("loss", "grad_norm"))
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
+        if not math.isfinite(self._row["loss"]):
+            self._progress.write(f"warning: the loss of step {step} is {self._row['loss']}: a smaller --lr may help")
+        if not self.evaluate_now(step):
+            self._flush_row()
+
+    def _step_traffic(self) -> dict[str, int]:
+        """What rank 0 has sent and received since the last row, as the kernel counts it; nothing where it does not.
+
+        Received bytes that are still on their way count for the next step: over many steps they are exact, over one not.
+        """
+        before, now = self._traffic, tcp_bytes() if self._traffic else None
+        if before is None or now is None:
+            return {}
+        self._traffic = now
+        return {"sent_bytes": max(0, now[0] - before[0]), "received_bytes": max(0, now[1] - before[1])}
+
+    def _flush_row(self) -> None:
+        """Writes the line of the last step; it waits for the evaluation that belongs to it."""
+        row, self._row = self._row, {}
+        if not row:
+            return
+        step = row["step"]
+        due = step % self.settings.log_every == 0 or step in (1, self.settings.max_steps) or "valid_loss" in row
+        if not due:
+            return
+        try:
+            self._metrics.write(row)
+        except OSError as error:
+            raise RunError(f"cannot write the metrics of step {step}: {error}; {self._saving.last_good()}") from None
+
+    def evaluate_now(self, step: int) -> bool:
+        """True at the steps of --eval-every and at the last."""
+        return step % self.settings.eval_every == 0 or step == self.settings.max_steps
+
+    def save_now(self, step: int) -> bool:
+        """True at the steps of --save-every, at the last, and at the one after which a signal has the run stop."""
+        return step % self.settings.save_every == 0 or step == self._last_step
+
+    def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Notes valid_loss, valid_ppl and valid_acc of a step."""
+        self.last_evaluation = dict(results)
+        if self.ranks.is_main:
+            self._row = {**(self._row or {"step": step}), **results}
+            self._flush_row()
+            self._progress.write(
+                f"step {step}: validation loss {results['valid_loss']:.4f}, perplexity {results['valid_ppl']:.1f}, "
+                f"next token right {results['valid_acc']:.1%}"
+            )
+
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        moments: Mapping[str, torch.Tensor],
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes the checkpoint of a step (rank 0); all ranks wait until it is complete.
+
+        Args:
+            step: the step that is done.
+            weights, moments: by name as checkpoint/step_folder.py describes; other ranks may pass anything.
+            extra: JSON content that the chapter wants back on resume.
+        """
+        self._saving.save(step, weights, moments, extra, self._before_saving)
+
+    def save_parts(self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None = None) -> None:
+        """The same where every rank writes its own part: all ranks call write(folder), with a folder that is not there."""
+        self._saving.save_parts(step, write, extra, self._before_saving)
+
+    def _before_saving(self) -> None:
+        """What a resume takes from the curve is on the disk before the checkpoint is there.
+
+        Raises:
+            RunError: the step had no finite loss and gradients; in fp16 the next one may, and the weights are looked at.
+        """
+        if self._lost_in_a_row and self.settings.precision != "fp16":
+            raise RunError("its loss or gradients are not finite")
+        self._metrics.sync()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(
+        self, weights: Mapping[str, torch.Tensor] | Callable[[Path], object], table: Rows | None = None
+    ) -> None:
+        """Writes final/, generates from it, prints the summary, and leaves the process group.
+
+        Args:
+            weights: all of them on rank 0 (other ranks may pass anything), or what all ranks call with the path of a file
+                to write them to, model.safetensors.
+            table: rows of the chapter's own, printed in the summary.
+
+        After a signal it only says how to go on; what final/ an earlier run may have left stays.
+        """
+        if self._last_step < self.settings.max_steps:
+            self._say_stopped()
+            return
+        own = torch.zeros(self.ranks.num_ranks, dtype=torch.int64)
+        own[self.ranks.rank] = peak_bytes(self.ranks.device)
+        peaks = self.ranks.sum(own).tolist()
+        settings, final = self.settings, self.directory / "final"
+        about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
+        about["peak_bytes_by_rank"] = peaks
+        self._saving.write_final(weights, about)
+        if self.ranks.is_main:
+            self._print_samples(final)
+            memory = ", ".join(f"rank {rank} {peak / 2**20:.0f} MiB" for rank, peak in enumerate(peaks))
+            self._print_summary([("peak memory", memory)], table or [])
+            self._metrics.compare(settings.values(), self.last_evaluation)
+            self._metrics.close()
+        self.ranks.barrier()
+        self.ranks.close()
+
+    def _say_stopped(self) -> None:
+        if self.ranks.is_main:
+            saved = display(self.directory / "checkpoints" / f"step_{self._last_step:06d}")
+            by = stop_signal.asked() or "a signal to another rank"
+            print(f"\nStopped by {by} after step {self._last_step}: the same command goes on from {saved}", flush=True)
+            self._metrics.close()
+        self.ranks.barrier()
+        self.ranks.close()
+
+    def _print_samples(self, final: Path) -> None:
+        """Three continuations, from what was written: final/ is read back as anyone would."""
+        model, vocabulary = load_model(final, self.ranks.device)
+        print("\nThree continuations (the prompt in 「」):")
+        prompts = [vocabulary.encode_prompt(prompt) for prompt in PROMPTS]
+        generators = [generator_of(self.settings.seed, i, 0) for i in range(len(prompts))]
+        rows = generate(model, prompts, 60, Sampling(temperature=0.8, top_k=40), generators, vocabulary.end_id)
+        for prompt, new in zip(PROMPTS, rows, strict=True):
+            text = vocabulary.decode(new)
+            print(f"  「{prompt}」{text}")
+            self._metrics.text(f"samples/{prompt}", f"「{prompt}」{text}", self.settings.max_steps)
+
+    def _print_summary(self, more: Rows, table: Rows) -> None:
+        rows: Rows = [("time", f"{time.perf_counter() - self._start:.0f} s, of which {self._progress.summary()}")]
+        if self.last_evaluation:
+            e = self.last_evaluation
+            rows.append(("validation", f"loss {e['valid_loss']:.4f}, perplexity {e['valid_ppl']:.1f}"))
+        rows += more
+        for name in ("final", "checkpoints", "metrics.jsonl", "tensorboard"):
+            rows.append((name, display(self.directory / name)))
+        print("\nDone.")
+        print_rows(rows)
+        if table:
+            print()
+            print_rows(table)
+        print(f"\nTo go on:\n{what_next(self.settings)}", flush=True)

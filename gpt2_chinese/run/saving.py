@@ -1,0 +1,126 @@
+"""Saves a run: checkpoints and final/. All ranks make the same calls and learn together when one of them could not write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2_chinese.checkpoint import step_folder
+from gpt2_chinese.checkpoint.final import begin_final, beside_final, complete_final, export_final
+from gpt2_chinese.checkpoint.find import PARTS, newest_complete
+from gpt2_chinese.checkpoint.model_state import BYTES_EACH
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.errors import RunError
+from gpt2_chinese.files import display
+from gpt2_chinese.run.metrics import versions
+from gpt2_chinese.settings import Settings
+
+
+class Saving:
+    """Writes below --output-dir.
+
+    Args:
+        settings: resolved.
+        ranks: the processes; rank 0 alone names, completes and removes folders.
+    """
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        self.settings, self.ranks = settings, ranks
+        self.directory = Path(settings.output_dir)
+        self.checkpoints = self.directory / "checkpoints"
+
+    def last_good(self) -> str:
+        """For an error: where to go on."""
+        found = newest_complete(self.checkpoints) if self.ranks.is_main else None
+        return f"the last good checkpoint is {display(found)}" if found else "there is no checkpoint yet"
+
+    def save(
+        self, step: int, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor],
+        extra: dict[str, Any] | None, before: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Writes the checkpoint of a step, as `Run.save`; rank 0 calls `before` first. Raises RunError on all ranks."""
+        state = self._state(step, extra)
+
+        def write() -> None:
+            if self.ranks.is_main:
+                before()
+                step_folder.save(self.checkpoints, step, weights, moments, state)
+                step_folder.prune(self.checkpoints, self.settings.keep, step)
+
+        self._together(f"the state after step {step}", step_folder.beside_of(self.checkpoints, step), write)
+
+    def save_parts(
+        self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None, before: Callable[[], None]
+    ) -> None:
+        """The same where all ranks call write(folder), with a folder that is not there."""
+        beside, state = step_folder.beside_of(self.checkpoints, step), self._state(step, extra)
+        num_bytes = 3 * BYTES_EACH * self.settings.model.num_parameters()  # weights and two moments
+
+        def begin() -> None:
+            if self.ranks.is_main:
+                before()
+                step_folder.begin(self.checkpoints, step, num_bytes)
+
+        def complete() -> None:
+            if self.ranks.is_main:
+                step_folder.complete(beside, step, state)
+                step_folder.prune(self.checkpoints, self.settings.keep, step)
+
+        for act in (begin, lambda: write(beside / PARTS), complete):
+            self._together(f"the state after step {step}", beside, act)
+
+    def write_final(self, weights: Mapping[str, torch.Tensor] | Callable[[Path], object], about: dict[str, Any]) -> None:
+        """Writes final/; `weights` as `Run.finish` takes them. Raises RunError on all ranks."""
+        settings, final = self.settings, self.directory / "final"
+        beside = beside_final(final)
+
+        def begin() -> None:
+            if self.ranks.is_main:
+                begin_final(final, BYTES_EACH * settings.model.num_parameters())
+
+        def complete() -> None:
+            vocabulary = settings.vocab, about, settings.vocab_profile
+            if self.ranks.is_main and callable(weights):
+                complete_final(beside, final, settings.model, *vocabulary)
+            elif self.ranks.is_main:
+                export_final(final, settings.model, weights, *vocabulary)
+
+        for act in (begin, lambda: weights(beside / "model.safetensors"), complete) if callable(weights) else (complete,):
+            self._together("final/", beside, act)
+
+    def _together(self, what: str, beside: Path, act: Callable[[], object]) -> None:
+        """All ranks act, and wait for each other.
+
+        Raises:
+            RunError: on all ranks, when one of them could not write; what it had written to `beside` is removed.
+        """
+        said = ""
+        try:
+            act()
+        except Exception as error:
+            if not (isinstance(error, OSError | RunError) or getattr(error, "one_line", False)):
+                raise
+            said = str(error)
+        failed = self.ranks.max(self.ranks.num_ranks - self.ranks.rank if said else 0)  # the first of those that could not
+        if not failed:
+            return
+        if self.ranks.is_main:
+            shutil.rmtree(beside, ignore_errors=True)
+        said = said or f"rank {self.ranks.num_ranks - int(failed)} could not write"
+        raise RunError(f"{what} is not saved: {said}; {self.last_good()}")
+
+    def _state(self, step: int, extra: dict[str, Any] | None) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "chapter": settings.chapter,
+            "tokens": step * settings.batch_size * settings.seq_len,
+            "model": settings.model.to_dict(),
+            "vocabulary": settings.vocabulary.facts(),
+            "settings": settings.values(),
+            "versions": versions(),
+            "extra": extra or {},
+        }
