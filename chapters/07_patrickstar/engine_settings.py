@@ -31,9 +31,15 @@ SAME_AS = {
 }
 
 
+# What chunks.py does not have: these flags belong to --backend pstar.
+PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory", "disk_path", "prefetch", "near_states",
+              "far_states", "overlap_update", "offload_activations", "activation_checkpointing", "profile", "config")
+
+
 @dataclass
 class Settings(BaseSettings):
-    nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
+    nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.", shown="2, with --backend own 1")
+    backend: str = flag("pstar", "own (chunks.py: one process, fp32) or pstar.", choices=("own", "pstar"))
     near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min, the least that works, or "
                             "auto: 25%, or min where a quarter is too little.")
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
@@ -98,6 +104,8 @@ class Settings(BaseSettings):
         setattr(self, name, str(value) if isinstance(getattr(self, name), str) else value)
 
     def validate(self) -> None:
+        if self.backend == "own":
+            self._validate_own()
         super().validate()
         if self.chunk_size != "auto" and not (self.chunk_size.isdecimal() and int(self.chunk_size) > 0):
             raise UserError(f"--chunk-size {self.chunk_size} is no number of elements: give a whole number, or auto")
@@ -107,8 +115,21 @@ class Settings(BaseSettings):
             raise UserError(f"--profile {self.profile}: there is no folder {Path(self.profile).parent}; make it first")
 
     def prepare(self) -> None:
-        if self.config is not None:
+        if self.backend == "own" and not self.is_given("nproc"):
+            self.nproc = 1
+        if self.config is not None and self.backend == "pstar":
             self.read_config()
+
+    def _validate_own(self) -> None:
+        if self.nproc > 1:
+            raise UserError(f"--nproc {self.nproc} is of --backend pstar: --backend own (chunks.py) is one process")
+        if self.precision not in (None, "fp32"):
+            raise UserError(f"--precision {self.precision} is of --backend pstar: --backend own (chunks.py) is for fp32")
+        for name in PSTAR_ONLY:
+            if (value := getattr(self, name)) != (usual := self.flags()[name].default):
+                said = dashed(name) if isinstance(usual, bool) else f"{dashed(name)} {value}"
+                raise UserError(f"{said} is of --backend pstar: --backend own (chunks.py) does not know it")
+        self.precision = "fp32"
 
     def check_resolved(self) -> None:
         """Adds what only the model's shapes can tell: whether its largest module fits into the near budget."""
@@ -116,7 +137,8 @@ class Settings(BaseSettings):
         from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
         def plan() -> None:
-            pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
+            found = pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
+            self.chunk_elems, self.near_bytes = found.layout.chunk_elems, found.near_budget  # what chunks.py is given
 
         try:
             if self.near_budget == "auto":

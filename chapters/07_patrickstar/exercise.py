@@ -3,10 +3,11 @@
     pytest tests/exercises -k 07                  # all of it
     pytest tests/exercises -k "07 and victim"     # one function: next_use, victim, loads
 
-The grader asks for next uses of small traces, plays random traces against a search through all of the future, and
-counts loads: n chunks, touched forward and then backward, with room for C of them, need 2 (n - C) loads a step.
+The grader asks for next uses of small traces, plays random traces against a search through all of the future, trains six
+layers in chunks.py with your victims in the place of its own, and counts loads: n chunks, touched forward and then
+backward, with room for C of them, need 2 (n - C) loads a step.
 
-When you have tried: `Trace.next_use`, `Schedule.victim` and `count_loads` in pstar/schedule.py.
+When you have tried: `next_use`, `victim` and `count_loads` in chapters/07_patrickstar/chunk_plan.py; then pstar/schedule.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.model.gpt2 import next_token_loss
 from gpt2_chinese.run import optim
-from pstar import schedule
 from tests.chapters.technique import technique
 from tests.exercises.exercise import ROOT
 
@@ -150,16 +149,8 @@ def of_06() -> Names:
 
 
 def of_07() -> Names:
-    def victim(accesses: list[int], moment: int, resident: list[int]) -> int:
-        plan = schedule.Schedule("next_use")
-        plan.follow(schedule.Trace(accesses))
-        plan.begin_step()
-        for chunk in accesses[: moment + 1]:
-            plan.touch(chunk)
-        return plan.victim(schedule.Candidate(chunk) for chunk in resident)
-
-    return {"next_use": lambda accesses, chunk, moment: schedule.Trace(accesses).next_use(chunk, moment),
-            "victim": victim, "count_loads": schedule.count_loads}  # fmt: skip
+    plan = technique("07_patrickstar", "chunk_plan")
+    return {"next_use": plan.next_use, "victim": plan.victim, "count_loads": plan.count_loads}
 
 
 SOLUTIONS = {"00": of_00, "01": of_01, "02": of_02, "03": of_03, "04": of_04, "05": of_05, "06": of_06, "07": of_07}

@@ -1,9 +1,15 @@
-"""Grades exercise 07: next uses, victims and loads of traces."""
+"""Grades exercise 07: next uses, victims and loads of traces, and victims inside the chapter's own engine."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from unittest import mock
 
+import torch
+from torch import nn
+
+from tests.chapters.technique import technique
 from tests.exercises.exercise import same
 
 NEVER = float("inf")
@@ -27,6 +33,20 @@ def farthest(trace, moment, resident):
     return left.pop()
 
 
+def loads_in_chunks(victim: Callable) -> int:
+    """Chunks that come near in the third step of six layers, each a chunk of 4096 bytes, with near room for four."""
+    plan, engine = technique("07_patrickstar", "chunk_plan"), technique("07_patrickstar", "own_engine")
+    layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+    model = engine.ChunkedModel(layers, chunk_elems=32 * 32, near_bytes=4 * 4096)
+    optimizer = engine.ChunkedAdamW(model, [{"params": layers.parameters()}], lr=1e-3)
+    with mock.patch.object(plan, "victim", victim):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.backward(model(torch.ones(1, 32, requires_grad=True)).sum())
+            optimizer.step()
+    return model.data.moved_bytes["far to near"] // 4096
+
+
 def test_victim(exercise):
     victim = exercise.module.victim
     same("trace [0, 1, 2, 3], at moment 2, near are 0 and 1: who leaves?", 1, victim([0, 1, 2, 3], 2, [0, 1]))
@@ -43,6 +63,9 @@ def test_victim(exercise):
         resident = draw.sample(others, draw.randint(1, len(others)))
         same(f"trace {trace}, at moment {moment}, near are {resident}: who leaves?", farthest(trace, moment, resident),
              victim(list(trace), moment, list(resident)))  # fmt: skip
+    # six in forward, for AdamW has changed them all; in backward the four that forward has left near need not come
+    what = "chunks.py with your victim, six layers, near room for four: loads of the third step"
+    same(what, 6 + 2, loads_in_chunks(victim))
 
 
 def test_loads(exercise):

@@ -1,0 +1,55 @@
+"""The two engines that train this chapter: own_engine.py over chunks.py, or pstar, which is what it takes in production.
+
+The loop of train.py is the same for both. Where they differ is here: how they are made, and how their state gets on disk.
+chunks.py is one process, which writes the whole state; with pstar each rank writes its own part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from own_engine import ChunkedAdamW, ChunkedModel
+from recompute import build_model
+
+import pstar
+from gpt2_chinese.checkpoint import PARTS, load
+from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.run.optim import weight_decay_groups
+from gpt2_chinese.run.run import Run
+
+
+def into_chunks(settings: Any, ranks: Ranks) -> tuple[Any, Any]:
+    """(model, optimizer): builds the model of `settings` and moves its weights, gradients and moments into chunks."""
+    if settings.backend == "own":
+        module = build_model(settings)
+        model = ChunkedModel(module, settings.chunk_elems, settings.near_bytes, ranks.device, settings.grad_accum)
+        groups = weight_decay_groups(module, settings.weight_decay)
+        return model, ChunkedAdamW(model, groups, settings.lr, settings.clip_grad_norm)
+    return pstar.initialize_engine(
+        lambda: build_model(settings), ranks.local_rank, settings.engine_config(), device=ranks.device, group=ranks.group,
+        param_groups=lambda module: weight_decay_groups(module, settings.weight_decay),
+    )  # fmt: skip
+
+
+def load_into(model: Any, checkpoint: Path) -> None:
+    """Goes on from a checkpoint: of either engine, or of another chapter."""
+    if not isinstance(model, ChunkedModel) and (checkpoint / PARTS / "manifest.json").exists():  # pstar's own
+        model.load_checkpoint(checkpoint / PARTS)  # each rank reads its own part
+        return
+    weights, moments, _ = load(checkpoint)
+    (model.data if isinstance(model, ChunkedModel) else model).load_state(weights, moments)
+
+
+def save(model: Any, run: Run, step: int) -> None:
+    """Writes the checkpoint of a step."""
+    if isinstance(model, ChunkedModel):
+        run.save(step, *model.data.gather_state())
+    else:
+        run.save_parts(step, model.save_checkpoint)
+
+
+def finish(model: Any, run: Run) -> None:
+    """Writes final/ and prints the closing summary."""
+    weights = model.data.gather_state()[0] if isinstance(model, ChunkedModel) else model.export_weights
+    run.finish(weights, table=model.memory_table())
