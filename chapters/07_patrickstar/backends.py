@@ -13,10 +13,7 @@ from own_engine import ChunkedAdamW, ChunkedModel
 from recompute import build_model
 
 import pstar
-from gpt2_chinese.checkpoint import PARTS, load
-from gpt2_chinese.distributed.ranks import Ranks
-from gpt2_chinese.run.optim import weight_decay_groups
-from gpt2_chinese.run.run import Run
+from gpt2_chinese import PARTS, Ranks, Run, load, weight_decay_groups
 
 
 def into_chunks(settings: Any, ranks: Ranks) -> tuple[Any, Any]:
