@@ -51,7 +51,7 @@ def engine_run(pattern: str, **keys) -> tuple[list[float], dict[str, torch.Tenso
         model.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-    assert not any(model._chunks._uses.values()) and not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert not any(model._chunks.parameters.uses.values()) and not torch._C._autograd._top_saved_tensors_default_hooks(True)
     return losses, model.gather_state()[0], model
 
 
