@@ -91,8 +91,8 @@ def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
 
     keys = {"optimizer": {"type": "AdamW", "params": ranks.ADAM}}
     model, optimizer = pstar.initialize_engine(lambda: make_model(size), 0, keys | config)
-    updated_far = sum(group.piece_elems * model._chunks.param_dtype.itemsize for group in model.layout.groups
-                      if model._chunks.home[group.index] == FAR)
+    updated_far = sum(group.piece_elems * model._chunks.parameters.dtype.itemsize for group in model.layout.groups
+                      if model._chunks.tiers.states_tier[group.index] == FAR)
 
     def step(inputs: Any, targets: Any) -> dict:
         moments = [time.perf_counter()]

@@ -28,7 +28,7 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
         for kind in PREFIXES:
             flat = chunks.collectives.gather_on_host(read_piece(optimizer, kind, group.index).cpu())
             for slot in group.slots if flat is not None else ():
-                values = flat[slot.offset : slot.offset + slot.numel].view(chunks.shapes[slot.name]).clone()
+                values = flat[slot.offset : slot.offset + slot.numel].view(chunks.parameters.shapes[slot.name]).clone()
                 found[kind][slot.name] = values
     steps = {name: torch.tensor(float(count)) for name, count in optimizer.steps.items()}
     for name in outside.params:
@@ -57,7 +57,7 @@ def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
     Raises ConfigError, naming all of them, when a name is missing or a shape differs.
     """
     chunks, outside = optimizer.chunks, optimizer.outside
-    shapes = chunks.shapes | {key: shape for name, shape in outside.shapes.items() for key in outside.keys(name)}
+    shapes = chunks.parameters.shapes | {key: shape for name, shape in outside.shapes.items() for key in outside.keys(name)}
     wrong = [
         f"{name}: {'missing' if name not in weights else f'{tuple(weights[name].shape)}, not {tuple(shape)}'}"
         for name, shape in shapes.items()
@@ -87,8 +87,8 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor) ->
     chunks = optimizer.chunks
     if name in optimizer.outside.params:
         return optimizer.outside.write(kind, name, values)
-    group = chunks.slots[name].group
-    chunks.drop_gathered(group)
+    group = chunks.units.place[name][0].spec.group
+    chunks.unsharding.drop_gathered(group)
     for span in chunks.layout.groups[group].spans(chunks.collectives.rank):
         if span.name == name:
             mine = values.reshape(-1)[span.param_offset : span.param_offset + span.numel]

@@ -8,24 +8,23 @@ from typing import Any
 
 import torch
 
-from pstar.activations import Offload
-from pstar.budget import model_data_bytes
+from pstar.budget import Costs, model_data_bytes
 from pstar.checkpoint import gather_state, load_state, write
-from pstar.chunks import Chunks
+from pstar.chunks import Hooks, Offload, assemble
 from pstar.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.disk import DiskTier
 from pstar.embedding import compute_embeddings_far
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.export import export_weights, import_weights
-from pstar.hooks import Hooks
 from pstar.inputs import cast_inputs, shape_of
+from pstar.layout import Layout
 from pstar.lazy import Recipe, build, storage_key
 from pstar.movers import Movers
-from pstar.nonmodel import CudaPeak, LiveBytes
 from pstar.not_finite import FirstNotFinite
 from pstar.optimizer import ChunkedAdam
 from pstar.outside import OutsideParams
+from pstar.peak_watch import PeakWatch
 from pstar.plan import Plan
 from pstar.precision import PARAM
 from pstar.profile import Profile
@@ -35,6 +34,7 @@ from pstar.schedule import Schedule
 from pstar.scope import mode_of
 from pstar.sharded import load_sharded, save_sharded
 from pstar.speeds import NO_CHOICE, choose_far_states
+from pstar.stages import Stages
 from pstar.tiers import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
 
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
@@ -52,66 +52,49 @@ class Engine(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device):
         super().__init__()
-        self.module, self.config, self.layout = module, plan.config, plan.layout
-        self.device, self.costs, self._precision = device, plan.costs, plan.precision
-        on_gpu = device.type == "cuda"
-        self.ledger = collectives.ledger
+        self.module, self.device, self._plan = module, device, plan
+        config, params = plan.config, dict(module.named_parameters())
         self.near = Tier(NEAR, device, plan.near_budget)
-        self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=on_gpu)
-        self._least_near, self._near_memory, self._most = plan.least_near, plan.near_memory, 0
-        self._stays_near, self._homes = plan.stays_near, plan.homes
-        self._profile = self._start_profile(plan, collectives)
+        self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=device.type == "cuda")
         self.disk = None
-        if plan.config.disk_path is not None:
-            self.disk = DiskTier(Path(plan.config.disk_path), plan.disk_budget, collectives.rank)
-        self.schedule = Schedule(plan.config.eviction_policy)
-        self._movers = Movers(plan.config.prefetch > 0, plan.config.simulated_link or None, device)
-        self._residency = Residency(self.near, self.far, self.ledger, self.schedule, lambda key: self._chunks.on_leave(key),
-                                    self.disk, self._movers, self._profile)
-        self._params = {name: param for name, param in module.named_parameters() if mode_of(param) is None}
-        self._outside = OutsideParams({name: param for name, param in module.named_parameters() if name not in self._params},
+        if config.disk_path is not None:
+            self.disk = DiskTier(Path(config.disk_path), plan.disk_budget, collectives.rank)
+        profile, path = _start_profile(plan, collectives, device)
+        self._watch = None
+        if plan.near_memory is not None or profile is not None:
+            self._watch = PeakWatch(self.near, self.far, collectives, profile)
+        movers = Movers(config.prefetch > 0, config.simulated_link or None, device)
+        self.far_states, self._why = choose_far_states(plan, movers, collectives, device)
+        in_chunks = {name: param for name, param in params.items() if mode_of(param) is None}
+        self._chunks = assemble(plan, in_chunks, self.near, self.far, self.disk, movers, collectives, self._watch, profile,
+                                self.far_states == "stream")
+        self._outside = OutsideParams({name: param for name, param in params.items() if name not in in_chunks},
                                       plan.precision, plan.accumulates, collectives, device)
-        self._chunks = Chunks(plan.layout, self._params, self._residency, collectives, plan.param_dtype, plan.grad_dtype,
-                              device, plan.config.communication, plan.config.prefetch, self._grow)
-        self._chunks.accumulates = plan.accumulates
-        self._chunks.reduce_late = plan.config.find_unused_parameters
-        self._collectives, self._live = collectives, None
-        if self._near_memory is not None or self._profile is not None:
-            self._chunks.room, self._chunks.at_moment = self._room, self._report_non_model
-            self.schedule.take_peak = self._take_peak
-            self.schedule.agree = self._most_of_all_ranks
-        for group in plan.near_homes:
-            self._chunks.home[group] = NEAR
-        for group in plan.layout.groups:
-            self._residency.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
-        offload = Offload(self.far, self.ledger, self.near.device, plan.activation_room)
-        self._offload = offload if plan.config.offload_activations else None
-        self.far_states, self._why = choose_far_states(plan, self._movers, collectives, device)
+        offload = Offload(self.far, self.ledger, device, plan.activation_room) if config.offload_activations else None
+        self._hooks = Hooks(module, self._chunks, offload, plan.stays_near)
+        self._stages = Stages(config.gradient_accumulation_steps, self._chunks, self._hooks.lender, profile, path)
         self._optimizer: ChunkedAdam | None = None
         self._first_not_finite = FirstNotFinite(module)
-        self._begin_micro_steps()
 
     def _take_over(self, param_groups: list[dict], recipe: Recipe | None) -> ChunkedAdam:
         """Fills the chunks with the initial weights and installs the hooks: the module has no memory of its own any more."""
         settings = self.config.optimizer
         defaults = {key: value for key, value in vars(settings.params).items() if key in HYPER_PARAMETERS}
         self._optimizer = ChunkedAdam(
-            param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._precision,
-            make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping, defaults,
-            self.far_states == "stream", self.disk is not None, self.config.overlap_update)
-        self._optimizer.before_step, self._optimizer.after_step = self._before_step, self._after_step
-        self._optimizer.after_zero_grad = self._begin_micro_steps
+            param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._stages,
+            self._plan.precision, make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping,
+            defaults, self.disk is not None, self.config.overlap_update)
         if recipe is None:
-            for name, param in self._params.items():
+            for name, param in self._chunks.params.items():
                 write(self._optimizer, PARAM, name, param.data)
         else:
             self._materialise(recipe)
         self._outside.adopt()
-        self._chunks.release_all()
+        self._chunks.parameters.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
-        self._hooks = Hooks(self.module, self._chunks, self._offload, self._stays_near)
-        in_chunks = set(map(id, self._params.values()))
+        self._hooks.install()
+        in_chunks = set(map(id, self._chunks.params.values()))
         for child in self.modules():
             if any(id(param) in in_chunks for param in child.parameters()):
                 child.register_state_dict_pre_hook(_refuse_state_dict)
@@ -124,7 +107,7 @@ class Engine(torch.nn.Module):
         """Lazy start: each parameter is made, this rank's part of it goes into its chunk, and it is forgotten."""
         wanted: dict[int, list[tuple[str, torch.Tensor]]] = {}
         kept = [*self._outside.params.values(), *self.module.buffers()]
-        for name, tensor in [*self._params.items(), *(("", tensor) for tensor in kept)]:
+        for name, tensor in [*self._chunks.params.items(), *(("", tensor) for tensor in kept)]:
             if tensor.device.type == "meta":
                 wanted.setdefault(storage_key(tensor), []).append((name, tensor))
 
@@ -140,18 +123,18 @@ class Engine(torch.nn.Module):
                 torch.utils.swap_tensors(tensor, made)    # the same object, wherever it is referenced
 
         recipe.replay(wanted, take)
-        for name, param in self._params.items():    # real ones, which model_func took from elsewhere
+        for name, param in self._chunks.params.items():    # real ones, which model_func took from elsewhere
             if param.numel() and all(name != other for tensors in wanted.values() for other, _ in tensors):
                 write(self._optimizer, PARAM, name, param.data)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients it is part of a training step; without, it leaves the schedule alone."""
         training = torch.is_grad_enabled() and self.training
-        if self._stays_near:
+        if self._plan.stays_near:
             self._chunks.bind_all()
         if training:
             self._begin_forward(args, kwargs)
-        args, kwargs = cast_inputs(args, kwargs, self._chunks.param_dtype)
+        args, kwargs = cast_inputs(args, kwargs, self._plan.param_dtype)
         watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
         evaluates = nullcontext() if training else self.schedule.paused()
         with evaluates, self._hooks.lender.forward(training), self._explained(), watched:
@@ -163,17 +146,11 @@ class Engine(torch.nn.Module):
         if not self.schedule.in_step:
             self.schedule.begin_step(shapes)
             self.ledger.begin_step()
-            if self._profile is not None:
-                self._profile.step(self.schedule.num_steps)
+            self._stages.begin_step(self.schedule.num_steps)
         self.schedule.touch(("inputs", shapes))
-        self._stage("forward")
-        measures = self._near_memory is not None or self._profile is not None
-        if measures and self.schedule.recording and self._live is None:
-            if self.device.type == "cuda":
-                self._live = CudaPeak(self.device, lambda: self.near.reserved_bytes)
-            else:
-                self._live = LiveBytes(lambda address: self.near.holds(address) or self.far.holds(address))
-            self._live.__enter__()
+        self._stages.begin("forward")
+        if self._watch is not None and self.schedule.recording:
+            self._watch.start()
 
     def _signature(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What makes a step another one: the shapes of its inputs, on several ranks those of all of them.
@@ -181,20 +158,15 @@ class Engine(torch.nn.Module):
         Ranks whose batches have other lengths must not record, or evict, each for itself: they would gather other chunks. So
         they tell each other, or, where room does not depend on lengths, shapes are left out.
         """
-        if self._collectives.num_ranks > 1 and self._near_memory is None:
+        collectives = self._chunks.collectives
+        if collectives.num_ranks > 1 and self._plan.near_memory is None:
             return None
         shapes = tuple(shape_of(value) for value in (*args, *kwargs.items()))
-        return tuple(self._collectives.from_all(shapes)) if self._collectives.num_ranks > 1 else shapes
-
-    def _end_watching(self) -> None:
-        if self._live is not None:
-            self.schedule.end_moment()
-            self._stop_watching()
+        return tuple(collectives.from_all(shapes)) if collectives.num_ranks > 1 else shapes
 
     def _stop_watching(self) -> None:
-        if self._live is not None:
-            self._live.__exit__(None, None, None)
-            self._live = None
+        if self._watch is not None:
+            self._watch.stop()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -220,110 +192,17 @@ class Engine(torch.nn.Module):
         if not self.schedule.in_step:
             raise StateError("model.backward(loss) without a training forward before it: call model(...) in train mode")
         steps = self.config.gradient_accumulation_steps
-        self._hooks.last_micro_step = self._micro_step + 1 == steps
+        self._hooks.last_micro_step = self._stages.is_last_micro_step
         loss = loss / steps if steps > 1 else loss
         scale = self._optimizer.loss_scale
-        self._stage("backward")
+        self._stages.begin("backward")
         with self._explained():
             (loss.float() * scale if scale != 1 else loss).backward()
             self._hooks.end_backward()
-        self._end_watching()
-        self._micro_step, self._had_backward = (self._micro_step + 1) % steps, True    # not of one that failed
-        self._stage("idle" if self._micro_step else "adam")
-
-    def _begin_micro_steps(self) -> None:
-        """There are no gradients, whatever came to an end before."""
-        self._micro_step, self._had_backward = 0, False
-
-    def _before_step(self) -> None:
-        """Raises StateError where an update would take a part of the gradients, or other ones, and say nothing."""
-        self._hooks.lender.end_step()
-        steps = self.config.gradient_accumulation_steps
-        if self._micro_step:
-            raise StateError(f"optimizer.step() after {self._micro_step} of {steps} micro-steps "
-                             "(gradient_accumulation_steps): call model.backward(loss) for each of them before it, or "
-                             "optimizer.zero_grad() to drop them")
-        alone = steps == 1 and self._optimizer.loss_scale == 1 and self._collectives.num_ranks == 1
-        if not (alone or self._had_backward) and any(map(self._chunks.arrived, self._params)):
-            raise StateError("the gradients are not from model.backward(loss): call it instead of loss.backward(), which "
-                             "knows no loss scale, no micro-steps and no other ranks")
-
-    def _after_step(self) -> None:
-        """The optimizer's step is over: what was measured is acted upon, what was recorded is saved."""
-        self._stage("idle")
-        if self._near_memory is not None and self.schedule.just_recorded:
-            self._use_what_is_left()
-        if self._profile is not None and self._profile.closed is None:
-            self._profile.save(self._profile_path)
-
-    # ------------------------------------------------------------------ room beside activations
-
-    def _take_peak(self) -> int:
-        return self._live.take_peak() if self._live is not None else 0
-
-    def _room(self, peak: int | None) -> int | None:
-        """What chunks may take of near beside `peak` bytes of other things; the least that works while these are unknown."""
-        if self._near_memory is None:
-            return None
-        at_home = sum(group.piece_elems for group in self.layout.groups if self._chunks.home[group.index] == NEAR)
-        least = self._least_near + self.costs.states * at_home
-        return least if peak is None else max(self._near_memory - peak, least)
-
-    def _grow(self, num_bytes: int) -> bool:
-        """Near takes num_bytes beside what is in use there, for parameters; whether it may. With near_budget min, the least
-        that works, the budget learns what the plan could not know: who borrows from whom, and calls modules of others."""
-        needed = self.near.used_bytes + num_bytes
-        if self.near.budget_bytes is not None and self.near.budget_bytes < needed:
-            if self.config.near_budget != "min":
-                return False
-            self.near.budget_bytes = needed
-        self._least_near = max(self._least_near, needed)
-        if self.near.limit_bytes is not None:
-            self.near.limit(max(self.near.limit_bytes, needed))
-        return True
-
-    def _report_non_model(self, peak: int | None) -> None:
-        if self._profile is not None and (peak is not None or self._live is not None):
-            self._profile.non_model(self._live.now if peak is None else peak)
-
-    def _most_of_all_ranks(self, peaks: list[int]) -> list[int]:
-        every = self._collectives.from_all(peaks)
-        if len({len(each) for each in every}) == 1:
-            return [max(each) for each in zip(*every, strict=True)]
-        return [max(map(max, every))] * len(peaks)    # ranks with other modules: the same bound at every moment
-
-    def _use_what_is_left(self) -> None:
-        """Holds the measured peaks against near_memory, and gives the margin that remains at all moments to states."""
-        # The largest of the whole run: homes that followed each length would move with each.
-        self._most = most = max([self._most, *self.schedule.known_peaks()])
-        if self._near_memory - most < self._least_near:
-            raise BudgetError(
-                f"near_memory {format_bytes(self._near_memory)} is too small: activations take up to {format_bytes(most)} "
-                f"beside chunks, which need {format_bytes(self._least_near)}: give at least {most + self._least_near} "
-                "bytes, a smaller micro-batch, activation checkpointing or offload_activations")
-        if self.config.optimizer.params.use_hybrid_adam:
-            room = min(self.near.budget_bytes, self._near_memory - most)
-            self._residency.limit(room)
-            if self._optimizer.set_homes(self._homes(room)):
-                self.schedule.forget_all()    # the update's order changes with them
-
-    # ------------------------------------------------------------------ profile
-
-    def _start_profile(self, plan: Plan, collectives: Collectives) -> Profile | None:
-        if plan.config.profile is None:
-            return None
-        path = Path(plan.config.profile)
-        rank = collectives.rank
-        self._profile_path = path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-        budgets = {NEAR: plan.near_memory or plan.near_budget, FAR: plan.far_budget}
-        return Profile(rank, {"budgets": budgets, "device": str(self.device), "num_ranks": collectives.num_ranks,
-                              "model_data_bytes": model_data_bytes(plan.layout, plan.costs),
-                              "policy": plan.config.eviction_policy,
-                              "budget_includes_non_model": plan.near_memory is not None})
-
-    def _stage(self, name: str) -> None:
-        if self._profile is not None:
-            self._profile.stage(name)
+        if self._watch is not None and self._watch.runs:
+            self.schedule.end_moment()
+            self._watch.stop()
+        self._stages.end_backward()
 
     # ---------------------------------------------------------------- state
 
@@ -371,6 +250,35 @@ class Engine(torch.nn.Module):
     # ---------------------------------------------------------------- what it did
 
     @property
+    def config(self) -> Config:
+        return self._plan.config
+
+    @property
+    def layout(self) -> Layout:
+        return self._plan.layout
+
+    @property
+    def costs(self) -> Costs:
+        """Bytes of each kind of model data, a parameter."""
+        return self._plan.costs
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._residency.ledger
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._chunks.schedule
+
+    @property
+    def _residency(self) -> Residency:
+        return self._chunks.residency
+
+    @property
+    def _movers(self) -> Movers:
+        return self._residency.movers
+
+    @property
     def model_data_bytes(self) -> int:
         """Bytes of model data that exist on this rank now, each counted once, padding included."""
         return self._residency.model_bytes()
@@ -400,7 +308,7 @@ class Engine(torch.nn.Module):
 
     def memory_table(self) -> list[tuple[str, str]]:
         """(name, value) rows for people: what the tiers held at most, and what the last step moved, on this rank."""
-        near_homes = sum(tier == NEAR for tier in self._chunks.home)
+        near_homes = sum(tier == NEAR for tier in self._chunks.tiers.states_tier)
         rows = self.memory_plan()
         for tier in filter(None, (self.near, self.far, self.disk)):
             rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
@@ -417,10 +325,23 @@ class Engine(torch.nn.Module):
         """
         moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in MOVES}
         scaling = {"loss_scale": self._optimizer.loss_scale, "skipped_steps": self._optimizer.skipped_steps}
-        scaling = scaling if self._precision.name == "fp16" else {}
+        scaling = scaling if self._plan.precision.name == "fp16" else {}
         return {"near_bytes": self.near.used_bytes, "near_peak_bytes": self.near.peak_bytes,
                 "far_bytes": self.far.used_bytes, "disk_bytes": self.disk.used_bytes if self.disk else 0,
                 "wait_s": self.ledger.step_waited_s, "copy_wait_s": self.ledger.step_copy_waited_s} | moved | scaling
+
+
+def _start_profile(plan: Plan, collectives: Collectives, device: torch.device) -> tuple[Profile | None, Path | None]:
+    """(the recording that the configuration asks for, the file of this rank); two Nones where it asks for none."""
+    if plan.config.profile is None:
+        return None, None
+    path, rank = Path(plan.config.profile), collectives.rank
+    budgets = {NEAR: plan.near_memory or plan.near_budget, FAR: plan.far_budget}
+    profile = Profile(rank, {"budgets": budgets, "device": str(device), "num_ranks": collectives.num_ranks,
+                             "model_data_bytes": model_data_bytes(plan.layout, plan.costs),
+                             "policy": plan.config.eviction_policy,
+                             "budget_includes_non_model": plan.near_memory is not None})
+    return profile, path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def _refuse_state_dict(*_: Any) -> None:

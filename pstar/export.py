@@ -71,8 +71,8 @@ def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
 
 def _shapes(optimizer: ChunkedAdam) -> dict[str, torch.Size]:
     """Of every tensor of the file, in the model's order; a parameter of which every rank has its own is one for each."""
-    chunks, outside = optimizer.chunks, optimizer.outside
-    return {key: chunks.shapes[name] if name in chunks.shapes else outside.shapes[name] for name in optimizer.steps
+    in_chunks, outside = optimizer.chunks.parameters.shapes, optimizer.outside
+    return {key: in_chunks[name] if name in in_chunks else outside.shapes[name] for name in optimizer.steps
             for key in (outside.keys(name) if name in outside.params else [name])}
 
 

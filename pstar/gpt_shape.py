@@ -108,7 +108,7 @@ class GptShape:
 
         Far lies all that activation_bytes counts as kept, and the fp32 log-probabilities, 4 s b v. What two operations
         need one after the other comes back for each: the log-probabilities, and of a layer that is not computed anew the
-        output of its attention, 2 s b h in 16 bit. Tensors below pstar.activations.LEAST_BYTES, which stay near, are
+        output of its attention, 2 s b h in 16 bit. Tensors below pstar.chunks.LEAST_BYTES, which stay near, are
         counted too: the model for which they matter is no larger than they.
         """
         scale, tokens = bytes_per_value / 2, batch * seq_len

@@ -5,23 +5,23 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from pstar.block import Block, Key
 from pstar.chunks import Chunks
 from pstar.errors import ConfigError, StateError
 from pstar.kernels import adam_steps
 from pstar.layout import Group
-from pstar.norms import ParameterNorms
 from pstar.outside import OutsideParams
 from pstar.precision import Precision
-from pstar.residency import Key
 from pstar.scaler import LossScaler
+from pstar.stages import Stages
 from pstar.tiers import FAR, NEAR
 
 
 class ChunkedAdam(torch.optim.Optimizer):
     """Adam and AdamW over chunks. Parameter groups and learning-rate schedulers work as on any torch optimizer.
 
-    Each group of chunks is updated in its home tier, where its states are: only gradients and parameters travel. With
-    stream, a group whose home is far is updated near all the same: its states come and go. Updates near are begun first, so
+    Each group of chunks is updated in the tier where its states lie: only gradients and parameters travel. Where updates are
+    streamed, a group whose states lie far is updated near all the same: they come and go. Updates near are begun first, so
     that a GPU works on them while the CPU works on those far. The global norm is taken per parameter and then over
     parameters in the model's order, as clip_grad_norm_ does, its sums in an order that no layout changes (pstar.norms).
 
@@ -33,22 +33,22 @@ class ChunkedAdam(torch.optim.Optimizer):
         params: qualified name to parameter, all of them, in the model's order.
         chunks: the parameters and gradients.
         outside: the parameters that are in no chunk.
+        stages: are told when an update begins and ends, and refuse that of a part of the gradients.
         precision: which states a parameter has.
         scaler: of the loss, and so of the gradients in the chunks; they are divided by it inside the update.
         adamw: decoupled weight decay, or Adam with L2 regularisation.
         clip_norm: largest global norm; 0 for no clipping.
         defaults: lr, betas, eps, weight_decay.
-        stream: update all groups near.
-        movable: states of groups at home far may leave far, for near or for disk.
+        movable: states that lie far may leave far, for near or for disk.
         overlap: what is updated far is updated in the background, in forward order; step() returns before it is done.
     """
 
     def __init__(self, param_groups: list[dict], params: dict[str, torch.nn.Parameter], chunks: Chunks,
-                 outside: OutsideParams, precision: Precision, scaler: LossScaler, adamw: bool, clip_norm: float,
-                 defaults: dict, stream: bool = False, movable: bool = False, overlap: bool = False):
+                 outside: OutsideParams, stages: Stages, precision: Precision, scaler: LossScaler, adamw: bool,
+                 clip_norm: float, defaults: dict, movable: bool = False, overlap: bool = False):
         super().__init__(param_groups, defaults)
         self.chunks, self.residency = chunks, chunks.residency
-        self.outside, self.precision, self.scaler = outside, precision, scaler
+        self.outside, self.precision, self.scaler, self._stages = outside, precision, scaler, stages
         self.adamw, self.clip_norm = adamw, clip_norm
         self.grad_norm: float | None = None
         """Global norm of the last step's gradients, unscaled, before clipping; not finite when the step was skipped."""
@@ -57,26 +57,17 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.names = {id(param): name for name, param in params.items()}
         self._check_groups()
         self.steps = dict.fromkeys(params, 0)
-        self._parameter_norms = ParameterNorms(chunks.layout, list(chunks.params), chunks.collectives, chunks.device)
-        chunks.store_grad = self._parameter_norms.store
-        chunks.on_grads = lambda group, piece: self._parameter_norms.take(group, piece, chunks.arrived)
         self._spans = {group.index: group.spans(chunks.collectives.rank) for group in chunks.layout.groups}
         self._overlap = overlap
-        self._far_stays = not (stream or movable)
-        self.before_step: Callable[[], None] = lambda: None
-        """Called at the beginning of every step: raises where the gradients are not those of a whole one."""
-        self.after_step: Callable[[], None] = lambda: None
-        """Called at the end of every step."""
-        self.after_zero_grad: Callable[[], None] = lambda: None
-        """Called when all gradients are dropped."""
-        if stream:
-            chunks.update_tier = lambda group: NEAR
+        self._far_stays = not (chunks.tiers.streamed or movable)
+        self._pins: dict[Key, Block] = {}
+        """Of states that stay where their update is computed."""
         for group in chunks.layout.groups:
             for kind, dtype in precision.states.items():
                 key = (kind, group.index)
-                self.residency.create(key, group.piece_elems, dtype, chunks.home[group.index]).zero_()
+                self.residency.create(key, group.piece_elems, dtype, chunks.tiers.states_tier[group.index]).zero_()
                 if self._stays(group.index):
-                    self.residency.pin(key)    # states stay where their update is computed
+                    self._pins[key] = self.residency.pin(key)
 
     def add_param_group(self, param_group: dict) -> None:
         """As any torch optimizer, but only at the start. Raises StateError later: what is trained lies in chunks."""
@@ -95,26 +86,26 @@ class ChunkedAdam(torch.optim.Optimizer):
             raise ConfigError(f"param_groups lists {len(listed) - len(self.names)} parameters that the model does not have")
 
     def _stays(self, group: int) -> bool:
-        """Whether the group's states never leave their home."""
-        return self.chunks.home[group] == NEAR or self._far_stays
+        """Whether the group's states never leave the tier in which they lie."""
+        return self.chunks.tiers.states_tier[group] == NEAR or self._far_stays
 
-    def set_homes(self, near: Collection[int]) -> bool:
-        """Makes near the home of these groups and far that of all others; whether anything changed. Between two steps."""
-        changed = False
+    def move_states(self, near: Collection[int]) -> bool:
+        """The states of these groups lie near from now on, all others far; whether any moved. Between two steps."""
+        changed, tiers = False, self.chunks.tiers
         for group in self.chunks.layout.groups:
             tier = NEAR if group.index in near else FAR
-            if self.chunks.home[group.index] == tier:
+            if tiers.states_tier[group.index] == tier:
                 continue
-            stayed, changed = self._stays(group.index), True
-            self.chunks.home[group.index] = tier
+            changed = True
+            tiers.move_states(group.index, tier)
             for kind in self.precision.states:
                 key = (kind, group.index)
-                if stayed:
-                    self.residency.unpin(key)
+                if key in self._pins:
+                    self._pins.pop(key).unpin()
                 self.residency.ensure(key, tier)
                 self.residency.mark_written(key, tier)    # the other copy would be out of date after the next update
                 if self._stays(group.index):
-                    self.residency.pin(key)
+                    self._pins[key] = self.residency.pin(key)
         return changed
 
     @property
@@ -130,9 +121,9 @@ class ChunkedAdam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
         self.chunks.drop_grads()
-        self._parameter_norms.forget()
+        self.chunks.gradients.norms.forget()
         self.outside.drop_grads()
-        self.after_zero_grad()
+        self._stages.forget_grads()
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -143,7 +134,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         """
         if closure is not None:
             raise StateError("ChunkedAdam.step takes no closure: call model.backward(loss) before it")
-        self.before_step()
+        self._stages.check_update(self.loss_scale)
         total, used = self._total_norm()
         self.grad_norm = float(total)
         self.skipped = not math.isfinite(self.grad_norm)
@@ -156,7 +147,18 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.residency.schedule.end_step()
         self.residency.ledger.end_step()
         self.scaler.update(self.skipped)
-        self.after_step()
+        self._stages.begin("idle")
+        self._use_margin()
+        self._stages.save_profile()
+
+    def _use_margin(self) -> None:
+        """After a step that was recorded: what is left of near at all moments of all traces is for states."""
+        schedule, room = self.residency.schedule, self.chunks.room
+        margin = room.margin(schedule.known_peaks()) if schedule.just_recorded else None
+        if margin is not None:
+            self.residency.limit(margin)
+            if self.move_states(room.groups_that_fit(margin)):
+                schedule.forget_all()    # the update's order changes with them
 
     def _apply(self, grad_scale: float, used: set[str]) -> None:
         """Adam on all that got a gradient, every gradient times grad_scale."""
@@ -180,11 +182,11 @@ class ChunkedAdam(torch.optim.Optimizer):
         chunks, residency = self.chunks, self.residency
         groups = [group for group in chunks.layout.groups if ("grad", group.index) in residency]
         groups.sort(key=lambda group: chunks.first_use(group.index))
-        yield from (group for group in groups if chunks.update_tier(group.index) == NEAR)
-        left = [group for group in groups if chunks.update_tier(group.index) != NEAR]
+        yield from (group for group in groups if chunks.tiers.update_tier(group.index) == NEAR)
+        left = [group for group in groups if chunks.tiers.update_tier(group.index) != NEAR]
         any_order = self._far_stays and not self._overlap and chunks.collectives.num_ranks == 1
         if any_order and not residency.schedule.recording:
-            sent = {index: number for number, index in enumerate(chunks.completed)}
+            sent = {index: number for number, index in enumerate(chunks.gradients.completed)}
             while left:
                 there = (group for group in left if residency.is_settled(("grad", group.index)))
                 group = next(there, None) or min(left, key=lambda group: sent.get(group.index, len(sent)))
@@ -198,7 +200,7 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""
-        self.chunks.log.check()
+        self.chunks.gradients.log.check()
         norms, used = self._norms()
         by_name = dict(zip((name for name in self.chunks.params if name in used), norms, strict=True))
         if self.outside.params:
@@ -210,17 +212,17 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     def _norms(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 norm of each parameter's gradient in the model's order, names of those that have one)."""
-        chunks = self.chunks
-        for group in chunks.layout.groups:
-            if ("grad", group.index) in self.residency and not self._parameter_norms.taken(group.index):
-                chunks.tell_grads(group.index)
-        return self._parameter_norms(chunks.arrived)
+        gradients = self.chunks.gradients
+        for group in self.chunks.layout.groups:
+            if ("grad", group.index) in self.residency and not gradients.norms.taken(group.index):
+                gradients.take_norms(group.index)
+        return gradients.norms(gradients.arrived)
 
     def _update(self, group: Group, used: set[str], options: dict[str, dict]) -> None:
         """Adam on this rank's piece of one group, in the tier where it is to be updated."""
-        tier = self.chunks.update_tier(group.index)
+        tier = self.chunks.tiers.update_tier(group.index)
         self.chunks.touch_update(group.index)
-        self.chunks.drop_gathered(group.index)
+        self.chunks.unsharding.drop_gathered(group.index)
         kinds = self.precision.kinds
 
         def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:

@@ -57,7 +57,7 @@ class Job:
     ownership: str = "whole"
     communication: str = "group"
     offload_activations: bool = False
-    """What backward needs waits far meanwhile (pstar.activations)."""
+    """What backward needs waits far meanwhile (pstar.chunks.activation_offload)."""
     near_states: str = "margin"
     """margin or fill, as in pstar's configuration."""
 

@@ -12,11 +12,11 @@ lies where follows from what is asked for alone, not from the speed of a link, a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from pstar.block import Block, Key, Pins
 from pstar.disk import DiskTier
 from pstar.errors import BudgetError, StateError
 from pstar.mover import Handle
@@ -25,33 +25,40 @@ from pstar.profile import Profile
 from pstar.schedule import Candidate, Schedule
 from pstar.tiers import DISK, FAR, NEAR, Ledger, Tier, format_bytes
 
-Key = tuple[str, int]
-"""(kind, group), for example ("param", 3)."""
-
 ORDER = (NEAR, FAR, DISK)
 
 
-@dataclass
-class Block:
-    """One kind of model data of one group, on this rank."""
+class Views(Protocol):
+    """Who has tensors that are views of near copies."""
 
-    key: Key
-    numel: int
-    dtype: torch.dtype
-    derived: bool = False
-    copies: dict[str, Any] = field(default_factory=dict)
-    """The valid copies by tier, all of them equal: tensors, on disk an Extent."""
-    came: dict[str, int] = field(default_factory=dict)
-    """When each of them came, on the residency's clock."""
-    pins: int = 0
-    pending: list[Handle] = field(default_factory=list)
-    """Copies under way that read or write one of the copies."""
-    shared: bool = False
-    """Whether somebody keeps a view of the near copy, which is about to go."""
+    def leave(self, key: Key, buffer: torch.Tensor) -> bool:
+        """A block's near copy, this buffer, is about to go; whether somebody keeps a view of it."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+
+class Pending(Protocol):
+    """Something that goes on beside the program and holds near memory meanwhile, a collective for example."""
+
+    def finish(self) -> None:
+        """Waits for its end, takes itself out of UnderWay, gives back what it held, and makes its result known."""
+
+
+class UnderWay:
+    """What goes on beside the program, put here by who began it. All of it is finished before anything is evicted from near:
+    which of it there is depends on the program alone, so that all ranks evict the same."""
+
+    def __init__(self) -> None:
+        self.gathers: list[Pending] = []
+        self.reductions: list[Pending] = []
+
+    def finish_pending(self) -> bool:
+        """Finishes all, gathers first; whether there was something."""
+        if not self.gathers and not self.reductions:
+            return False
+        while self.gathers:
+            self.gathers[0].finish()
+        while self.reductions:
+            self.reductions[0].finish()
+        return True
 
 
 class Residency:
@@ -61,23 +68,21 @@ class Residency:
         near, far, disk: the tiers; without disk what does not fit into far is refused.
         ledger: where copies are written.
         schedule: names the victims.
-        on_leave: called with a block's key before its near copy goes; whether tensors that others know were views of it.
+        views: is told before a block's near copy goes.
         movers: what carries out the copies; at once, where none are given.
         profile: records what comes and goes.
     """
 
-    def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, on_leave: Callable[[Key], object],
+    def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, views: Views | None = None,
                  disk: DiskTier | None = None, movers: Movers | None = None, profile: Profile | None = None):
         self.tiers: dict[str, Any] = {NEAR: near, FAR: far} | ({DISK: disk} if disk else {})
-        self.ledger, self.schedule, self._on_leave = ledger, schedule, on_leave
+        self.ledger, self.schedule, self._views = ledger, schedule, views
         self.movers, self.profile = movers or Movers(asynchronous=False), profile
         self.blocks: dict[Key, Block] = {}
+        self.under_way = UnderWay()
         self.departures = 0
         """How often a block has left near."""
         self._clock = 0
-        self.settle: Callable[[], bool] = lambda: False
-        """Ends what is under way and holds near memory meanwhile; whether there was something. Asked before anything is
-        evicted: what is under way depends on the program alone, so that all ranks evict the same."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self.blocks
@@ -119,25 +124,25 @@ class Residency:
         background the job begins when its blocks are there, and whoever uses one of them waits for its end.
         """
         buffers, before, handle = {}, [], None
-        for key in keys:
-            block = self._bring(key, tier)
-            buffers[key] = block.copies[tier]
-            before += block.pending
-            block.pins += 1    # no block makes room for the next one
-        job = prepare(buffers)
+        with Pins() as pins:    # no block makes room for the next one
+            for key in keys:
+                block = self._bring(key, tier)
+                buffers[key] = block.copies[tier]
+                before += block.pending
+                pins.add(block)
+            job = prepare(buffers)
 
-        def when_there() -> None:
-            for each in before:
-                each.wait()
-            job()
+            def when_there() -> None:
+                for each in before:
+                    each.wait()
+                job()
 
-        if background:
-            handle = self.movers.update(self._timed("compute", name, 0, when_there))
-        else:
-            self.wait(before)
-            job()
+            if background:
+                handle = self.movers.update(self._timed("compute", name, 0, when_there))
+            else:
+                self.wait(before)
+                job()
         for key in keys:
-            self.unpin(key)
             self.mark_written(key, tier)
             if handle is not None:
                 self._block(key).pending.append(handle)
@@ -160,14 +165,11 @@ class Residency:
             return True
         through = (FAR, NEAR) if tier == NEAR and FAR not in block.copies and NEAR not in block.copies else (tier,)
         for step in through:
-            block.pins += 1
-            try:
+            with block:
                 if not self._free(step, block.num_bytes, next_use):
                     return False
-            finally:
-                block.pins -= 1
             self._begin(block, step, self.schedule.is_in_next_step(next_use))
-        self.schedule.ahead(key)
+        self.schedule.prefetched(key)
         return True
 
     def peek(self, key: Key) -> tuple[str, torch.Tensor]:
@@ -183,16 +185,12 @@ class Residency:
     @contextmanager
     def reading(self, keys: Sequence[Key]) -> Iterator[dict[Key, tuple[str, torch.Tensor]]]:
         """peek() of several blocks, which stay where they are until the end of the with."""
-        places, pinned = {}, []
-        try:
+        places = {}
+        with Pins() as pins:
             for key in keys:
                 places[key] = self.peek(key)
-                self.pin(key)
-                pinned.append(key)
+                pins.add(self.blocks[key])
             yield places
-        finally:
-            for key in pinned:
-                self.unpin(key)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, source_tier: str, target_tier: str) -> None:
         """Copies a buffer at once, and writes it into the ledger when it crosses tiers."""
@@ -238,14 +236,25 @@ class Residency:
             self._drop_copy(block, tier)
         del self.blocks[key]
 
-    def pin(self, key: Key) -> None:
-        self._block(key).pins += 1
+    def pinned(self, key: Key) -> Block:
+        """For a with: the block stays where it is until its end."""
+        return self._block(key)
+
+    def pin(self, key: Key) -> Block:
+        """The block stays where it is until its unpin was called as often."""
+        try:
+            block = self.blocks[key]
+        except KeyError:
+            return self._block(key)    # which says what is wrong
+        block.pins += 1
+        return block
 
     def unpin(self, key: Key) -> None:
-        block = self._block(key)
-        if block.pins == 0:
-            raise StateError(f"block {key} is unpinned more often than it was pinned")
-        block.pins -= 1
+        """For who did not keep what pin gave him."""
+        try:
+            self.blocks[key].unpin()
+        except KeyError:
+            self._block(key)
 
     # ------------------------------------------------------------------ room
 
@@ -254,7 +263,7 @@ class Residency:
         near = self.tiers[NEAR]
         near.limit(num_bytes)
         while near.bound_bytes is not None and near.used_bytes > near.bound_bytes:
-            if not self.settle() and not self._evict(NEAR):
+            if not self.under_way.finish_pending() and not self._evict(NEAR):
                 return
         near.limit(num_bytes)    # what has left is idle now
 
@@ -269,7 +278,7 @@ class Residency:
     def _free(self, tier: str, num_bytes: int, next_use: float | None = None) -> bool:
         """Evicts until num_bytes fit, with next_use only blocks that are needed after it; whether they do."""
         while not self.tiers[tier].has_room(num_bytes):
-            if tier == NEAR and next_use is None and self.settle():
+            if tier == NEAR and next_use is None and self.under_way.finish_pending():
                 continue
             if not self._evict(tier, next_use):
                 return False
@@ -287,15 +296,7 @@ class Residency:
             return False
         if tier == FAR and next_use is None and self._drop_duplicate():
             return True
-        slower = ORDER[ORDER.index(tier) + 1]
-        if slower not in self.tiers:
-            return False
-        held = [block for block in self.blocks.values() if tier in block.copies and not block.pins
-                and (tier == NEAR or NEAR not in block.copies)]
-        if next_use is not None:
-            held = [block for block in held if self.schedule.next_use(block.key) > next_use
-                    and (len(block.copies) > 1 or block.derived or self._takes(slower, block.num_bytes))]
-        key = self.schedule.victim(self._candidate(block, tier) for block in held)
+        key = self.schedule.victim(self._candidate(block, tier) for block in self._evictable(tier, next_use))
         if key is None:
             return False
         if tier == NEAR:
@@ -306,6 +307,19 @@ class Residency:
                 self._begin(block, DISK)
             self._drop_copy(block, FAR)
         return True
+
+    def _evictable(self, tier: str, next_use: float | None = None) -> list[Block]:
+        """The blocks that may leave a tier for the next one: not pinned, and not in far because near has them. With next_use
+        only those that are needed after it, and for which the next tier has room."""
+        slower = ORDER[ORDER.index(tier) + 1]
+        if slower not in self.tiers:
+            return []
+        held = [block for block in self.blocks.values() if tier in block.copies and not block.pins
+                and (tier == NEAR or NEAR not in block.copies)]
+        if next_use is not None:
+            held = [block for block in held if self.schedule.next_use(block.key) > next_use
+                    and (len(block.copies) > 1 or block.derived or self._takes(slower, block.num_bytes))]
+        return held
 
     def _takes(self, tier: str, num_bytes: int) -> bool:
         """Whether a tier takes num_bytes more, of its own room or by passing something on."""
@@ -340,12 +354,9 @@ class Residency:
         if {source, tier} == {NEAR, DISK}:
             self._begin(block, FAR)
             source = FAR
-        block.pins += 1          # making room for the copy must not take the source away
         fences: list[Handle] = []
-        try:
+        with block:    # making room for the copy must not take the source away
             buffer = self._allocate(tier, block, fences)
-        finally:
-            block.pins -= 1
         data, way = block.copies[source], f"{source} to {tier}"
         before = (*block.pending, *fences)
 
@@ -392,7 +403,7 @@ class Residency:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """What is done inside, nothing else is done meanwhile: its seconds are written down."""
+        """Records the seconds of its block as waiting: nothing else is done meanwhile."""
         begin = self.movers.now()
         yield
         self.ledger.copy_waited_s += self.movers.now() - begin
@@ -430,8 +441,8 @@ class Residency:
     def _leave(self, block: Block) -> None:
         """Who knows of the near copy lets go of it. A view may stay all the same: what a module returned of its parameter
         (positions that every layer adds), or a graph that was made in backward (create_graph). Nothing is written there."""
-        if self._on_leave(block.key):
-            block.shared = self.tiers[NEAR].shared(block.copies[NEAR])
+        if self._views is not None and self._views.leave(block.key, block.copies[NEAR]):
+            block.shared = True
 
     def _block(self, key: Key) -> Block:
         if key not in self.blocks:

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from pstar.errors import ConfigError, StateError
 
@@ -88,6 +89,16 @@ class Trace:
             self.stretches[self.stretch_of[at]] = each, peak, first
 
 
+class Peaks(Protocol):
+    """What is asked of pstar.peak_watch.PeakWatch."""
+
+    def take_peak(self) -> int:
+        """The most bytes of other things near since it was asked last."""
+
+    def agree(self, peaks: list[int]) -> list[int]:
+        """Makes of this rank's peaks those of all ranks, which must decide alike."""
+
+
 class Schedule:
     """Records the first step, follows the trace afterwards, and names the victims of eviction.
 
@@ -95,9 +106,15 @@ class Schedule:
     step is not the one that was recorded (a skipped layer): the trace is thrown away at once, and the next whole step is
     recorded anew. A step with inputs of another shape (its signature) has a trace of its own. Accesses outside a step
     (evaluation) move only the clock of least-recent use.
+
+    Args:
+        policy: one of POLICIES.
+        uses: the keys of the trace that mean a use of a block: its own, or those under which several blocks are used.
+        peaks: measures what else lies near while a step is recorded; None where nobody wants to know.
     """
 
-    def __init__(self, policy: str = "next_use"):
+    def __init__(self, policy: str = "next_use", uses: Callable[[Key], Iterable[Key]] = lambda key: (key,),
+                 peaks: Peaks | None = None):
         if policy not in POLICIES:
             raise ConfigError(f"eviction_policy is {policy!r}; choose one of {', '.join(POLICIES)}")
         self.policy = policy
@@ -105,12 +122,7 @@ class Schedule:
         self.num_traced = self.num_steps = 0
         self.just_recorded = False
         """Whether the step that was ended last was recorded."""
-        self.uses: Callable[[Key], Iterable[Key]] = lambda key: (key,)
-        """The keys of the trace that mean a use of a block: its own, or those under which several blocks are used."""
-        self.take_peak: Callable[[], int] = lambda: 0
-        """Asked at each moment of a step that is recorded: the most bytes of other things near since it was asked last."""
-        self.agree: Callable[[list[int]], list[int]] = lambda peaks: peaks
-        """Makes of this rank's peaks those of all ranks, which must decide alike."""
+        self._uses, self._watch = uses, peaks
         self._traces: dict[Hashable, Trace] = {}
         self._signature: Hashable = None
         self._recording: list[Key] | None = None
@@ -189,13 +201,13 @@ class Schedule:
         if self._in_step and not self._paused and self.trace is not None:
             self.trace.bring_forward(key, self._moment + 1)
 
-    def ahead(self, key: Key) -> None:
-        """Key was brought before its moment: for the least recent use as good as used, else it would be the first to go."""
+    def prefetched(self, key: Key) -> None:
+        """Key was brought before its moment: counts as used, or LRU evicts it."""
         self._last_use[key] = self._clock
 
     def end_moment(self) -> None:
         """The peak since the last moment belongs to it. May be called more than once for a moment."""
-        peak = self.take_peak()
+        peak = self._watch.take_peak() if self._watch is not None else 0
         if self._recording:
             if len(self._peaks) < len(self._recording):
                 self._peaks.append(peak)
@@ -215,7 +227,7 @@ class Schedule:
                 return self.trace.accesses[moment], self.trace.accesses[first:moment]
         return None
 
-    def following(self, num: int) -> list[Key]:
+    def next_keys(self, num: int) -> list[Key]:
         """The next `num` different keys of this step; empty where that is not known."""
         found: list[Key] = []
         if self._in_step and not self._paused and self.trace is not None:
@@ -247,7 +259,7 @@ class Schedule:
         """The moment at which a block is used next, counted on into the next step; NEVER where no trace knows it."""
         if self.trace is None:
             return NEVER
-        return min((self.trace.next_use(use, self._moment) for use in self.uses(key)), default=NEVER)
+        return min((self.trace.next_use(use, self._moment) for use in self._uses(key)), default=NEVER)
 
     def is_in_next_step(self, moment: float) -> bool:
         """Whether a moment that was counted on lies behind the end of this step."""
@@ -263,7 +275,10 @@ class Schedule:
         """The step is over: what was recorded becomes the trace; a trace not walked to its end is forgotten."""
         if self._recording is not None and self._in_step:
             self.end_moment()
-            self.trace = Trace(self._recording, self.agree(self._peaks)) if self._recording else None
+            peaks = self._peaks
+            if self._watch is not None and self._recording:
+                peaks = self._watch.agree(peaks)
+            self.trace = Trace(self._recording, peaks) if self._recording else None
             if self.trace is not None:
                 if len(self._traces) >= MOST_TRACES:
                     del self._traces[next(iter(self._traces))]
@@ -314,7 +329,7 @@ class Schedule:
         return distance * candidate.num_bytes / (candidate.num_bytes + candidate.store_bytes), 0
 
     def _last(self, key: Key) -> int:
-        return max((self._last_use.get(use, 0) for use in (key, *self.uses(key))), default=0)
+        return max((self._last_use.get(use, 0) for use in (key, *self._uses(key))), default=0)
 
 
 def count_loads(accesses: Sequence[Key], room: int | Sequence[int], policy: str = "next_use", num_steps: int = 3) -> int:

@@ -217,10 +217,10 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     for group in chunks.layout.groups:
         spans = group.spans(ranks.rank)
         wanted = {(kind, span.name) for span in spans for kind in NAMES if NAMES[kind] + span.name in known}
-        parts = {(kind, name): Part(chunks.shapes[name], [span for span in spans if span.name == name])
+        parts = {(kind, name): Part(chunks.parameters.shapes[name], [span for span in spans if span.name == name])
                  for kind, name in sorted(wanted)}
         _read(reader, {NAMES[kind] + name: part for (kind, name), part in parts.items()}, path)
-        chunks.drop_gathered(group.index)
+        chunks.unsharding.drop_gathered(group.index)
         for (kind, name), part in parts.items():
             for span in spans:
                 if span.name == name:
@@ -237,7 +237,7 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     if len(state["groups"]) == len(optimizer.param_groups):
         for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):    # a scheduler goes on from this lr
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
-    for name, (get, put) in _random_states(chunks.device).items():
+    for name, (get, put) in _random_states(chunks.parameters.device).items():
         key = f"random.{name}.{ranks.rank}"
         if key in known and state["num_ranks"] == ranks.num_ranks:
             values = torch.empty_like(get())
@@ -306,7 +306,7 @@ def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[
     for group in chunks.layout.groups:
         for kind, prefix in NAMES.items():
             for span in group.spans(rank):    # one a parameter
-                found[prefix + span.name] = Part(chunks.shapes[span.name], [span], reader(kind, group.index))
+                found[prefix + span.name] = Part(chunks.parameters.shapes[span.name], [span], reader(kind, group.index))
     outside = optimizer.outside
     for name in outside.params:
         for kind, values in outside.read(name).items():    # the same on all ranks: rank 0 writes it; else each its own
@@ -315,7 +315,7 @@ def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[
     for name, buffer in buffers.items():    # a mask may hold infinities
         whole, flat = Span(name, 0, 0, buffer.numel()), buffer.detach().cpu().reshape(-1)
         found[f"{BUFFER}{name}.{rank}"] = Part(buffer.shape, [whole], lambda _, v=flat: v, buffer.dtype, finite=False)
-    for name, (get, _) in _random_states(chunks.device).items():
+    for name, (get, _) in _random_states(chunks.parameters.device).items():
         state = get()
         whole = Span(name, 0, 0, state.numel())
         found[f"random.{name}.{rank}"] = Part(state.shape, [whole], lambda _, state=state: state, torch.uint8)

@@ -84,7 +84,7 @@ def room_case(rank: int, num_ranks: int):
         optimizer.zero_grad()
         model.backward(model(*toy.batch(step, length=9 if rank == 0 else 5)))
         optimizer.step()
-    return model.schedule.trace.peaks, [home == "near" for home in model._chunks.home]
+    return model.schedule.trace.peaks, [home == "near" for home in model._chunks.tiers.states_tier]
 
 
 def test_room_is_that_of_the_rank_with_the_largest_activations(ranks):
@@ -96,7 +96,7 @@ def test_room_is_that_of_the_rank_with_the_largest_activations(ranks):
 def small_far_case(rank: int, num_ranks: int):
     model, optimizer = toy.build(near_budget="100%", far_budget="30%", default_chunk_size=5_000)
     losses = toy.train(model, optimizer, STEPS, rank, num_ranks)
-    return losses, model.far.peak_bytes, model.far.budget_bytes, model._chunks.home.count("near")
+    return losses, model.far.peak_bytes, model.far.budget_bytes, model._chunks.tiers.states_tier.count("near")
 
 
 def test_near_takes_states_where_far_is_too_small(ranks):

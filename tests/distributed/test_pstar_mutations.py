@@ -13,9 +13,10 @@ from test_pstar_ranks import assert_follows, case, pins
 
 import pstar
 from pstar.borrowed import Idle, Lender
-from pstar.chunks import Chunks
+from pstar.chunks import Chunks, Hooks
+from pstar.chunks.gradients import Gradients
+from pstar.chunks.unshard import Unsharding
 from pstar.collectives import Collectives, Handle
-from pstar.hooks import Hooks
 from pstar.schedule import NEVER, Trace, count_loads
 from pstar.shared_memory import SharedMemory
 from tests import toy
@@ -24,7 +25,7 @@ from tests.unit.test_pstar_schedule import optimum, sweep
 
 NAME = "blocks.1.up.weight"
 original = {(cls, name): getattr(cls, name) for cls, name in (
-    (Chunks, "release"), (Chunks, "_complete"))}
+    (Chunks, "release"), (Gradients, "_complete"))}
 
 
 def release_all_but_one(self, names):
@@ -72,8 +73,8 @@ def wait_for_nothing(self):
 
 def leave_missing_gradients(self, unit):
     """A gradient that this rank does not have is not 0 but what the buffer held before."""
-    self._arrived[unit] |= {slot.name for slot in self.units[unit].slots}
-    original[Chunks, "_complete"](self, unit)
+    unit.arrived |= {slot.name for slot in unit.spec.slots}
+    original[Gradients, "_complete"](self, unit)
 
 
 CURVE = {    # what is broken -> (class, method, what it is replaced by, keys)
@@ -83,7 +84,7 @@ CURVE = {    # what is broken -> (class, method, what it is replaced by, keys)
     "the mean is not divided": (Collectives, "reduce_scatter_mean", add_without_dividing, {}),
     "the gather is dropped": (Collectives, "all_gather", keep_own_pieces, {}),
     "the norm is not summed over the ranks": (Collectives, "sum", own_sum, {}),
-    "gathered copies stay after the update": (Chunks, "drop_gathered", stale_copies, {"near_budget": "100%"}),
+    "gathered copies stay after the update": (Unsharding, "drop_gathered", stale_copies, {"near_budget": "100%"}),
     "nobody waits for a collective": (Handle, "wait", wait_for_nothing, {}),
 }
 
@@ -231,7 +232,7 @@ class Unused(toy.Toy):
 def unused_case(rank: int, num_ranks: int, mutated: bool):
     """Whether the place of a parameter without a gradient is 0 after the reduction."""
     if mutated:
-        Chunks._complete = leave_missing_gradients
+        Gradients._complete = leave_missing_gradients
     try:
         model, optimizer = toy.build(Unused, near_budget="100%", default_chunk_size=60_000)
         slot = model.layout.slots["unused.weight"]
@@ -244,7 +245,7 @@ def unused_case(rank: int, num_ranks: int, mutated: bool):
         own = [span for span in group.spans(rank) if span.name == "unused.weight"]
         return [float(piece[span.piece_offset : span.piece_offset + span.numel].abs().max()) for span in own], pins(model)
     finally:
-        Chunks._complete = original[Chunks, "_complete"]
+        Gradients._complete = original[Gradients, "_complete"]
 
 
 @pytest.mark.parametrize("mutated", [False, True])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pstar
 from pstar import shared_memory
-from pstar.chunks import Chunks
+from pstar.chunks.unshard import Unsharding
 from pstar.collectives import Collectives
 from pstar.norms import clip_grad_norm_
 from tests import toy
@@ -237,17 +237,17 @@ def test_one_chunk_at_a_time_needs_less_near(num_ranks):
 
 
 def prefetch_case(rank: int, num_ranks: int, keys: dict):
-    ahead, original = [], Chunks.gather_ahead
+    ahead, original = [], Unsharding.unshard_async
 
     def counted(self, unit):
         ahead.append(unit)
         original(self, unit)
 
-    Chunks.gather_ahead = counted
+    Unsharding.unshard_async = counted
     try:
         result = case(rank, num_ranks, keys)
     finally:
-        Chunks.gather_ahead = original
+        Unsharding.unshard_async = original
     return result | {"ahead": len(ahead)}
 
 

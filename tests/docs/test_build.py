@@ -58,7 +58,7 @@ def test_the_diff_of_a_chapter_is_that_of_the_files(build, tmp_path: Path) -> No
         build.diff_to_parent("00_single")
 
 
-@pytest.mark.parametrize("name", ["code/pstar/chunks.py/None.md", "en/none.md", "other/x.md"])
+@pytest.mark.parametrize("name", ["code/pstar/chunks/step.py/None.md", "en/none.md", "other/x.md"])
 def test_a_fragment_that_is_not_known_is_an_error(build, name: str) -> None:
     with pytest.raises(SystemExit):
         build.fragment(name)

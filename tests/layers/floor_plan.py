@@ -35,6 +35,7 @@ PSTAR_ROWS = {
     "nonmodel": 1,
     "lazy": 1,
     "scope": 1,
+    "block": 2,
     "budget": 2,
     "collectives": 2,
     "precision": 2,
@@ -42,7 +43,7 @@ PSTAR_ROWS = {
     "disk": 2,
     "movers": 2,
     "timeline": 2,
-    "activations": 2,
+    "update_tiers": 2,
     "tiled": 2,
     "embedding": 2,
     "machines": 2,
@@ -54,15 +55,16 @@ PSTAR_ROWS = {
     "charts": 3,
     "adam_choice": 3,
     "collective_log": 3,
-    "ahead": 4,
+    "peak_watch": 3,
     "borrowed": 4,
+    "room": 4,
     "speeds": 4,
     "outside": 4,
     "trace_command": 4,
     "predict": 4,
     "chunks": 5,
-    "hooks": 6,
     "paper": 5,
+    "stages": 6,
     "plan_command": 7,
     "optimizer": 7,
     "checkpoint": 7,
@@ -75,6 +77,23 @@ PSTAR_ROWS = {
     "__main__": 9,
 }
 SHARED_ROWS = {7}
+# The same inside a folder. What a package's own face, __init__, gives others, its modules do not ask it for.
+FOLDER_ROWS = {
+    "pstar/chunks": {
+        "activation_offload": 0,
+        "unit": 0,
+        "parameters": 1,
+        "gradients": 2,
+        "unshard": 2,
+        "prefetch": 3,
+        "step": 4,
+        "assemble": 5,
+        "hooks": 5,
+        "__init__": 6,
+    },
+}
+# Objects of pstar are given what they call when they are made. These Python itself asks of an object, not of its class.
+ASKED_OF_AN_OBJECT = {"__reduce_ex__"}
 # Pure functions of numbers.
 PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget", "profile", "timeline", "trace_export",
                        "charts", "trace_command", "gpt_shape", "adam_choice", "predict", "paper")
@@ -288,6 +307,83 @@ def _module_of(repo: Path, names: list[str], package: str) -> str:
     return ".".join(found) or "__init__"
 
 
+def folders_out_of_order(repo: Path) -> list[str]:
+    """Inside the folders of FOLDER_ROWS imports go down their rows."""
+    problems = []
+    for folder, rows in FOLDER_ROWS.items():
+        package = folder.replace("/", ".")
+        for file in python_files(repo, folder):
+            if file.stem not in rows:
+                problems.append(f"{file}: unknown module of {folder}; add it to the table FOLDER_ROWS in {_here()}")
+                continue
+            for line, name in imports(repo, file):
+                if not is_or_below(name, package):
+                    continue
+                target = name.removeprefix(package).lstrip(".").split(".")[0]
+                target = target if target in rows else "__init__"
+                if target != file.stem and rows[target] >= rows[file.stem]:
+                    problems.append(f"{file}:{line}: {file.stem} (row {rows[file.stem]}) must not import {target} "
+                                    f"(row {rows[target]})")
+    return problems
+
+
+def wired_from_outside(repo: Path) -> list[str]:
+    """No module of pstar assigns a callable to an attribute of an object other than its own `self`: what an object calls it
+    is given when it is made, and so calls go down as imports do."""
+    files = python_files(repo, "pstar")
+    trees = {file: ast.parse((repo / file).read_text(), str(file)) for file in files}
+    methods = set().union(*(_functions(tree) for tree in trees.values())) if trees else set()
+    problems = []
+    for file, tree in trees.items():
+        known = _functions(tree) | _callable_arguments(tree)
+        for line, target, name, value in _assignments(tree):
+            own = isinstance(target, ast.Name) and target.id in ("self", "cls")
+            if not own and name not in ASKED_OF_AN_OBJECT and _is_callable(value, known, methods):
+                where = f"{ast.unparse(target)}.{name}"
+                problems.append(f"{file}:{line}: {where} is assigned a callable: give it to the object when it is made")
+    return problems
+
+
+def _functions(tree: ast.AST) -> set[str]:
+    """The names of all functions and methods; properties are not called by who assigns them."""
+    defs = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {node.name for node in defs if not any("property" in ast.unparse(each) for each in node.decorator_list)}
+
+
+def _callable_arguments(tree: ast.AST) -> set[str]:
+    return {node.arg for node in ast.walk(tree)
+            if isinstance(node, ast.arg) and node.annotation is not None and "Callable" in ast.unparse(node.annotation)}
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[int, ast.expr, str, ast.expr]]:
+    """Yields (line, object, name of its attribute, value), also of `a.x, b.y = f, g` and of setattr."""
+    for node in ast.walk(tree):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs += zip(target.elts, node.value.elts, strict=False) if several else [(target, node.value)]
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            pairs.append((node.target, node.value))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and len(node.args) == 3:
+            yield node.lineno, node.args[0], ast.unparse(node.args[1]).strip("'\""), node.args[2]
+        for target, value in pairs:
+            if isinstance(target, ast.Attribute):
+                yield node.lineno, target.value, target.attr, value
+
+
+def _is_callable(value: ast.expr, known: set[str], methods: set[str]) -> bool:
+    """Whether an expression is a function, as far as one sees: a lambda, the name of a function or of an argument that is
+    one, a bound method, a partial, or one of these under a condition."""
+    if isinstance(value, ast.IfExp):
+        return _is_callable(value.body, known, methods) or _is_callable(value.orelse, known, methods)
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in ("partial", "MethodType")
+    if isinstance(value, ast.Attribute):
+        return value.attr in methods
+    return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in known)
+
+
 def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
     """Returns at most one circle, as the names along it."""
 
@@ -319,5 +415,5 @@ def over_budget(repo: Path) -> list[str]:
     return problems
 
 
-CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, pstar_out_of_order, rooms_out_of_order,
-          over_budget)
+CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, pstar_out_of_order, folders_out_of_order,
+          rooms_out_of_order, wired_from_outside, over_budget)

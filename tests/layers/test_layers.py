@@ -77,8 +77,11 @@ def test_a_good_example_is_green(tmp_path):
     write(tmp_path, "pstar/kernels/__init__.py", "import torch\n")
     write(tmp_path, "pstar/kernels/adam.py", "from . import build\nfrom ..errors import KernelError\n")
     write(tmp_path, "pstar/optimizer.py", "from pstar import kernels\n")
-    write(tmp_path, "pstar/engine.py", "from pstar import layout, optimizer\nimport pstar.hooks\n")
-    write(tmp_path, "pstar/hooks.py", "import torch\n")
+    write(tmp_path, "pstar/engine.py", "from pstar import layout, optimizer\nimport pstar.chunks\n")
+    write(tmp_path, "pstar/chunks/__init__.py", "from pstar.chunks.hooks import Hooks\n")
+    write(tmp_path, "pstar/chunks/hooks.py", "import torch\nfrom pstar.chunks.unit import Unit\n")
+    own = "class Unit:\n    def __init__(self, f):\n        self.f, self.g = f, lambda: 0\n    def use(self, tier):\n"
+    write(tmp_path, "pstar/chunks/unit.py", own + "        tier.peak = self.use(tier)\n        tier.kind = 'near'\n")
     write(tmp_path, "chapters/02_ddp/train.py", "import torch\nfrom ddp import f\nimport gpt2_chinese\n" + "#\n" * 197)
     write(tmp_path, "chapters/02_ddp/ddp.py", "import torch.distributed as dist\n" + "#\n" * 299)
     write(tmp_path, "chapters/07_patrickstar/train.py", "import pstar\n")
@@ -106,7 +109,17 @@ def test_a_good_example_is_green(tmp_path):
         ("pstar/tiers.py", "from .residency import Residency", "tiers (row 1) must not import residency (row 3"),
         ("pstar/tiers.py", "import pstar.schedule", "tiers (row 1) must not import schedule (row 1, beside"),
         ("pstar/kernels/adam.py", "from ..schedule import x", "kernels (row 1) must not import schedule (row 1"),
-        ("pstar/hooks.py", "from pstar import initialize_engine", "hooks (row 6) must not import __init__"),
+        ("pstar/stages.py", "from pstar import initialize_engine", "stages (row 6) must not import __init__"),
+        ("pstar/chunks/unit.py", "from pstar.chunks.hooks import x", "unit (row 0) must not import hooks (row 5)"),
+        ("pstar/chunks/hooks.py", "from pstar.chunks import Chunks", "hooks (row 5) must not import __init__ (row 6)"),
+        ("pstar/chunks/prefetch.py", "from . import step", "prefetch (row 3) must not import step (row 4)"),
+        ("pstar/chunks/new.py", "", "unknown module of pstar/chunks; add it to the table"),
+        ("pstar/tiers.py", "tier.hook = lambda: 0", "tiers.py:1: tier.hook is assigned a callable"),
+        ("pstar/tiers.py", "class A:\n    def f(self, b):\n        b.y = self.f", "tiers.py:3: b.y is assigned a callable"),
+        ("pstar/tiers.py", "class A:\n    def f(self):\n        self.b.c, x = self.f, 1", "self.b.c is assigned a callable"),
+        ("pstar/tiers.py", "def f(): ...\nsetattr(a, 'b', f)", "tiers.py:2: a.b is assigned a callable"),
+        ("pstar/tiers.py", "def f(a, g: Callable[[], int]):\n    a.b = g if a else None", "a.b is assigned a callable"),
+        ("pstar/tiers.py", "a.b: object = functools.partial(print, 1)", "a.b is assigned a callable"),
         ("pstar/errors.py", "def f():\n    from pstar import cli", "errors.py:2: errors (row 0) must not import cli"),
         ("pstar/optimizer.py", "from pstar import engine", "in a circle: engine -> optimizer -> engine"),
         ("pstar/layout.py", "import torch", "layout is made of numbers only and must not import torch"),
@@ -129,7 +142,7 @@ def test_a_good_example_is_green(tmp_path):
     ],
 )
 def test_a_bad_example_is_red(tmp_path, path, text, said):
-    for module in ("residency", "schedule", "cli", "hooks"):
+    for module in ("residency", "schedule", "cli", "chunks/hooks", "chunks/step"):
         write(tmp_path, f"pstar/{module}.py")
     write(tmp_path, "pstar/__init__.py", "def initialize_engine(): ...")
     write(tmp_path, "pstar/engine.py", "from pstar import optimizer")

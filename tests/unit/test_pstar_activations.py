@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pstar
-from pstar.activations import LEAST_BYTES, Offload
+from pstar.chunks import LEAST_BYTES, Offload
 from pstar.norms import clip_grad_norm_
 from pstar.tiers import FAR, Ledger, Tier
 from tests import toy

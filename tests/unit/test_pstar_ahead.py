@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from pstar.hooks import Hooks
+from pstar.chunks import Hooks
 from pstar.tiers import NEAR, Tier
 from tests import toy
 from tests.limits import HANGS_S
@@ -19,7 +19,7 @@ def build(**keys):
     """A model whose steps are known."""
     model, optimizer = toy.build(lambda: toy.Toy(10), **KEYS, **keys)
     toy.train(model, optimizer, 2)
-    assert model._chunks.home.count(NEAR) == 0
+    assert model._chunks.tiers.states_tier.count(NEAR) == 0
     return model, optimizer
 
 
@@ -85,7 +85,7 @@ def hold_back(model, num: int) -> list[tuple[str, int]]:
 
 def arrived(model, num: int) -> None:
     """Waits until all gradients but the last `num` are far."""
-    for group in model._chunks.completed[:-num]:
+    for group in model._chunks.gradients.completed[:-num]:
         model._residency.finish(("grad", group))
 
 
@@ -102,7 +102,7 @@ def test_gradients_that_have_arrived_are_updated_first():
     events = hold_back(model, 2)
     optimizer.zero_grad()
     model.backward(model(*toy.batch(2)))
-    assert model._chunks.completed[-2:] == [order[1], order[0]], "backward ends where forward begins"
+    assert model._chunks.gradients.completed[-2:] == [order[1], order[0]], "backward ends where forward begins"
     arrived(model, 2)
     optimizer.step()
     assert [index for kind, index in events if kind == "adam"] == updates(model) == [*order[2:], order[1], order[0]]

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
-from pstar import borrowed, hooks
+from pstar import borrowed
 from pstar.borrowed import Idle
+from pstar.chunks import hooks
 from tests import borrowers, toy
 from tests.borrowers import PATTERNS, Deep, TiedByLinear, rows, whole
 
@@ -39,7 +40,7 @@ def engine_run(pattern: str, **keys) -> tuple[list[float], dict[str, torch.Tenso
         model.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-    assert not any(model._chunks._uses.values()) and not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert not any(model._chunks.parameters.uses.values()) and not torch._C._autograd._top_saved_tensors_default_hooks(True)
     return losses, model.gather_state()[0], model
 
 
@@ -352,7 +353,7 @@ def test_who_does_not_ask_for_a_parameters_bytes_is_refused_in_one_line(read):
     with pytest.raises(pstar.StateError, match=NOT_ASKING[read][1]) as caught:
         model.backward(model(rows(0)))
     assert "\n" not in str(caught.value) and "clone()" in str(caught.value)
-    assert not model._hooks._pairs and not any(model._chunks._uses.values()), "nothing stays in use"
+    assert not model._hooks._pairs and not any(model._chunks.parameters.uses.values()), "nothing stays in use"
 
 
 @pytest.mark.parametrize("read", ["a scripted product", "a scripted square", "an extension"])

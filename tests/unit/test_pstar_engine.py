@@ -126,8 +126,8 @@ def test_parameters_have_memory_only_while_they_are_in_use():
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
     seen = []
     block = model.module.blocks[1].up
-    block.register_forward_hook(lambda *_: seen.append(model._chunks.state("blocks.1.up.weight")))
-    block.register_forward_hook(lambda *_: seen.append(model._chunks.state("blocks.0.up.weight")))
+    block.register_forward_hook(lambda *_: seen.append(model._chunks.parameters.state("blocks.1.up.weight")))
+    block.register_forward_hook(lambda *_: seen.append(model._chunks.parameters.state("blocks.0.up.weight")))
     toy.train(model, optimizer, 1)
     assert seen[0] == TensorState.HOLD and seen[1] == TensorState.RELEASED
     weight = model.module.blocks[1].up.weight
@@ -282,7 +282,8 @@ def test_the_norm_reads_no_gradient_a_second_time(monkeypatch):
     for number in range(2):
         loss = model(*toy.batch(number))
         model.backward(loss)
-        monkeypatch.setattr(optimizer.chunks, "tell_grads", lambda group: pytest.fail(f"group {group} is read again"))
+        monkeypatch.setattr(optimizer.chunks.gradients, "take_norms",
+                            lambda group: pytest.fail(f"group {group} is read again"))
         optimizer.step()
         monkeypatch.undo()
 

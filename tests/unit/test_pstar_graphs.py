@@ -120,7 +120,7 @@ def check(nodes: list, num_layers: int, near: str, chunk: int, prefetch: int) ->
     state, _ = model.gather_state()
     for name, value in plain.named_parameters():
         assert torch.equal(state[name], value), name
-    assert not any(model._chunks._uses.values())
+    assert not any(model._chunks.parameters.uses.values())
 
 
 arguments = given(nodes=NODES, num_layers=st.integers(1, 5), near=st.sampled_from(["min", "60%", "80%", "auto"]),

@@ -334,7 +334,7 @@ def test_ctrl_c_in_a_forward_leaves_nothing_behind():
             Interrupted.now = True
             with pytest.raises(KeyboardInterrupt):
                 model(x(step))
-            assert not model._hooks._pairs and not any(model._chunks._uses.values())
+            assert not model._hooks._pairs and not any(model._chunks.parameters.uses.values())
             assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     compare(Interruptible, before=interrupt)

@@ -211,7 +211,7 @@ def test_an_error_inside_a_borrowing_operation_leaves_nothing_in_use():
     run, plain = Chunked(Misshapen, near_budget="min"), Plain(TiedByLinear)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run(rows(0))
-    assert not any(run.model._chunks._uses.values()) and not run.model._hooks.lender.open
+    assert not any(run.model._chunks.parameters.uses.values()) and not run.model._hooks.lender.open
     with pytest.raises(pstar.StateError, match="between two steps"):
         run.module.head.weight.norm()
     assert lightning(run) == lightning(plain)

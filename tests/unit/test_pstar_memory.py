@@ -170,7 +170,8 @@ def test_near_filled_with_states_lets_parameters_travel_in_backward():
             model.backward(loss)
             loaded[near_states] = model.ledger.moved_bytes["far to near"] - before
             optimizer.step()
-        homes[near_states], left[near_states] = model._chunks.home.count(NEAR), model.ledger.step_bytes["near to far"]
+        homes[near_states] = model._chunks.tiers.states_tier.count(NEAR)
+        left[near_states] = model.ledger.step_bytes["near to far"]
     assert homes["margin"] == 0 < homes["fill"]
     assert loaded["margin"] == 0 < loaded["fill"]
     assert left["fill"] < left["margin"]
@@ -181,7 +182,7 @@ def test_states_that_are_streamed_come_and_go_every_step():
     toy.train(model, optimizer, 3)
     table = model.ledger.step_bytes
     assert table["far to near"] > 0 and table["near to far"] > 0
-    assert all(model._chunks.update_tier(group.index) == NEAR for group in model.layout.groups)
+    assert all(model._chunks.tiers.update_tier(group.index) == NEAR for group in model.layout.groups)
 
 
 def test_more_than_near_and_far_together(tmp_path):
@@ -241,9 +242,10 @@ def test_room_follows_what_else_is_near():
 
 def test_states_move_near_when_the_measured_margin_allows_it():
     model, optimizer = toy.build(near_memory="2200KiB", default_chunk_size=5_000)
-    assert FAR in model._chunks.home and NEAR not in model._chunks.home, "before the margin is known"
+    tiers = model._chunks.tiers
+    assert FAR in tiers.states_tier and NEAR not in tiers.states_tier, "before the margin is known"
     losses = toy.train(model, optimizer, STEPS)
-    assert NEAR in model._chunks.home and model.schedule.num_traced == 2, "the update's order changed once"
+    assert NEAR in tiers.states_tier and model.schedule.num_traced == 2, "the update's order changed once"
     assert losses == toy.oracle(STEPS)[0]
     assert model.near.used_bytes + max(model.schedule.known_peaks()) <= 2200 * 1024
 
@@ -364,7 +366,6 @@ def test_gradients_thrown_away_between_micro_steps_leave_nothing_behind():
     losses, weights, norms = toy.oracle(STEPS, 3)
     model.backward(model(*toy.share(7, 0, 1, 0, 3)))
     optimizer.zero_grad()
-    model._micro_step = 0
     assert toy.train(model, optimizer, STEPS, num_micros=3) == losses
     assert optimizer.grad_norm == norms[-1]
     assert all(torch.equal(weight, weights[name]) for name, weight in model.gather_state()[0].items())

@@ -160,7 +160,7 @@ def test_hybrid_takes_the_bytes_that_the_plan_says(near_states, micro_steps):
     plan = predict(TINY, one_gpu(whole * 3 // 4, 10**9, job), job)
     engine = trained(whole * 3 // 4, micro_steps=micro_steps, near_states=near_states)
     assert plan.mode == "hybrid" and 0 < plan.near_groups < len(plan.layout.groups)
-    assert plan.near_groups == engine._chunks.home.count("near")
+    assert plan.near_groups == engine._chunks.tiers.states_tier.count("near")
     assert plan.far_bytes == engine.far.peak_bytes
     assert engine.near.peak_bytes <= plan.near_bytes <= plan.near_budget
     for kind in ("far to near", "near to far"):
@@ -258,7 +258,7 @@ def test_full_fills_near_with_states_and_the_engine_trains_so_with_the_same_bits
     plan = predict(TINY, one_gpu(near, far, JOB), JOB)
     engine = trained(near, far=far)
     assert plan.mode == "full"
-    assert 0 < plan.near_groups == sum(tier == "near" for tier in engine._chunks.home)
+    assert 0 < plan.near_groups == sum(tier == "near" for tier in engine._chunks.tiers.states_tier)
     assert engine.far.peak_bytes <= plan.far_bytes <= far and engine.near.peak_bytes <= near
     weights, same = plain.gather_state()[0], engine.gather_state()[0]
     assert all(torch.equal(weights[name], same[name]) for name in weights)

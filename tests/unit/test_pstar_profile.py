@@ -33,7 +33,7 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 def watched(profile: Profile, near_budget: int) -> Residency:
     """A residency that tells a profile what it does."""
     near, far = Tier(NEAR, CPU, near_budget), Tier(FAR, CPU)
-    return Residency(near, far, Ledger(), Schedule(), lambda key: None, profile=profile)
+    return Residency(near, far, Ledger(), Schedule(), profile=profile)
 
 
 def train(num_groups: int = 4, room: int = 7, num_steps: int = 3, rank: int = 0,

@@ -163,8 +163,11 @@ def test_what_comes_next_is_known_inside_a_traced_step_only():
 
 def test_what_is_coming_goes_on_around_the_end_of_the_step():
     """In stretches: going back and forth between two keys is one of each, with the largest peak."""
-    schedule = Schedule()
-    schedule.take_peak = iter(range(9, 20)).__next__    # the first is asked for before the first moment
+    class Peaks:
+        take_peak = staticmethod(iter(range(9, 20)).__next__)    # the first is asked for before the first moment
+        agree = staticmethod(list)
+
+    schedule = Schedule(peaks=Peaks())
     accesses = ["a", "c", "b", "c", "b", "a"]
     stretches = [("a", 10, 0), ("c", 11, 1), ("b", 14, 2), ("a", 15, 5)]
     for step in range(2):
@@ -214,7 +217,7 @@ def test_what_may_come_in_any_order_changes_the_trace_and_not_its_length():
         schedule.touch(key)
     assert schedule.trace.accesses == tuple("abcabzxyw") and schedule.num_traced == 1
     assert [schedule.trace.next_use(key, 4) for key in "zxyw"] == [5, 6, 7, 8]
-    assert schedule.following(9) == ["x", "y", "w"] and [key for key, _, _ in schedule.coming()][:4] == list("zxyw")
+    assert schedule.next_keys(9) == ["x", "y", "w"] and [key for key, _, _ in schedule.coming()][:4] == list("zxyw")
     for key in "ywx":
         schedule.in_its_turn(key)
         schedule.touch(key)

@@ -63,9 +63,9 @@ def test_auto_is_what_the_speeds_say(measured, found, where):
     assert model.far_states == where and len(calls) == 1
     assert model.far_states == choose_adam(found, model.costs, 10**6).where
     toy.train(model, optimizer, 2)
-    assert all(model._chunks.update_tier(group.index) == NEAR for group in model.layout.groups) == (where == "stream")
+    assert all(model._chunks.tiers.update_tier(group.index) == NEAR for group in model.layout.groups) == (where == "stream")
     states = sum(group.piece_elems * model.costs.states for group in model.layout.groups
-                 if model._chunks.home[group.index] != NEAR)
+                 if model._chunks.tiers.states_tier[group.index] != NEAR)
     assert states > 0 and (model.ledger.step_bytes["far to near"] >= states) == (where == "stream"), "states travel, or not"
 
 
@@ -113,10 +113,10 @@ def test_states_at_home_near_leave_no_room_for_others(measured):
     calls = measured(GPU)
     keys = on_a_slow_link(near_budget="65%", default_chunk_size=64 * 64, bf16={"enabled": True})
     model, optimizer = toy.build(Pair, **keys)
-    assert model._chunks.home.count(NEAR) == 1 and model.far_states == "host" and not calls
+    assert model._chunks.tiers.states_tier.count(NEAR) == 1 and model.far_states == "host" and not calls
     losses = toy.train(model, optimizer, 2)
     streaming, optimizer = toy.build(Pair, **keys, far_states="stream")
-    assert streaming._chunks.home.count(NEAR) == 0, "who asks for streaming gets room for it"
+    assert streaming._chunks.tiers.states_tier.count(NEAR) == 0, "who asks for streaming gets room for it"
     assert toy.train(streaming, optimizer, 2) == losses
 
 

@@ -19,9 +19,20 @@ from pstar.tiers import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
 CPU = torch.device("cpu")
 
 
+class Views:
+    """Hears which blocks leave near; nobody keeps a view of them."""
+
+    def __init__(self):
+        self.left = []
+
+    def leave(self, key: tuple[str, int], buffer: torch.Tensor) -> bool:
+        self.left.append(key)
+        return False
+
+
 def make(near: int | None = 100, far: int | None = None) -> tuple[Residency, list]:
-    left = []
-    return Residency(Tier(NEAR, CPU, near), Tier(FAR, CPU, far), Ledger(), Schedule("lru"), left.append), left
+    views = Views()
+    return Residency(Tier(NEAR, CPU, near), Tier(FAR, CPU, far), Ledger(), Schedule("lru"), views), views.left
 
 
 def test_a_tier_counts_every_byte():
@@ -191,7 +202,7 @@ def test_three_tiers_and_copies_in_the_background(tmp_path_factory, steps, near_
     disk = DiskTier(tmp_path_factory.getbasetemp())
     movers = Movers()
     residency = Residency(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
-                          lambda key: None, disk, movers)
+                          None, disk, movers)
     expected: dict[int, float] = {}
     try:
         for clock, (operation, group) in enumerate(steps, 1):

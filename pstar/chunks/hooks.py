@@ -13,7 +13,7 @@ compiled, and sees parameters as inputs, wherever they are at that call. Whole b
 The pair is set around each module where it is not in force already, on top of whatever pair is: activation checkpointing
 (torch.utils.checkpoint) has one of its own, and its recomputation in backward runs these modules again. What that pair
 keeps itself never comes to us; the inputs of a checkpoint do, in both its variants, through the pair of the module around.
-Tensors that are no views of a chunk stay as they are, or go to far (pstar.activations).
+Tensors that are no views of a chunk stay as they are, or go to far (activation_offload.py).
 
 These functions run a thousand times a step, between any two operators: what they need not do costs a per cent of a small
 model's step.
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pstar.activations import Away, Offload
 from pstar.borrowed import Idle, Lender
-from pstar.chunks import Chunks
+from pstar.chunks.activation_offload import Away, Offload
+from pstar.chunks.step import Chunks
 from pstar.errors import StateError
 from pstar.scope import used_by
 
@@ -61,7 +61,8 @@ class Kept:
 
 
 class Hooks:
-    """Installs itself on a module; `last_micro_step` tells the chunks whether gradients are complete after this backward.
+    """The hooks of a module, in force from install() on; `last_micro_step` tells the chunks whether gradients are complete
+    after this backward.
 
     Args:
         module, chunks: the model and its parameters.
@@ -72,19 +73,24 @@ class Hooks:
 
     def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False):
         self.module, self.chunks, self.offload, self.stay = module, chunks, offload, stay
+        self._parameters = chunks.parameters
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
         self._pairs: list[AbstractContextManager | None] = []    # of each module that is in its forward: the one it set
         self.lender = Lender(chunks, self._pairs, self._saving, stay)    # lends what no hook here acquires
-        names = {id(param): name for name, param in chunks.params.items()}
-        for child in () if stay else module.modules():
+
+    def install(self) -> None:
+        """Sets the hooks on the module and its parameters; to be called once, when their initial weights are in chunks."""
+        params = self.chunks.params
+        names = {id(param): name for name, param in params.items()}
+        for child in () if self.stay else self.module.modules():
             own = tuple(dict.fromkeys(names[id(param)] for param in used_by(child) if id(param) in names))
             if not own and not any(True for _ in child.children()):
                 continue    # a dropout or an activation: nothing to bring, and the pair of the module around it is in force
             child.register_forward_pre_hook(self._before_forward(own), prepend=True)
             child.register_forward_hook(self._after_forward(own), always_call=True)
-        for name, param in chunks.params.items():
+        for name, param in params.items():
             trained = param.requires_grad
             param.requires_grad_(True)    # else it takes no hook, and one that is frozen now may be thawed later
             param.register_post_accumulate_grad_hook(self._after_grad(name))
@@ -173,10 +179,10 @@ class Hooks:
             name = self.lender.name_of(tensor)
             if sys._getframe(2).f_globals.get("__name__") != "torch.autograd.function":
                 self.lender.refuse(f"parameter {name}")
-            return SavedView(name, 0, self.chunks.shapes[name], self.chunks.strides[name])
-        unit = self.chunks.unit_of(tensor)
+            return SavedView(name, 0, self._parameters.shapes[name], self._parameters.strides[name])
+        unit = self._parameters.unit_of(tensor)
         if unit is None:
-            if tensor.dim() and not tensor.stride(-1) and self.chunks.is_placeholder(tensor):
+            if tensor.dim() and not tensor.stride(-1) and self._parameters.is_placeholder(tensor):
                 self.lender.refuse_view(tensor)
             return None
         start = tensor.storage_offset()
@@ -215,7 +221,7 @@ class Hooks:
     def end_backward(self) -> None:
         self._leave_node()
         self.lender.open = False
-        self.chunks.end_backward(self.last_micro_step)
+        self.chunks.gradients.end_backward(self.last_micro_step)
 
 
 def _unpack_kept(saved: Away | Kept) -> torch.Tensor:

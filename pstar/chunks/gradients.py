@@ -1,0 +1,252 @@
+"""Gradients in chunks: they arrive, are summed over micro-steps, reduced over the ranks, and go to where the update will be.
+
+A unit whose gradients are complete is reduced until the next one is, until room is needed, or until backward ends. All of
+these moments follow from the program and the budget, never from how fast a rank is: the ranks must agree about evictions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pstar.block import Block, Key
+from pstar.chunks.parameters import Parameters
+from pstar.chunks.unit import Grads, UnitRecord
+from pstar.collective_log import CollectiveLog
+from pstar.collectives import Collectives, Handle
+from pstar.errors import StateError
+from pstar.kernels import store_squared
+from pstar.norms import ParameterNorms
+from pstar.residency import Residency
+from pstar.tiers import FAR, NEAR
+from pstar.update_tiers import UpdateTiers
+
+
+@dataclass(slots=True, eq=False)
+class Reduction:
+    """A unit's gradients that are being reduced; their blocks stay until it is finished."""
+
+    gradients: "Gradients"
+    unit: UnitRecord
+    handle: Handle
+    pins: list[Block]
+
+    def finish(self) -> None:
+        self.gradients.finish_reduction(self)
+
+
+class Gradients:
+    """The gradients of the parameters in chunks, on this rank.
+
+    Args:
+        parameters: whose gradients they are.
+        residency, collectives: the layers below.
+        log: of the collective calls of this rank.
+        norms: puts a gradient into its place, and sums its squares.
+        tiers: where the update of each group will be.
+        dtype: of the chunks of gradients.
+        accumulates: a step has several micro-steps.
+        reduce_late: reduce all units after backward, in the order of their numbers, instead of each as soon as it is
+            complete.
+    """
+
+    def __init__(self, parameters: Parameters, residency: Residency, collectives: Collectives, log: CollectiveLog,
+                 norms: ParameterNorms, tiers: UpdateTiers, dtype: torch.dtype, accumulates: bool, reduce_late: bool):
+        self.parameters, self.units = parameters, parameters.units
+        self.residency, self.collectives, self.log = residency, collectives, log
+        self.norms, self.tiers, self.dtype = norms, tiers, dtype
+        self.reduce_late = reduce_late
+        self._may_sum_far = accumulates and self.units.one_rank
+        self.completed: list[int] = []
+        """The groups whose gradients were complete in this step, one after the other."""
+
+    def arrived(self, name: str) -> bool:
+        """Whether the parameter got a gradient in this step, on this rank."""
+        return name in self.units.place[name][0].arrived
+
+    def key_of(self, unit: UnitRecord) -> Key:
+        """The near block into which the next gradient of a unit goes."""
+        sums_far = self._may_sum_far and self.tiers.states_tier[unit.spec.group] == FAR
+        return ("micro_grad", unit.spec.index) if sums_far else unit.grad_key
+
+    def _sums_far(self, unit: UnitRecord) -> bool:
+        """Whether gradients of several micro-steps are added up far: where one rank updates them there. What crosses the
+        link is then each micro-step's gradient, in the dtype of the parameters, never the fp32 sum, and near keeps none."""
+        return self.key_of(unit) != unit.grad_key
+
+    # ---------------------------------------------------------------- they arrive
+
+    def add_grad(self, unit: UnitRecord, key: Key, name: str, grad: torch.Tensor, last_micro_step: bool) -> None:
+        """A parameter's gradient is there: it goes into its place in a block, and a unit that is complete is reduced.
+
+        key: what key_of said. Raises StateError for a gradient that comes after the reduction.
+        """
+        self.collectives.progress()
+        if unit.grads is not Grads.ARRIVING:
+            if unit.grads is not Grads.NONE:
+                raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several "
+                                 "ranks a layer that is used twice needs checkpoint(..., use_reentrant=False), or the "
+                                 "configuration \"find_unused_parameters\": true")
+            unit.move(Grads.ARRIVING)
+        residency, parameters, sums_far = self.residency, self.parameters, key is not unit.grad_key
+        if key in residency:
+            data = residency.ensure(key, NEAR)
+        else:
+            data = residency.create(key, unit.spec.elems, parameters.dtype if sums_far else self.dtype, NEAR)
+        place, there = parameters.view(name, data), unit.arrived
+        if sums_far:
+            there = unit.leaving
+            store_squared(place, grad, name in there, implementation="torch")    # the sum is what is squared
+        else:
+            self.norms.store(name, place, grad, name in there, None)
+        residency.mark_written(key, NEAR)
+        there.add(name)
+        unit.summed.add(name)
+        complete = len(unit.summed) == (unit.num_trainable or self._num_trainable(unit))
+        if complete and sums_far:
+            self._add_far(unit)
+        elif complete and last_micro_step and not self.reduce_late:
+            self._complete(unit)
+
+    def _num_trainable(self, unit: UnitRecord) -> int:
+        """Counted once a step: what is frozen between two steps is frozen for the whole one."""
+        if unit.num_trainable is None:
+            params = self.parameters.params
+            unit.num_trainable = sum(params[slot.name].requires_grad for slot in unit.spec.slots)
+        return unit.num_trainable
+
+    def _add_far(self, unit: UnitRecord) -> None:
+        """A micro-step's gradients of a unit leave near and are added to their fp32 sums, in the background."""
+        spec, residency = unit.spec, self.residency
+        micro, total = ("micro_grad", spec.index), ("grad", spec.index)
+        if total not in residency:
+            self._create_grad(spec.group, FAR)
+        residency.send_far(micro)
+        names, unit.leaving = unit.leaving, set()
+        parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in unit.arrived)
+                 for slot in spec.slots if slot.name in names]
+        # A second team of OpenMP threads beside the model's would slow the model down (see Movers.copy).
+        num_threads = 1 if self.parameters.device.type == "cpu" and residency.movers.asynchronous else None
+
+        def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
+            def add() -> None:
+                for name, part, adds in parts:
+                    self.norms.store(name, buffers[total][part], buffers[micro][part], adds, num_threads)
+
+            return add
+
+        residency.work(f"sum of gradients {spec.index}", [micro, total], FAR, prepare, residency.movers.asynchronous)
+        residency.drop(micro)
+        unit.arrived |= names
+
+    def end_backward(self, last_micro_step: bool) -> None:
+        """Backward is over. After the last micro-step, units that wait for gradients that never come are reduced."""
+        for unit in self.units.records:
+            if unit.leaving:
+                self._add_far(unit)
+        if self.reduce_late and last_micro_step:
+            self._complete_late()
+            self.residency.under_way.finish_pending()
+            return
+        for unit in self.units.records:
+            waits = unit.arrived and unit.grad_key in self.residency and not self._sums_far(unit)
+            if last_micro_step and waits and len(unit.summed) < self._num_trainable(unit):
+                self._complete(unit)
+            unit.summed.clear()
+        self.residency.under_way.finish_pending()
+
+    def _complete_late(self) -> None:
+        """Reduces every unit in which some rank has a gradient: those of a rank that has none are zero."""
+        units = self.units.records
+        with_grads = torch.tensor([float(bool(unit.arrived)) for unit in units], dtype=torch.float64,
+                                  device=self.parameters.device)
+        for unit, num_ranks in zip(units, self.collectives.sum(with_grads).tolist(), strict=True):
+            unit.summed.clear()
+            if not num_ranks:
+                continue
+            if unit.grad_key not in self.residency:    # with one rank this does not happen
+                self.residency.create(unit.grad_key, unit.spec.elems, self.dtype, NEAR)
+            self._complete(unit)
+
+    # ---------------------------------------------------------------- they are reduced
+
+    def _complete(self, unit: UnitRecord) -> None:
+        """All gradients of a unit are there: they begin to be reduced, and the piece goes to where the update will be."""
+        spec, residency = unit.spec, self.residency
+        self.completed.append(spec.group)
+        if self.units.one_rank:
+            self.take_norms(spec.group)
+            if self.tiers.states_tier[spec.group] == FAR:
+                residency.send_far(("grad", spec.group))
+                self._let_go(spec.group)
+            return
+        reductions = residency.under_way.reductions
+        while reductions:
+            reductions[0].finish()
+        self.log.reduce(spec.index)
+        full = residency.ensure(unit.grad_key, NEAR)
+        for slot in spec.slots:
+            if slot.name not in unit.arrived:
+                full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have one
+        pins = [residency.pin(unit.grad_key)]
+        if spec.owner is None:
+            piece = self._create_grad(spec.group, NEAR)
+            pins.append(residency.pin(("grad", spec.group)))
+            handle = self.collectives.reduce_scatter_mean(piece, full)
+        else:
+            handle = self.collectives.reduce_mean(full, spec.owner)
+        unit.move(Grads.REDUCING)
+        reductions.append(Reduction(self, unit, handle, pins))
+
+    def finish_reduction(self, reduction: Reduction) -> None:
+        """A unit's gradients are reduced: this rank's piece goes to where the update will be."""
+        self.residency.under_way.reductions.remove(reduction)
+        unit, residency = reduction.unit, self.residency
+        spec, key, states_tier = unit.spec, ("grad", unit.spec.group), self.tiers.states_tier[unit.spec.group]
+        reduction.handle.wait()
+        unit.move(Grads.REDUCED)
+        if spec.owner is not None:
+            if key not in residency:    # made by all ranks when the first chunk of the group is there
+                self._create_grad(spec.group, states_tier)
+            if spec.owner == self.collectives.rank:
+                tier, piece = residency.peek(key)
+                residency.copy(piece, residency.peek(unit.grad_key)[1], NEAR, tier)
+                self.take_norms(spec.group)
+        else:
+            self.take_norms(spec.group)
+        for pin in reduction.pins:
+            pin.unpin()
+        residency.drop(unit.grad_key)
+        if spec.owner is None and states_tier == FAR:
+            residency.send_far(key)
+
+    def _let_go(self, group: int) -> None:
+        """Parameters that will be updated far, and not be used before, have no use for their near copy: it goes now. So
+        the next gradients get memory that nobody reads any more, where they would wait for the last ones to leave theirs."""
+        key, residency = ("param", group), self.residency
+        trace, moment, block = residency.schedule.trace, residency.schedule.moment, residency.blocks[key]
+        if (trace is not None and self.tiers.update_tier(group) == FAR and FAR in block.copies and not block.pins
+                and trace.next_use(("adam", group), moment) < trace.next_use(key, moment)):
+            residency.send_far(key)
+
+    def _create_grad(self, group: int, tier: str) -> torch.Tensor:
+        return self.residency.create(("grad", group), self.units.layout.groups[group].piece_elems, self.dtype, tier)
+
+    def take_norms(self, group: int) -> None:
+        """Sums the squares of a group's gradients, wherever they are."""
+        with self.residency.reading([("grad", group)]) as places:
+            self.norms.take(group, places["grad", group][1], self.arrived)
+
+    def drop_grads(self) -> None:
+        """Forgets all gradients, as zero_grad does."""
+        self.residency.under_way.finish_pending()
+        self.completed.clear()
+        kinds = (("grad", len(self.units.layout.groups)), ("grad_full", len(self.units.records)),
+                 ("micro_grad", len(self.units.records)))
+        for kind, number in kinds:
+            for index in range(number):
+                if (kind, index) in self.residency:
+                    self.residency.finish((kind, index))    # what is still added would tell of its squares afterwards
+                    self.residency.drop((kind, index))
+        for unit in self.units.records:
+            unit.forget_grads()

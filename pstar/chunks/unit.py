@@ -1,0 +1,133 @@
+"""The record of a unit: what one collective brings together, and where its parameters and gradients are in this step.
+
+A *unit* (pstar.layout.Unit) is a group of chunks, p pieces that an all-gather fills; or, to save memory, one chunk that its
+owner broadcasts. All that the engine knows of a unit beside its bytes stands in its UnitRecord; which change of state may
+follow which stands in LEGAL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pstar.block import Key
+from pstar.errors import StateError
+from pstar.layout import Layout, Unit
+from pstar.residency import Pending
+
+
+class Bytes(Enum):
+    """Where a unit's parameters are."""
+
+    AWAY = "no parameter is a view of a near buffer"
+    GATHERING = "a gather is under way that was begun before anybody needed it"
+    GATHERED = "that gather has ended, no parameter is a view of its result yet"
+    BOUND = "parameters are views of a near buffer"
+
+
+class Grads(Enum):
+    """How far a unit's gradients are in this step, on this rank."""
+
+    NONE = "there are none"
+    ARRIVING = "there are some; with one process they stay in this state until they are dropped"
+    REDUCING = "they are being reduced over the ranks"
+    REDUCED = "they were reduced: nothing may be added"
+
+
+LEGAL = (
+    (Bytes.AWAY, Bytes.BOUND),
+    (Bytes.AWAY, Bytes.GATHERING),
+    (Bytes.GATHERING, Bytes.GATHERED),
+    (Bytes.GATHERED, Bytes.BOUND),
+    (Bytes.GATHERED, Bytes.AWAY),
+    (Bytes.BOUND, Bytes.AWAY),
+    (Grads.NONE, Grads.ARRIVING),
+    (Grads.NONE, Grads.REDUCING),    # other ranks have some
+    (Grads.ARRIVING, Grads.REDUCING),
+    (Grads.ARRIVING, Grads.NONE),
+    (Grads.REDUCING, Grads.REDUCED),
+    (Grads.REDUCED, Grads.NONE),
+)
+"""(before, after): every change of state that a unit may make. A tuple, for Enum computes its hash in Python."""
+
+
+@dataclass(slots=True, eq=False)
+class UnitRecord:
+    """One unit on this rank, in this step."""
+
+    spec: Unit
+    """What it consists of: numbers that never change."""
+    key: Key
+    """The near block that parameters are views of: ("param", u), with several ranks ("gathered", u)."""
+    grad_key: Key
+    """The near block in which its gradients are collected: ("grad", u), with several ranks ("grad_full", u)."""
+    bytes: Bytes = Bytes.AWAY
+    address: int = 0
+    """Of the near buffer, while bytes is BOUND."""
+    grads: Grads = Grads.NONE
+    arrived: set[str] = field(default_factory=set)
+    """Parameters that got a gradient in this step."""
+    summed: set[str] = field(default_factory=set)
+    """Those that got one in this micro-step."""
+    leaving: set[str] = field(default_factory=set)
+    """Of these, those whose gradient is still in the ("micro_grad", u) block."""
+    num_trainable: int | None = None
+    """Number of parameters that will get a gradient in this step; None until it was counted."""
+    gather: Pending | None = None
+    """The gather that was begun ahead, while bytes is GATHERING."""
+
+    def move(self, state: Bytes | Grads) -> None:
+        """The unit's bytes, or gradients, are in this state now. Raises StateError where LEGAL does not allow it."""
+        of_bytes = type(state) is Bytes
+        before = self.bytes if of_bytes else self.grads
+        if (before, state) not in LEGAL:
+            raise StateError(f"unit {self.spec.index} of group {self.spec.group} cannot go from {before.name} "
+                             f"({before.value}) to {state.name} ({state.value})")
+        if of_bytes:
+            self.bytes = state
+        else:
+            self.grads = state
+
+    def forget_grads(self) -> None:
+        """There are no gradients any more, and who is trainable is counted anew."""
+        if self.grads is not Grads.NONE:
+            self.move(Grads.NONE)
+            self.num_trainable = None
+            self.arrived.clear()
+            self.summed.clear()
+            self.leaving.clear()
+
+
+class Units:
+    """All units of a layout, and which keys of the trace each block answers to: numbers, no tensors.
+
+    Args:
+        layout: every parameter's place.
+        communication: gather and reduce a whole "group" at once, or one "chunk".
+        num_ranks: with one there is nothing to gather: a unit's near buffer is its own block.
+    """
+
+    def __init__(self, layout: Layout, communication: str, num_ranks: int):
+        self.layout, self.one_rank = layout, num_ranks == 1
+        kinds = ("param", "grad") if self.one_rank else ("gathered", "grad_full")
+        self.records = [UnitRecord(spec, (kinds[0], spec.index), (kinds[1], spec.index))
+                        for spec in layout.units(communication)]
+        self.place = {slot.name: (unit, slot.offset) for unit in self.records for slot in unit.spec.slots}
+        """Name of a parameter -> (its unit, offset inside it)."""
+        self.at = {unit.key: unit for unit in self.records}
+        self.of_group: dict[int, list[UnitRecord]] = {}
+        for unit in self.records:
+            self.of_group.setdefault(unit.spec.group, []).append(unit)
+
+    def uses_of(self, key: Hashable) -> list[Key]:
+        """Under which keys of the trace a block is used."""
+        kind, index = key
+        if kind in ("gathered", "grad_full", "micro_grad"):
+            return [key]
+        uses = [("adam", index)]
+        if kind == "param":
+            uses += [unit.key for unit in self.of_group[index]]
+        elif kind == "grad" and self.one_rank:
+            uses.append(key)
+        return uses

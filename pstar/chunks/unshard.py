@@ -1,0 +1,95 @@
+"""How a unit's bytes come near: by a gather from all ranks, or, with one process, from a slower tier.
+
+With one process a unit's near buffer is its ("param", u) block. With p ranks each rank keeps its own piece in ("param", g),
+and the near buffer is ("gathered", u), dropped when it must leave. For the ranks to agree about evictions, every rank has
+the same blocks near: they are created on all ranks at the same moments.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pstar.block import Block
+from pstar.chunks.parameters import Parameters
+from pstar.chunks.unit import Bytes, UnitRecord
+from pstar.collective_log import CollectiveLog
+from pstar.collectives import Collectives, Handle
+from pstar.residency import Pending, Residency
+from pstar.tiers import NEAR
+
+
+@dataclass(slots=True, eq=False)
+class Gather:
+    """A gather that was begun before anybody needed the unit; its buffer stays until it is finished."""
+
+    unit: UnitRecord
+    handle: Handle
+    pin: Block
+    gathers: list[Pending]
+    """Those under way, this one among them."""
+
+    def finish(self) -> None:
+        self.gathers.remove(self)
+        self.unit.gather = None
+        self.handle.wait()
+        self.unit.move(Bytes.GATHERED)
+        self.pin.unpin()
+
+
+class Unsharding:
+    """Brings units near.
+
+    Args:
+        parameters: become views of what came near.
+        residency, collectives: what brings it.
+        log: of the collective calls of this rank.
+    """
+
+    def __init__(self, parameters: Parameters, residency: Residency, collectives: Collectives, log: CollectiveLog):
+        self.parameters, self.units = parameters, parameters.units
+        self.residency, self.collectives, self.log = residency, collectives, log
+
+    def unshard(self, unit: UnitRecord) -> torch.Tensor:
+        """The unit's near buffer with everybody's pieces, its parameters views of it; brings them near when they are not."""
+        if self.units.one_rank:
+            data = self.residency.ensure(unit.key, NEAR)
+        else:
+            self.collectives.progress()
+            if not self.residency.is_near(unit.key):
+                self._gather(unit).wait()
+            elif unit.gather is not None:
+                unit.gather.finish()
+            data = self.residency.peek(unit.key)[1]
+        if unit.bytes is not Bytes.BOUND:
+            self.parameters.bind(unit, data)
+        return data
+
+    def unshard_async(self, unit: UnitRecord) -> None:
+        """Begins to gather a unit that is not near; it stays until it is used."""
+        handle, gathers = self._gather(unit), self.residency.under_way.gathers
+        unit.move(Bytes.GATHERING)
+        unit.gather = Gather(unit, handle, self.residency.pin(unit.key), gathers)
+        gathers.append(unit.gather)
+
+    def _gather(self, unit: UnitRecord) -> Handle:
+        spec, rank = unit.spec, self.collectives.rank
+        self.log.gather(spec.index)
+        data = self.residency.create(unit.key, spec.elems, self.parameters.dtype, NEAR, derived=True)
+        with self.residency.pinned(unit.key):
+            tier, own = self.residency.peek(("param", spec.group))
+        if spec.owner is None:
+            self.residency.copy(data.view(self.units.layout.num_ranks, -1)[rank], own, tier, NEAR)
+            return self.collectives.all_gather(data)
+        if spec.owner == rank:
+            self.residency.copy(data, own, tier, NEAR)
+        return self.collectives.broadcast(data, spec.owner)
+
+    def drop_gathered(self, group: int) -> None:
+        """The group's gathered copies are out of date: somebody's piece was updated."""
+        if self.units.one_rank:
+            return
+        for unit in self.units.of_group[group]:
+            if unit.key in self.residency:
+                if unit.gather is not None:
+                    unit.gather.finish()
+                self.residency.drop(unit.key)
