@@ -125,12 +125,12 @@ class Chunks:
 
     Attributes:
         slots: by name, in the model's order, a tied parameter once.
-        moved_bytes: in this step, "far to near" and "near to far".
+        moved_bytes: since the step began, "far to near" and "near to far"; step_bytes: in the last whole step.
     """
 
     def __init__(self, module: nn.Module, chunk_elems: int, near_bytes: int, device: torch.device) -> None:
         self.near, self.device = NearMemory(near_bytes), device
-        self.schedule, self.moved_bytes = Schedule(), Counter[str]()
+        self.schedule, self.moved_bytes, self.step_bytes = Schedule(), Counter[str](), Counter[str]()
         params, placed = dict(module.named_parameters()), set()
         names = {param: name for name, param in params.items()}
         modules = []
@@ -251,6 +251,7 @@ class Chunks:
             if chunk.may_leave and any(slot.summed for slot in chunk.slots):
                 self._drop(chunk)
         self.schedule.end_step()
+        self.step_bytes = self.moved_bytes.copy()
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of (weights, moments): NAME, and exp_avg.NAME, exp_avg_sq.NAME, step.NAME; no moments before an update."""

@@ -129,12 +129,12 @@ class ChunkedModel(nn.Module):
 
     def memory_table(self) -> list[tuple[str, str]]:
         """The same, and what the last step took and moved."""
-        moved = [(f"{way} a step", f"{self.data.moved_bytes[way]:,} bytes") for way in ("far to near", "near to far")]
+        moved = [(f"{way} a step", f"{self.data.step_bytes[way]:,} bytes") for way in ("far to near", "near to far")]
         return [*self.memory_plan(), ("near at most", f"{self.data.near.peak_bytes:,} bytes"), *moved]
 
     def step_scalars(self) -> dict[str, int]:
         """For metrics.jsonl, of the last step."""
-        near, moved = self.data.near, self.data.moved_bytes
+        near, moved = self.data.near, self.data.step_bytes
         return {"near_bytes": near.used_bytes, "near_peak_bytes": near.peak_bytes,
                 "far_to_near_bytes": moved["far to near"], "near_to_far_bytes": moved["near to far"]}
 

@@ -152,7 +152,7 @@ def assert_as_pstar(near: str, accumulate: int, chunk_elems: int, loads: bool = 
     both = zip(steps_of(model, optimizer, accumulate), steps_of(engine, its_optimizer, accumulate), strict=True)
     for step, (ours, theirs) in enumerate(both, start=1):
         assert ours == theirs, f"step {step}"
-        moved += (bytes_near := model.data.moved_bytes["far to near"])
+        moved += (bytes_near := model.data.step_bytes["far to near"])
         if loads:
             assert bytes_near == engine.ledger.step_bytes["far to near"], f"bytes copied near in step {step}"
     for ours, theirs in zip(model.data.gather_state(), engine.gather_state(), strict=True):
@@ -256,6 +256,10 @@ def test_an_evaluation_between_steps_changes_nothing() -> None:
         with torch.inference_mode():
             model(tokens(0)[0])
     assert_equal_runs((losses, model.data.gather_state()), expected)
+    before = model.memory_table()
+    with torch.no_grad():
+        model(tokens(0)[0])
+    assert model.memory_table() == before, "what an evaluation moves is in no step"
 
 
 def test_state_goes_on_in_other_chunks() -> None:
