@@ -190,7 +190,7 @@ class Settings:
 
 @dataclass
 class ParallelSettings(Settings):
-    """The flags that chapters of several ranks share beside the contract's: subclass it instead of Settings."""
+    """The flags that chapters of several ranks share in addition to the contract's: subclass it instead of Settings."""
 
     nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
     check_sync: int = flag(10, "Steps between checks that all ranks hold the same weights, 0 for none.")

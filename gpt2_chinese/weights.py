@@ -38,7 +38,7 @@ def export(
         output: a folder that is not there yet.
         form: "safetensors", or "bin" for programs that read nothing else.
         dtype: one of DTYPES; as stored when None.
-        vocab: a vocabulary file, where there is none beside the weights.
+        vocab: a vocabulary file, where there is none next to the weights.
 
     Raises:
         UserError: no model, an output that is there, numbers that the dtype cannot hold.
@@ -59,10 +59,10 @@ def export(
         keys = [key for key in ("dtype", "torch_dtype") if key in config.extra] or ["torch_dtype"]
         config.extra |= dict.fromkeys(keys, dtype)
     try:
-        beside = begin_final(output, sum(tensor.nbytes for tensor in weights.values()))
-        _save(weights, beside, form)
+        staging = begin_final(output, sum(tensor.nbytes for tensor in weights.values()))
+        _save(weights, staging, form)
         about = {"exported_from": str(path)}
-        return complete_final(beside, output, config, vocabulary.file.path, about, vocabulary.profile)
+        return complete_final(staging, output, config, vocabulary.file.path, about, vocabulary.profile)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
 

@@ -30,31 +30,31 @@ def export_final(
         about: what goes into run.json: where the model comes from.
         profile: of the vocabulary.
     """
-    beside = begin_final(directory, BYTES_EACH * sum(tensor.numel() for tensor in weights.values()))
-    save_tensors(beside / "model.safetensors", weights)
-    return complete_final(beside, directory, config, vocab, about, profile)
+    staging = begin_final(directory, BYTES_EACH * sum(tensor.numel() for tensor in weights.values()))
+    save_tensors(staging / "model.safetensors", weights)
+    return complete_final(staging, directory, config, vocab, about, profile)
 
 
 def begin_final(directory: Path, num_bytes: int) -> Path:
-    """An empty folder beside `directory`, for model.safetensors. Called by one process alone.
+    """An empty staging folder next to `directory`, for model.safetensors. Called by one process alone.
 
     Raises:
         RunError: the disk has no room for `num_bytes`.
     """
-    beside = beside_final(directory)
-    shutil.rmtree(beside, ignore_errors=True)
+    staging = staging_final(directory)
+    shutil.rmtree(staging, ignore_errors=True)
     check_space(directory, num_bytes)
-    beside.mkdir(parents=True)
-    return beside
+    staging.mkdir(parents=True)
+    return staging
 
 
-def beside_final(directory: Path) -> Path:
+def staging_final(directory: Path) -> Path:
     """Where `begin_final` makes that folder: known to all ranks."""
     return directory.with_name(f"{directory.name}.tmp")
 
 
 def complete_final(
-    beside: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any], profile: str = "auto"
+    staging: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any], profile: str = "auto"
 ) -> Path:
     """Adds what belongs to the weights, seals the folder and renames it to `directory`; returns that.
 
@@ -65,15 +65,15 @@ def complete_final(
 
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
-    if (beside / "model.safetensors").is_file():  # an export may be a pickle for older programs: its weights were read
-        with safe_open(beside / "model.safetensors", "pt") as file:
+    if (staging / "model.safetensors").is_file():  # an export may be a pickle for older programs: its weights were read
+        with safe_open(staging / "model.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 check_finite({name: file.get_tensor(name)})
     vocabulary = Vocabulary.load(vocab, profile)
     ids = {"bos_token_id": vocabulary.begin_id, "eos_token_id": vocabulary.end_id, "pad_token_id": vocabulary.pad_id}
-    write_json(beside / "config.json", {**config.to_dict(), **ids})
-    vocabulary.save(beside)
-    write_json(beside / "run.json", {"layout": vocabulary.layout, "vocab_profile": vocabulary.profile, **about})
-    seal(beside)
-    put_in_place(beside, directory)
+    write_json(staging / "config.json", {**config.to_dict(), **ids})
+    vocabulary.save(staging)
+    write_json(staging / "run.json", {"layout": vocabulary.layout, "vocab_profile": vocabulary.profile, **about})
+    seal(staging)
+    put_in_place(staging, directory)
     return directory

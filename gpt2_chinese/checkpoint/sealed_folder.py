@@ -84,7 +84,7 @@ def _look(path: Path) -> list[tuple[str, int, int]]:
     return sorted((str(f), s.st_size, s.st_mtime_ns) for f in path.rglob("*") if f.is_file() for s in [f.stat()])
 
 
-def put_in_place(beside: Path, target: Path) -> None:
+def put_in_place(staging: Path, target: Path) -> None:
     """Renames a sealed folder to `target`; what stands there is whole, as TARGET.old if not as itself, until it is done."""
     old = target.with_name(f"{target.name}.old")
     if target.exists() and old.exists() and damage(target) is not None and damage(old) is None:
@@ -92,7 +92,7 @@ def put_in_place(beside: Path, target: Path) -> None:
     elif target.exists():
         shutil.rmtree(old, ignore_errors=True)  # where both are whole, the older one may be half gone for a moment
         os.rename(target, old)
-    os.rename(beside, target)
+    os.rename(staging, target)
     flush(target.parent)
     _found_whole[target] = _look(target)
     shutil.rmtree(old, ignore_errors=True)

@@ -8,7 +8,7 @@
         state.json              step, tokens, the settings that matter, versions, and what a chapter adds under "extra"
         manifest.json           size and SHA-256 of each file above, and of that table
 
-Complete or absent: written to a folder beside, flushed to the disk, renamed. The manifest is checked before use,
+Complete or absent: written to a staging folder, flushed to the disk, renamed. The manifest is checked before use,
 because a flipped byte in a safetensors file loads without a word. torch is imported late: naming a checkpoint must not
 need it.
 """
@@ -49,40 +49,40 @@ def save(
     """
     check_finite({**weights, **moments})
     num_bytes = BYTES_EACH * sum(tensor.numel() for tensor in [*weights.values(), *moments.values()])
-    beside = begin(directory, step, num_bytes)
-    save_tensors(beside / "model.safetensors", weights)
-    save_tensors(beside / "optimizer.safetensors", moments)
-    return complete(beside, step, state)
+    staging = begin(directory, step, num_bytes)
+    save_tensors(staging / "model.safetensors", weights)
+    save_tensors(staging / "optimizer.safetensors", moments)
+    return complete(staging, step, state)
 
 
 def begin(directory: Path, step: int, num_bytes: int) -> Path:
-    """An empty folder beside `directory`/step_NNNNNN, for `complete` to rename. Called by one process alone.
+    """An empty staging folder next to `directory`/step_NNNNNN, for `complete` to rename. Called by one process alone.
 
     Raises:
         RunError: the disk has no room for `num_bytes`.
     """
-    beside = beside_of(directory, step)
+    staging = staging_folder(directory, step)
     for stale in directory.glob("step_*.tmp*"):  # left by a process that was killed while it wrote
         shutil.rmtree(stale, ignore_errors=True)
     check_space(directory, num_bytes)
     directory.mkdir(parents=True, exist_ok=True)
     flush(directory.parent)
-    beside.mkdir()
-    return beside
+    staging.mkdir()
+    return staging
 
 
-def beside_of(directory: Path, step: int) -> Path:
+def staging_folder(directory: Path, step: int) -> Path:
     """Where `begin` makes that folder: known to all ranks."""
     return directory / f"step_{step:06d}.tmp"
 
 
-def complete(beside: Path, step: int, state: dict[str, Any]) -> Path:
+def complete(staging: Path, step: int, state: dict[str, Any]) -> Path:
     """Adds state.json and config.json to the folder of `begin`, seals it and renames it; returns its path."""
-    target = beside.with_suffix("")
-    write_json(beside / "config.json", state.get("model", {}))
-    write_json(beside / "state.json", {"step": step, **state})
-    seal(beside)
-    put_in_place(beside, target)
+    target = staging.with_suffix("")
+    write_json(staging / "config.json", state.get("model", {}))
+    write_json(staging / "state.json", {"step": step, **state})
+    seal(staging)
+    put_in_place(staging, target)
     return target
 
 

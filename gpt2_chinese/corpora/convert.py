@@ -175,7 +175,7 @@ def convert(options: argparse.Namespace) -> None:
     try:
         output = OutputFolder(options.output, options.overwrite)
         _refuse_own_output(files, output.final)
-        conversion = Conversion(options, output.beside)
+        conversion = Conversion(options, output.staging)
         report = conversion.report
         for name in left_out:
             report.leave_out(name)
@@ -187,7 +187,7 @@ def convert(options: argparse.Namespace) -> None:
         shown_options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
         shown_options["inputs"] = [shown(path) for path in options.inputs]
         text = json.dumps({"options": shown_options, **report.as_dict()}, ensure_ascii=False, indent=2, default=str)
-        (output.beside / "report.json").write_text(text.encode("utf-8", "replace").decode() + "\n", encoding="utf-8")
+        (output.staging / "report.json").write_text(text.encode("utf-8", "replace").decode() + "\n", encoding="utf-8")
         output.finish()
         output = None
     except (OSError, sqlite3.Error) as error:

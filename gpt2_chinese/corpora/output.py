@@ -4,7 +4,7 @@
     OUTPUT/valid/part-00000.json ...
     OUTPUT/report.json
 
-Everything is written into the hidden folder `.OUTPUT.converting` beside it, synced, and renamed as a whole at the end. A
+Everything is written into the hidden folder `.OUTPUT.converting` next to it, synced, and renamed as a whole at the end. A
 killed conversion leaves that folder; the next one to the same OUTPUT removes it.
 """
 
@@ -29,26 +29,26 @@ class OutputFolder:
 
     Attributes:
         final: its name at the end.
-        beside: where it is written.
+        staging: where it is written.
     """
 
     def __init__(self, final: Path, overwrite: bool) -> None:
         """Raises UserError when `final` must not be replaced, cannot be written, or is being written by another."""
         self.final = Path(os.path.abspath(final))
-        self.beside = self.final.with_name(f".{self.final.name}.converting")
+        self.staging = self.final.with_name(f".{self.final.name}.converting")
         self.old = self.final.with_name(f".{self.final.name}.old")
         self._check(overwrite)
-        self.beside.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.beside, os.O_RDONLY | os.O_DIRECTORY)
+        self.staging.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.staging, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = os.path.samestat(os.fstat(self._lock), os.stat(self.beside))
+            same = os.path.samestat(os.fstat(self._lock), os.stat(self.staging))
         except OSError:
             same = False
         if not same:  # held, or renamed by its owner since
             os.close(self._lock)
             raise UserError(f"--output {self.final} is being written by another conversion: wait for it")
-        for leftover in self.beside.iterdir():
+        for leftover in self.staging.iterdir():
             _remove(leftover)
 
     def _check(self, overwrite: bool) -> None:
@@ -67,20 +67,20 @@ class OutputFolder:
 
     def finish(self) -> None:
         """Syncs the folder and gives it its name; what had that name before goes."""
-        for path in sorted(self.beside.rglob("*"), reverse=True):
+        for path in sorted(self.staging.rglob("*"), reverse=True):
             flush(path)
-        flush(self.beside)
+        flush(self.staging)
         _remove(self.old)
         if self.final.exists():
             os.rename(self.final, self.old)
-        os.rename(self.beside, self.final)
+        os.rename(self.staging, self.final)
         flush(self.final.parent)
         _remove(self.old)
         os.close(self._lock)
 
     def discard(self) -> None:
         """Removes what was written."""
-        _remove(self.beside)
+        _remove(self.staging)
         os.close(self._lock)
 
 

@@ -235,8 +235,8 @@ def _is_complete(settings: Settings) -> bool:
 
 def what_next(settings: Settings) -> str:
     """The commands to go on with, ready to paste."""
-    beside = Path(sys.executable).with_name("tensorboard")  # a .venv that is not active is not on the PATH
-    tensorboard = "tensorboard" if shutil.which("tensorboard") else shlex.quote(str(display_link(beside)))
+    program = Path(sys.executable).with_name("tensorboard")  # a .venv that is not active is not on the PATH
+    tensorboard = "tensorboard" if shutil.which("tensorboard") else shlex.quote(str(display_link(program)))
     default = settings.output_dir.resolve() == ROOT / "runs" / settings.chapter
     model = "" if default else f" --model {shlex.quote(str(display(settings.output_dir)))}"
     script = display(settings.program.with_name("generate.sh"))

@@ -74,7 +74,6 @@ class Run:
         self._metrics, self._saving = Metrics(self.directory), Saving(settings, ranks)
         self.resume_from = settings.resume_from
         self.first_step = first_step or settings.resume_step + 1
-        self._goes_on = self.first_step > 1
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
             ranks.close()
             fail("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
@@ -101,6 +100,11 @@ class Run:
             print_header(settings, ranks, [*(about or []), ("output", display(self.directory)), *start])
 
     # -- start --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _goes_on(self) -> bool:
+        """True when earlier steps have been taken, by another process or before a worker was lost."""
+        return self.first_step > 1
 
     def _prepare_folder(self) -> None:
         settings = self.settings

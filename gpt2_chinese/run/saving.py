@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gpt2_chinese.checkpoint import step_folder
-from gpt2_chinese.checkpoint.final import begin_final, beside_final, complete_final, export_final
+from gpt2_chinese.checkpoint.final import begin_final, complete_final, export_final, staging_final
 from gpt2_chinese.checkpoint.find import PARTS, newest_complete
 from gpt2_chinese.checkpoint.model_state import BYTES_EACH
 from gpt2_chinese.distributed.ranks import Ranks
@@ -51,13 +51,13 @@ class Saving:
                 step_folder.save(self.checkpoints, step, weights, moments, state)
                 step_folder.prune(self.checkpoints, self.settings.keep, step)
 
-        self._together(f"the state after step {step}", step_folder.beside_of(self.checkpoints, step), write)
+        self._together(f"the state after step {step}", step_folder.staging_folder(self.checkpoints, step), write)
 
     def save_parts(
         self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None, before: Callable[[], None]
     ) -> None:
         """The same where all ranks call write(folder), with a folder that is not there."""
-        beside, state = step_folder.beside_of(self.checkpoints, step), self._state(step, extra)
+        staging, state = step_folder.staging_folder(self.checkpoints, step), self._state(step, extra)
         num_bytes = 3 * BYTES_EACH * self.settings.model.num_parameters()  # weights and two moments
 
         def begin() -> None:
@@ -67,16 +67,16 @@ class Saving:
 
         def complete() -> None:
             if self.ranks.is_main:
-                step_folder.complete(beside, step, state)
+                step_folder.complete(staging, step, state)
                 step_folder.prune(self.checkpoints, self.settings.keep, step)
 
-        for act in (begin, lambda: write(beside / PARTS), complete):
-            self._together(f"the state after step {step}", beside, act)
+        for act in (begin, lambda: write(staging / PARTS), complete):
+            self._together(f"the state after step {step}", staging, act)
 
     def write_final(self, weights: Mapping[str, torch.Tensor] | Callable[[Path], object], about: dict[str, Any]) -> None:
         """Writes final/; `weights` as `Run.finish` takes them. Raises RunError on all ranks."""
         settings, final = self.settings, self.directory / "final"
-        beside = beside_final(final)
+        staging = staging_final(final)
 
         def begin() -> None:
             if self.ranks.is_main:
@@ -85,18 +85,18 @@ class Saving:
         def complete() -> None:
             vocabulary = settings.vocab, about, settings.vocab_profile
             if self.ranks.is_main and callable(weights):
-                complete_final(beside, final, settings.model, *vocabulary)
+                complete_final(staging, final, settings.model, *vocabulary)
             elif self.ranks.is_main:
                 export_final(final, settings.model, weights, *vocabulary)
 
-        for act in (begin, lambda: weights(beside / "model.safetensors"), complete) if callable(weights) else (complete,):
-            self._together("final/", beside, act)
+        for act in (begin, lambda: weights(staging / "model.safetensors"), complete) if callable(weights) else (complete,):
+            self._together("final/", staging, act)
 
-    def _together(self, what: str, beside: Path, act: Callable[[], object]) -> None:
+    def _together(self, what: str, staging: Path, act: Callable[[], object]) -> None:
         """All ranks act, and wait for each other.
 
         Raises:
-            RunError: on all ranks, when one of them could not write; what it had written to `beside` is removed.
+            RunError: on all ranks, when one of them could not write; what it had written to `staging` is removed.
         """
         said = ""
         try:
@@ -109,7 +109,7 @@ class Saving:
         if not failed:
             return
         if self.ranks.is_main:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
         said = said or f"rank {self.ranks.num_ranks - int(failed)} could not write"
         raise RunError(f"{what} is not saved: {said}; {self.last_good()}")
 
