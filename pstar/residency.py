@@ -285,7 +285,9 @@ class Residency:
         return True
 
     def _allocate(self, tier: str, block: Block, fences: list[Handle]) -> Any:
-        self.make_room(tier, block.num_bytes, f"{block.key[0]} of group {block.key[1]}")
+        if not self.tiers[tier].has_room(block.num_bytes):
+            with block:    # making room for a copy must not take its source away
+                self.make_room(tier, block.num_bytes, f"{block.key[0]} of group {block.key[1]}")
         if tier == DISK:
             return self.tiers[DISK].allocate(block.numel, block.dtype, block.key[0])
         return self.tiers[tier].allocate(block.numel, block.dtype, block.key[0], fences)
@@ -355,8 +357,7 @@ class Residency:
             self._begin(block, FAR)
             source = FAR
         fences: list[Handle] = []
-        with block:    # making room for the copy must not take the source away
-            buffer = self._allocate(tier, block, fences)
+        buffer = self._allocate(tier, block, fences)
         data, way = block.copies[source], f"{source} to {tier}"
         before = (*block.pending, *fences)
 

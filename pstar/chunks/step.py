@@ -70,17 +70,15 @@ class Chunks:
         if torch.is_inference_mode_enabled():    # a parameter that became a view in it would never get a gradient again
             with torch.inference_mode(False), torch.no_grad():
                 return self._need(unit)
-        self._touch(unit.key)
+        if unit.key != self.schedule.last:
+            self._touch(unit.key)
         self.unsharding.unshard(unit)
 
     def _touch(self, key: Key) -> None:
-        """The next moment of the schedule, if it is another, and the room that its activations leave."""
-        schedule = self.schedule
-        if key == schedule.last:
-            return
-        schedule.touch(key)
+        """The next moment of the schedule, and the room that its activations leave."""
+        self.schedule.touch(key)
         if self.room.watch is not None:
-            self._shrink_room(key, schedule.peak)
+            self._shrink_room(key, self.schedule.peak)
 
     def _shrink_room(self, key: Key, peak: int | None) -> None:
         """Chunks leave near until they take no more than `peak` bytes of other things leave; not the block of key, which is
@@ -121,7 +119,8 @@ class Chunks:
         """A parameter's gradient is there: it goes into its slot, and a group that is complete is reduced."""
         gradients, unit = self.gradients, self.units.place[name][0]
         key = gradients.key_of(unit)
-        self._touch(key)
+        if key != self.schedule.last:
+            self._touch(key)
         gradients.add_grad(unit, key, name, grad, last_micro_step)
 
     def drop_grads(self) -> None:
