@@ -45,7 +45,7 @@ def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, que
     from zero_ledger import sent_formula
 
     from gpt2_chinese.distributed.ranks import Ranks
-    from gpt2_chinese.distributed.socket_bytes import tcp_bytes
+    from gpt2_chinese.distributed.socket_bytes import between, tcp_bytes
     from gpt2_chinese.model.config import ModelConfig
     from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
@@ -76,7 +76,7 @@ def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, que
         sharded.step_scalars()
         ranks.barrier()
         seconds.append(time.perf_counter() - begin)
-        sent = tcp_bytes()[0] - before[0] if before else 0
+        sent = between(before, tcp_bytes())[0] if before is not None else 0
     numels = [unit.numel for unit in sharded.units]
     queue.put((rank, {
         "states": sum(sharded.ledger.states["after backward"].values()),

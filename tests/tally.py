@@ -23,10 +23,11 @@ REPORT_VARIABLE = "TESTS_REPORT"  # names the file that the totals are written t
 WHOLE_VARIABLE = "TESTS_WHOLE"  # set by tests/run.sh to "quick" or "all" when nothing was selected by hand
 
 # The most that the quick command may need, by folder: programs started, ranks forked. Ranks live as long as a worker, and
-# which of the three workers a file goes to differs from run to run: their budget is three times what one worker needs.
+# which of the three workers a file goes to, and after which other one, differs from run to run: their budget is three times
+# what one worker needs.
 # A browser counts as a program: where there is a Chromium tests/docs starts 75 programs, else 53.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "chapters": (120, 60), "distributed": (2, 48), "docs": (90, 0), "exercises": (4, 40), "harness": (6, 60),
+    "chapters": (120, 90), "distributed": (2, 80), "docs": (90, 0), "exercises": (4, 40), "harness": (6, 60),
     "layers": (16, 0), "unit": (150, 24),
 }  # fmt: skip
 

@@ -17,20 +17,32 @@ TCP_INFO = 11  # linux/tcp.h
 ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # of struct tcp_info: tcpi_bytes_acked, tcpi_bytes_received
 
 
-def tcp_bytes() -> tuple[int, int] | None:
-    """(sent, received) over the connections that are open now, in bytes; None where the kernel does not tell."""
-    sent = received = 0
+Counts = dict[str, tuple[int, int]]
+"""The name of a connection to (sent, received) since it was opened, in bytes."""
+
+
+def tcp_bytes() -> Counts | None:
+    """The counts of the connections that are open now; None where the kernel does not tell."""
+    counts: Counts = {}
     try:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or no TCP connection
-                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    continue
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    written, got = _of(connection)
-                    sent, received = sent + written, received + got
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as connection:
+                        counts[target] = _of(connection)
     except (OSError, struct.error):
         return None
-    return sent, received
+    return counts
+
+
+def between(before: Counts, now: Counts) -> tuple[int, int]:
+    """(sent, received) from one call of tcp_bytes to a later one, over the connections that are still open at the later one.
+
+    What a closed connection has carried is in no count: it must not be subtracted from the others.
+    """
+    sent = sum(count[0] - before.get(name, (0, 0))[0] for name, count in now.items())
+    return sent, sum(count[1] - before.get(name, (0, 0))[1] for name, count in now.items())
 
 
 def _of(connection: socket.socket) -> tuple[int, int]:

@@ -28,7 +28,7 @@ import torch
 from gpt2_chinese.checkpoint.trained_model import load_model
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.distributed.ranks import Ranks
-from gpt2_chinese.distributed.socket_bytes import tcp_bytes
+from gpt2_chinese.distributed.socket_bytes import between, tcp_bytes
 from gpt2_chinese.errors import RunError, fail
 from gpt2_chinese.files import display, write_json
 from gpt2_chinese.generate.decoding import generate
@@ -215,11 +215,11 @@ class Run:
 
         Received bytes that are still on their way count for the next step: over many steps they are exact, over one not.
         """
-        before, now = self._traffic, tcp_bytes() if self._traffic else None
+        before, now = self._traffic, tcp_bytes() if self._traffic is not None else None
         if before is None or now is None:
             return {}
         self._traffic = now
-        return {"sent_bytes": max(0, now[0] - before[0]), "received_bytes": max(0, now[1] - before[1])}
+        return dict(zip(("sent_bytes", "received_bytes"), between(before, now), strict=True))
 
     def _flush_row(self) -> None:
         """Writes the line of the last step; it waits for the evaluation that belongs to it."""

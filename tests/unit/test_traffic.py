@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from gpt2_chinese.distributed.socket_bytes import tcp_bytes
+from gpt2_chinese.distributed.socket_bytes import between, tcp_bytes
 
 
 def test_bytes_count_when_they_are_written_and_not_when_they_arrive() -> None:
@@ -18,10 +18,27 @@ def test_bytes_count_when_they_are_written_and_not_when_they_arrive() -> None:
                     written += ours.send(bytes(1 << 16))
             except BlockingIOError:
                 pass
-            sent, received = (now - then for now, then in zip(tcp_bytes(), before, strict=True))
+            sent, received = between(before, tcp_bytes())
             assert sent == written > received > 0, "more is written than has arrived"
             theirs.setblocking(True)
             left = written
             while left:
                 left -= len(theirs.recv(1 << 20))
-            assert tuple(now - then for now, then in zip(tcp_bytes(), before, strict=True)) == (written, written)
+            assert between(before, tcp_bytes()) == (written, written)
+
+
+def test_a_connection_that_is_closed_takes_nothing_from_the_count() -> None:
+    def send(ours: socket.socket, theirs: socket.socket, num_bytes: int) -> None:
+        ours.sendall(bytes(num_bytes))
+        assert len(theirs.recv(num_bytes, socket.MSG_WAITALL)) == num_bytes
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        old, new = ((socket.create_connection(server.getsockname()), server.accept()[0]) for _ in range(2))
+        send(*old, 5000)
+        before = tcp_bytes()
+        for end in old:
+            end.close()
+        send(*new, 3000)
+        assert between(before, tcp_bytes()) == (3000, 3000)
+        for end in new:
+            end.close()
