@@ -29,7 +29,7 @@ def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tu
     """(largest relative gap of a loss, parameters, near memory as a share of the model data, what the start said)."""
     import torch
 
-    from pstar.norms import clip_grad_norm_
+    from pstar.numerics.grad_norm import clip_grad_norm_
     from tests import toy
 
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def lending() -> Iterator[str]:
 
     import torch
 
-    from pstar.borrowed import Idle, idle_class
+    from pstar.chunks.borrowed import Idle, idle_class
     from tests import toy
 
     model, optimizer = toy.build(lambda: toy.Toy(LAYERS), near_budget="min")

@@ -30,9 +30,9 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 from turns import in_turns  # noqa: E402
 
-from pstar.disk import DiskTier, check_disk_path  # noqa: E402
 from pstar.errors import PstarError  # noqa: E402
-from pstar.tiers import FAR, Tier  # noqa: E402
+from pstar.memory.disk import DiskTier, check_disk_path  # noqa: E402
+from pstar.memory.tier import FAR, Tier  # noqa: E402
 
 MIB, WARM_UP = 2**20, 1
 PLAIN_BYTES = MIB

@@ -77,7 +77,7 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
     import torch
 
     import pstar
-    from pstar.budget import model_data_bytes
+    from pstar.layout.budget import model_data_bytes
 
     torch.set_num_threads(num_cores())
     warm_up()

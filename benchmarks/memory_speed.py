@@ -76,7 +76,7 @@ def make_model(size: dict[str, int]) -> Any:
 
 def plain_steps(size: dict[str, int], keep: bool) -> Callable[..., dict]:
     """A training step of torch alone. keep: freed memory is kept for the next step, as pstar does."""
-    from pstar.tiers import keep_freed_memory
+    from pstar.memory.tier import keep_freed_memory
 
     if keep:
         keep_freed_memory()
@@ -87,7 +87,7 @@ def plain_steps(size: dict[str, int], keep: bool) -> Callable[..., dict]:
 def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
     """A training step of the engine; tells also how long it waited, and what it moved."""
     import pstar
-    from pstar.tiers import FAR
+    from pstar.memory.tier import FAR
 
     keys = {"optimizer": {"type": "AdamW", "params": ranks.ADAM}}
     model, optimizer = pstar.initialize_engine(lambda: make_model(size), 0, keys | config)

@@ -8,7 +8,7 @@ bash benchmarks/plan_memory.sh --quick                # a small model, to see th
 Interpreter: resident memory of the same process before the model is made, after a toy model was trained so that all code is
 loaded, and after matrices of the model's shapes were multiplied and forgotten: the library keeps workspace for each shape
 (MKL, which takes none with MKL_DISABLE_FAST_MM=1 in the environment), as a GPU's does in what `pstar plan` reserves.
-Near and far: the most that pstar.predict expects in each tier, in far with the activations that are offloaded (without a GPU
+Near and far: the most that the planner expects in each tier, in far with the activations that are offloaded (without a GPU
 both lie in host memory). Activations, those near, twice: as planned by GptShape.activation_bytes, which counts what a GPU
 keeps, dropout masks included; and as counted by the engine in a process of its own (Schedule.known_peaks, and what
 offloading keeps far beside the chunks). The first is a plan, made from numbers alone; the second is not, it shows whether
@@ -52,10 +52,10 @@ def make_model(size: dict[str, int]) -> Any:
 
 def planned(size: dict[str, int], config: dict) -> dict[str, int]:
     """Bytes of near, far and activations at their peaks, from numbers alone; far also without offloaded activations."""
-    from pstar.gpt_shape import GptShape
-    from pstar.machines import Machine
-    from pstar.plan import plan_engine
-    from pstar.predict import Job, Prediction, predict
+    from pstar.planner.gpt_shape import GptShape
+    from pstar.planner.machines import Machine
+    from pstar.planner.plan import plan_engine
+    from pstar.planner.predict import Job, Prediction, predict
 
     plan = plan_engine(lambda: make_model(size), config)
     shape = GptShape(size["n_layer"], size["n_embd"], size["n_head"], size["vocab_size"], size["n_positions"])
@@ -70,7 +70,7 @@ def planned(size: dict[str, int], config: dict) -> dict[str, int]:
 
     answer = ask(config.get("offload_activations", False))
     if answer.layout != plan.layout or answer.near_groups != len(plan.near_homes):
-        raise SystemExit("error: pstar.predict expects other chunks than the engine makes")
+        raise SystemExit("error: pstar.planner.predict expects other chunks than the engine makes")
     return {"near": answer.near_bytes, "far": answer.far_bytes, "far chunks": ask(False).far_bytes,
             "activations": answer.activation_bytes, "params": answer.num_params}  # fmt: skip
 
@@ -79,7 +79,7 @@ def take_workspace(size: dict[str, int]) -> None:
     """Multiplies what the model will multiply, forward and backward, and keeps nothing but the library's workspace."""
     import torch
 
-    from pstar.tiers import keep_freed_memory
+    from pstar.memory.tier import keep_freed_memory
 
     keep_freed_memory(False)    # the matrices' memory is given back: kept, it would hide what the engine takes
     width = size["n_embd"]

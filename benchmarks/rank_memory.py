@@ -11,7 +11,7 @@ weights and gradients, measured. Staging: the shared memory through which the ra
 once for every rank. The peak is the kernel's count for the whole process (VmHWM), less what torch and its libraries
 take before the engine is made. The chunks' bytes are exact; what the allocator leaves unused between them is not in the
 formula, so a rank is reported as too large from 1.1 times the formula on. MALLOC_MMAP_THRESHOLD_=262144 in the environment
-shows a run without such holes (and with a page fault for every 4096 bytes of a step; see pstar.tiers.keep_freed_memory).
+shows a run without such holes (and with a page fault for every 4096 bytes of a step; see keep_freed_memory).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measure_rank(rank: int, num_ranks: int, layers: int, keys: dict, folder: str
     dist.init_process_group("gloo", init_method=Path(folder, "meet").as_uri(), rank=rank, world_size=num_ranks)
     dist.barrier()
     import pstar
-    from pstar.shared_memory import SLICE_BYTES
+    from pstar.comm.shared_memory import SLICE_BYTES
 
     warm_up()
     gc.collect()

@@ -91,7 +91,7 @@ def plain() -> Step:
 
 def plain_kept() -> Step:
     """Part of pstar's speed is that it does not give memory back to the system at every step: anybody can have that part."""
-    from pstar.tiers import keep_freed_memory
+    from pstar.memory.tier import keep_freed_memory
 
     keep_freed_memory()
     return plain()

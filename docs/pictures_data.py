@@ -65,7 +65,7 @@ def groups() -> int:
 
 def slots_of(order: Sequence[int], room: int) -> tuple[list[list[int | None]], set[int]]:
     """Which chunk is in which slot at each moment of a step that repeats, and the moments at which one is loaded."""
-    from pstar.schedule import Trace
+    from pstar.schedule.schedule import Trace
 
     trace, slots = Trace(order), [None] * room
     for _ in range(3):  # the first rounds fill the slots; then it repeats

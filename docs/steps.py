@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import measured
 
 if TYPE_CHECKING:
-    from pstar.profile import BlockEvent, Recording
+    from pstar.profile.recording import BlockEvent, Recording
 
 STEP = 2
 """Of the profiled run: the first that follows the trace with all room that activations leave."""
@@ -32,7 +32,7 @@ WORDS = {
 
 def view(words: Callable[[str], str]) -> str:
     """The place for the view, with its data in it: nothing is fetched."""
-    from pstar.profile import load_profile
+    from pstar.profile.recording import load_profile
 
     content = step(load_profile(measured.profile()), STEP)
     content["words"] = {key: words(text) for key, text in WORDS.items()}
@@ -47,7 +47,7 @@ def step(recording: Recording, number: int) -> dict[str, Any]:
 
     frames: [{ms, said, block, moves: [[block, tier, 1 or 0]], near, other}], the first without a block: the begin.
     """
-    from pstar.timeline import cut, in_order, stages, tier_order
+    from pstar.profile.timeline import cut, in_order, stages, tier_order
 
     part = cut(recording, number, number)
     keys = in_order({(event.kind, event.number) for event in part.blocks})

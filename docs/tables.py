@@ -169,8 +169,8 @@ def arithmetic(words: Words) -> str:
     from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
     from gpt2_chinese.vocabulary.profiles import vocabulary_size
     from pstar import plan_engine
-    from pstar.budget import model_data_bytes
-    from pstar.tiers import format_bytes
+    from pstar.layout.budget import model_data_bytes
+    from pstar.memory.tier import format_bytes
 
     config = PRESETS["tiny"]
     config.vocab_size = vocabulary_size(REPO / "cache/vocab.txt")
@@ -213,7 +213,7 @@ def loads(words: Words) -> str:
     In the last row the room shrinks in forward, as activations fill it, and is whole again for the update of all chunks,
     for which a few of them want three blocks of states each.
     """
-    from pstar.schedule import POLICIES, count_loads
+    from pstar.schedule.schedule import POLICIES, count_loads
 
     num_chunks = 8
     accesses: list[object] = [*range(num_chunks), *reversed(range(num_chunks))]

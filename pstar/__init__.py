@@ -11,10 +11,10 @@
 from pstar.config import Config, load_config
 from pstar.engine import Engine, initialize_engine
 from pstar.errors import ArgumentError, BudgetError, CheckpointError, ConfigError, PstarError, StateError
-from pstar.hybrid_adam import HybridAdam
-from pstar.plan import Plan, plan_engine
-from pstar.scope import exclude, torch_scope
-from pstar.tiled import TiledLinear, join_tiles, tile_linears
+from pstar.modules.scope import exclude, torch_scope
+from pstar.modules.tiled_linear import TiledLinear, join_tiles, tile_linears
+from pstar.optim.hybrid_adam import HybridAdam
+from pstar.planner.plan import Plan, plan_engine
 
 __all__ = ["ArgumentError", "BudgetError", "CheckpointError", "Config", "ConfigError", "Engine", "HybridAdam", "Plan",
            "PstarError", "StateError", "TiledLinear", "exclude", "initialize_engine", "join_tiles", "load_config",

@@ -4,9 +4,10 @@ import argparse
 import sys
 from typing import NoReturn
 
-from pstar import plan_command, trace_command
 from pstar.config import load_config, reference
 from pstar.errors import PstarError
+from pstar.planner import plan_command
+from pstar.profile import trace_command
 
 
 class _Parser(argparse.ArgumentParser):

@@ -8,34 +8,34 @@ from typing import Any
 
 import torch
 
-from pstar.budget import Costs, model_data_bytes
-from pstar.checkpoint import gather_state, load_state, write
+from pstar.checkpoint.export import export_weights, import_weights
+from pstar.checkpoint.sharded import load_sharded, save_sharded
+from pstar.checkpoint.state import gather_state, load_state, write
 from pstar.chunks import Hooks, Offload, assemble
-from pstar.collectives import Collectives
+from pstar.chunks.peak_watch import PeakWatch
+from pstar.chunks.stages import Stages
+from pstar.comm.collectives import Collectives
 from pstar.config import Config, load_config
-from pstar.disk import DiskTier
-from pstar.embedding import compute_embeddings_far
 from pstar.errors import BudgetError, ConfigError, StateError
-from pstar.export import export_weights, import_weights
-from pstar.inputs import cast_inputs, shape_of
-from pstar.layout import Layout
-from pstar.lazy import Recipe, build, storage_key
-from pstar.movers import Movers
-from pstar.not_finite import FirstNotFinite
-from pstar.optimizer import ChunkedAdam
-from pstar.outside import OutsideParams
-from pstar.peak_watch import PeakWatch
-from pstar.plan import Plan
-from pstar.precision import PARAM
-from pstar.profile import Profile
-from pstar.residency import Residency
-from pstar.scaler import LossScaler
-from pstar.schedule import Schedule
-from pstar.scope import mode_of
-from pstar.sharded import load_sharded, save_sharded
-from pstar.speeds import NO_CHOICE, choose_far_states
-from pstar.stages import Stages
-from pstar.tiers import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
+from pstar.layout.budget import Costs, model_data_bytes
+from pstar.layout.layout import Layout
+from pstar.memory.block_store import Residency
+from pstar.memory.disk import DiskTier
+from pstar.memory.links import Movers
+from pstar.memory.tier import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
+from pstar.modules.host_embedding import compute_embeddings_far
+from pstar.modules.inputs import cast_inputs, shape_of
+from pstar.modules.lazy_init import Recipe, build, storage_key
+from pstar.modules.not_finite import FirstNotFinite
+from pstar.modules.scope import mode_of
+from pstar.numerics.loss_scaler import LossScaler
+from pstar.numerics.precision import PARAM
+from pstar.optim.chunked_adam import ChunkedAdam
+from pstar.optim.unmanaged import OutsideParams
+from pstar.planner.plan import Plan
+from pstar.planner.speeds import NO_CHOICE, choose_far_states
+from pstar.profile.recording import Profile
+from pstar.schedule.schedule import Schedule
 
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
 """The keys of optimizer.params that every parameter group has."""
@@ -210,7 +210,7 @@ class Engine(torch.nn.Module):
         return _refuse_copy(protocol)
 
     def gather_state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(weights, moments) by plain names on rank 0, empty dicts elsewhere; see pstar.checkpoint. Every rank calls it."""
+        """(weights, moments) by plain names on rank 0, empty dicts elsewhere; see state.py. Every rank calls it."""
         return gather_state(self._optimizer)
 
     def load_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor] | None = None) -> None:
@@ -218,7 +218,7 @@ class Engine(torch.nn.Module):
         load_state(self._optimizer, weights, moments)
 
     def save_checkpoint(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Writes the folder `path`, complete or not at all; every rank calls it and writes its own part (pstar.sharded).
+        """Writes the folder `path`, complete or not at all; every rank calls it and writes its own part (sharded.py).
 
         extra: JSON content that load_checkpoint gives back: where the data are, scheduler.state_dict().
         Raises CheckpointError on all ranks.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pstar.norms import clip_grad_norm_
+from pstar.numerics.grad_norm import clip_grad_norm_
 from tests import toy
 
 

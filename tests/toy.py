@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
-from pstar.norms import clip_grad_norm_
+from pstar.numerics.grad_norm import clip_grad_norm_
 
 VOCAB, WIDTH, LAYERS, BATCH, LENGTH = 211, 48, 3, 12, 9
 LR, WEIGHT_DECAY, CLIP = 2e-3, 0.1, 1.0
@@ -122,7 +122,7 @@ def config(**keys) -> dict:
     return {"optimizer": adamw, "gradient_clipping": CLIP} | keys
 
 
-def build(model_func=Toy, **keys) -> tuple[pstar.Engine, pstar.optimizer.ChunkedAdam]:
+def build(model_func=Toy, **keys) -> tuple[pstar.Engine, pstar.optim.chunked_adam.ChunkedAdam]:
     torch.manual_seed(0)
     return pstar.initialize_engine(model_func, 0, config(**keys))
 

@@ -8,7 +8,7 @@
 One size a command, each in less than ten minutes. Whoever is compared lives in a process of its own: in turns, in an order
 that rotates, where all fit into the GPU together (up to 2 billion), one after the other where not. The first steps are not
 counted: pstar records the first. Rows are kept in benchmarks/results/gpu_models.json, and the page gpu_models.md is made of
-all of them. Goals: 0.95 of plain PyTorch; the near peak within 2 % of what pstar.predict says of it; copies at 0.8 of what a
+all of them. Goals: 0.95 of plain PyTorch; the near peak within 2 % of what the planner predicts; copies at 0.8 of what a
 pinned copy reaches here (theirs are timed from when the GPU may begin them, so the number given is a least one).
 """
 
@@ -53,11 +53,11 @@ def model_of(billions: float) -> dict[str, int]:
 
 
 def predicted(work: dict[str, Any], host_bytes: int) -> tuple[int, int, dict[str, int]]:
-    """(parameters, most bytes near at once with activations, bytes that are missing by tier) as pstar.predict says, before
+    """(parameters, most bytes near at once with activations, bytes that are missing by tier) as the planner predicts, before
     anything is made."""
-    from pstar.gpt_shape import GptShape
-    from pstar.machines import Machine
-    from pstar.predict import Job, predict
+    from pstar.planner.gpt_shape import GptShape
+    from pstar.planner.machines import Machine
+    from pstar.planner.predict import Job, predict
 
     model = work["model"]
     shape = GptShape(model["n_layer"], model["n_embd"], model["n_head"], model["vocab_size"], model["n_positions"])
@@ -176,7 +176,7 @@ def page(runs: dict[str, dict]) -> str:
     lines = ["# Models on a GPU", "",
              "tokens/s: median over the steps after the first ones. 6N and 8N: operations a token, the second "
              "with a block's forward done twice. Peak: what torch's allocator held at most, predicted by "
-             "pstar.predict before anything was made. GB/s: of pstar's copies, from when the GPU may begin them.", ""]
+             "the planner before anything was made. GB/s: of pstar's copies, from when the GPU may begin them.", ""]
     for run in sorted(runs.values(), key=lambda run: run["params"]):
         lines += [f"## {run['params'] / 1e9:.2f} billion parameters", "", *run["about"], "",
                   f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
@@ -216,7 +216,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """Measures, writes, prints. Ends with status 1 where pstar did not train."""
-    from pstar.tiers import parse_bytes
+    from pstar.memory.tier import parse_bytes
 
     options = parse(argv)
     device = torch.device("cuda:0" if options.device == "cuda" else options.device)

@@ -7,7 +7,7 @@ The grader asks for next uses of small traces, plays random traces against a sea
 layers in chunks.py with your victims in the place of its own, and counts loads: n chunks, touched forward and then
 backward, with room for C of them, need 2 (n - C) loads a step.
 
-When you have tried: `next_use`, `victim` and `count_loads` in chapters/07_patrickstar/chunk_plan.py; then pstar/schedule.py.
+When you have tried: `next_use`, `victim` and `count_loads` in this folder's chunk_plan.py; then pstar/schedule/schedule.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pstar.tiers import Ledger, Tier
+from pstar.memory.tier import Ledger, Tier
 
 KIND = "activation"
 

@@ -4,23 +4,23 @@ import torch
 
 from pstar.chunks.gradients import Gradients
 from pstar.chunks.parameters import Parameters
+from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.prefetch import Prefetch
+from pstar.chunks.room import NearRoom
 from pstar.chunks.step import Chunks
 from pstar.chunks.unit import Units
 from pstar.chunks.unshard import Unsharding
-from pstar.collective_log import CollectiveLog
-from pstar.collectives import Collectives
-from pstar.disk import DiskTier
-from pstar.movers import Movers
-from pstar.norms import ParameterNorms
-from pstar.peak_watch import PeakWatch
-from pstar.plan import Plan
-from pstar.profile import Profile
-from pstar.residency import Residency
-from pstar.room import NearRoom
-from pstar.schedule import Schedule
-from pstar.tiers import FAR, Tier
-from pstar.update_tiers import UpdateTiers
+from pstar.chunks.update_tiers import UpdateTiers
+from pstar.comm.collective_log import CollectiveLog
+from pstar.comm.collectives import Collectives
+from pstar.memory.block_store import Residency
+from pstar.memory.disk import DiskTier
+from pstar.memory.links import Movers
+from pstar.memory.tier import FAR, Tier
+from pstar.numerics.grad_norm import ParameterNorms
+from pstar.planner.plan import Plan
+from pstar.profile.recording import Profile
+from pstar.schedule.schedule import Schedule
 
 
 def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far: Tier, disk: DiskTier | None,

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from pstar.block import Block, Key
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.unit import Grads, UnitRecord
-from pstar.collective_log import CollectiveLog
-from pstar.collectives import Collectives, Handle
+from pstar.chunks.update_tiers import UpdateTiers
+from pstar.comm.collective_log import CollectiveLog
+from pstar.comm.collectives import Collectives, Handle
 from pstar.errors import StateError
 from pstar.kernels import store_squared
-from pstar.norms import ParameterNorms
-from pstar.residency import Residency
-from pstar.tiers import FAR, NEAR
-from pstar.update_tiers import UpdateTiers
+from pstar.memory.block import Block, Key
+from pstar.memory.block_store import Residency
+from pstar.memory.tier import FAR, NEAR
+from pstar.numerics.grad_norm import ParameterNorms
 
 
 @dataclass(slots=True, eq=False)

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pstar.borrowed import Idle, Lender
 from pstar.chunks.activation_offload import Away, Offload
+from pstar.chunks.borrowed import Idle, Lender
 from pstar.chunks.step import Chunks
 from pstar.errors import StateError
-from pstar.scope import used_by
+from pstar.modules.scope import used_by
 
 
 @dataclass(slots=True)    # not frozen: that makes a new one three times as dear

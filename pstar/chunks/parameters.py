@@ -2,20 +2,20 @@
 
 A parameter is a view into its unit's near buffer while that is there (COMPUTE: in use, pinned; HOLD: may be evicted), and
 an expanded NaN without memory otherwise (RELEASED): its shape stays. While it is not COMPUTE its class is Idle, so that
-whoever uses it out of turn gets its bytes first (pstar.borrowed). How the bytes come near is not known here: see unshard.py.
+whoever uses it out of turn gets its bytes first (borrowed.py). How the bytes come near is not known here: see unshard.py.
 """
 
 from enum import Enum
 
 import torch
 
-from pstar.block import Key
-from pstar.borrowed import idle_class
+from pstar.chunks.borrowed import idle_class
 from pstar.chunks.unit import Bytes, UnitRecord, Units
 from pstar.errors import StateError
-from pstar.layout import Unit
-from pstar.schedule import Schedule
-from pstar.tiers import Tier
+from pstar.layout.layout import Unit
+from pstar.memory.block import Key
+from pstar.memory.tier import Tier
+from pstar.schedule.schedule import Schedule
 
 
 class TensorState(Enum):

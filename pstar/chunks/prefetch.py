@@ -22,12 +22,12 @@ from itertools import islice
 
 import torch
 
-from pstar.block import Key
+from pstar.chunks.room import NearRoom
 from pstar.chunks.unshard import Unsharding
-from pstar.residency import Residency
-from pstar.room import NearRoom
-from pstar.tiers import FAR, NEAR
-from pstar.update_tiers import UpdateTiers
+from pstar.chunks.update_tiers import UpdateTiers
+from pstar.memory.block import Key
+from pstar.memory.block_store import Residency
+from pstar.memory.tier import FAR, NEAR
 
 MOST_STRETCHES = 256
 """Of the trace that are looked at for free room at a moment: so far ahead a link has more than enough to do."""

@@ -12,18 +12,18 @@ fast a rank is: the ranks must agree about evictions.
 
 import torch
 
-from pstar.block import Key
 from pstar.chunks.gradients import Gradients
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.prefetch import Prefetch
+from pstar.chunks.room import NearRoom
 from pstar.chunks.unit import UnitRecord
 from pstar.chunks.unshard import Unsharding
-from pstar.collectives import Collectives
+from pstar.chunks.update_tiers import UpdateTiers
+from pstar.comm.collectives import Collectives
 from pstar.errors import BudgetError
-from pstar.residency import Residency
-from pstar.room import NearRoom
-from pstar.tiers import NEAR
-from pstar.update_tiers import UpdateTiers
+from pstar.memory.block import Key
+from pstar.memory.block_store import Residency
+from pstar.memory.tier import NEAR
 
 
 class Chunks:

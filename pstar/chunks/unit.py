@@ -1,6 +1,6 @@
 """The record of a unit: what one collective brings together, and where its parameters and gradients are in this step.
 
-A *unit* (pstar.layout.Unit) is a group of chunks, p pieces that an all-gather fills; or, to save memory, one chunk that its
+A *unit* (layout/layout.py) is a group of chunks, p pieces that an all-gather fills; or, to save memory, one chunk that its
 owner broadcasts. All that the engine knows of a unit beside its bytes stands in its UnitRecord; which change of state may
 follow which stands in LEGAL.
 """
@@ -11,10 +11,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pstar.block import Key
 from pstar.errors import StateError
-from pstar.layout import Layout, Unit
-from pstar.residency import Pending
+from pstar.layout.layout import Layout, Unit
+from pstar.memory.block import Key
+from pstar.memory.block_store import Pending
 
 
 class Bytes(Enum):

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from pstar.block import Block
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.unit import Bytes, UnitRecord
-from pstar.collective_log import CollectiveLog
-from pstar.collectives import Collectives, Handle
-from pstar.residency import Pending, Residency
-from pstar.tiers import NEAR
+from pstar.comm.collective_log import CollectiveLog
+from pstar.comm.collectives import Collectives, Handle
+from pstar.memory.block import Block
+from pstar.memory.block_store import Pending, Residency
+from pstar.memory.tier import NEAR
 
 
 @dataclass(slots=True, eq=False)

@@ -23,9 +23,9 @@ import pstar
 from gpt2_chinese.model.config import ModelConfig
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from gpt2_chinese.run.optim import weight_decay_groups
-from pstar.layout import ModuleSpec, make_layout
-from pstar.schedule import Trace
-from pstar.schedule import count_loads as count_loads_of_pstar
+from pstar.layout.layout import ModuleSpec, make_layout
+from pstar.schedule.schedule import Trace
+from pstar.schedule.schedule import count_loads as count_loads_of_pstar
 from tests.chapters.inside import train
 from tests.chapters.law import SHORT, assert_same_curve, flags_of
 from tests.chapters.program import ROOT, Chapter, run

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import pstar
-from pstar.layout import boxes
+from pstar.layout.layout import boxes
 from tests import toy
 
 STEPS, MORE = 3, 10
@@ -189,7 +189,7 @@ class Payload:
 
 
 def test_metadata_cannot_run_code(saved, tmp_path, monkeypatch):
-    from pstar.sharded import _digest
+    from pstar.checkpoint.sharded import _digest
 
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "checkpoint"
@@ -206,7 +206,7 @@ def test_metadata_cannot_run_code(saved, tmp_path, monkeypatch):
 
 def test_metadata_of_an_early_python_311_are_read(saved, tmp_path, monkeypatch):
     """Debian 12's, say: it pickles a member of an enum as getattr(its class, its name), and no other getattr is let in."""
-    from pstar.sharded import Reader
+    from pstar.checkpoint.sharded import Reader
 
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     known = Reader(saved[0]).read_metadata()

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pstar import shared_memory
-from pstar.collectives import Collectives
-from pstar.tiers import Ledger
+from pstar.comm import shared_memory
+from pstar.comm.collectives import Collectives
+from pstar.memory.tier import Ledger
 from tests.cover import quick_only
 
 SIZES = [1, 7, 300_001, 1_500_000]    # the last needs several slices of the staging area

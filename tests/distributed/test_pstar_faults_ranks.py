@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pstar.collectives import Collectives
+from pstar.comm.collectives import Collectives
 from tests import toy
 
 

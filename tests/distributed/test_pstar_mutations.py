@@ -12,13 +12,13 @@ from test_pstar_borrowed_ranks import plain as borrowing_oracle
 from test_pstar_ranks import assert_follows, case, pins
 
 import pstar
-from pstar.borrowed import Idle, Lender
 from pstar.chunks import Chunks, Hooks
+from pstar.chunks.borrowed import Idle, Lender
 from pstar.chunks.gradients import Gradients
 from pstar.chunks.unshard import Unsharding
-from pstar.collectives import Collectives, Handle
-from pstar.schedule import NEVER, Trace, count_loads
-from pstar.shared_memory import SharedMemory
+from pstar.comm.collectives import Collectives, Handle
+from pstar.comm.shared_memory import SharedMemory
+from pstar.schedule.schedule import NEVER, Trace, count_loads
 from tests import toy
 from tests.harness import RankFailure
 from tests.unit.test_pstar_schedule import optimum, sweep
@@ -152,7 +152,7 @@ def overflow_case(rank: int, num_ranks: int, mutated: bool):
         Collectives.reduce_scatter_mean = divide_after
     try:
         flat, piece = torch.full((8,), 60_000.0, dtype=torch.float16), torch.empty(8 // num_ranks, dtype=torch.float16)
-        Collectives(None, pstar.tiers.Ledger()).reduce_scatter_mean(piece, flat).wait()
+        Collectives(None, pstar.memory.tier.Ledger()).reduce_scatter_mean(piece, flat).wait()
         return bool(piece.isfinite().all())
     finally:
         Collectives.reduce_scatter_mean = before

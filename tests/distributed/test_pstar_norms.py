@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from pstar.collectives import Collectives
+from pstar.comm.collectives import Collectives
 from pstar.kernels import NORM_BLOCK
-from pstar.layout import ModuleSpec, make_layout
-from pstar.norms import ParameterNorms, clip_grad_norm_, global_norm, parameter_norms
-from pstar.tiers import Ledger
+from pstar.layout.layout import ModuleSpec, make_layout
+from pstar.memory.tier import Ledger
+from pstar.numerics.grad_norm import ParameterNorms, clip_grad_norm_, global_norm, parameter_norms
 
 SIZES = {"a": 3 * NORM_BLOCK + 5, "b": 7, "c": 40_000, "d": 2 * NORM_BLOCK, "e": 130_001, "unused": 50}
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import pstar
-from pstar import shared_memory
 from pstar.chunks.unshard import Unsharding
-from pstar.collectives import Collectives
-from pstar.norms import clip_grad_norm_
+from pstar.comm import shared_memory
+from pstar.comm.collectives import Collectives
+from pstar.numerics.grad_norm import clip_grad_norm_
 from tests import toy
 
 STEPS = 5
@@ -329,7 +329,7 @@ def test_evaluation_gives_every_rank_the_same_logits(ranks):
 def overflow_case(rank: int, num_ranks: int):
     flat = torch.full((4,), 3e38, dtype=torch.bfloat16)
     piece = torch.empty(4 // num_ranks, dtype=torch.bfloat16)
-    Collectives(None, pstar.tiers.Ledger()).reduce_scatter_mean(piece, flat).wait()
+    Collectives(None, pstar.memory.tier.Ledger()).reduce_scatter_mean(piece, flat).wait()
     return piece
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pstar import speeds
-from pstar.adam_choice import Speeds
+from pstar.planner import speeds
+from pstar.planner.adam_choice import Speeds
 from tests import toy
 from tests.distributed.test_pstar_ranks import STEPS, ddp_case, global_losses
 

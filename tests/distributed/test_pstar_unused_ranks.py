@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pstar
-from pstar import shared_memory
+from pstar.comm import shared_memory
 from tests import toy
 from tests.harness import RankFailure
 

@@ -15,8 +15,8 @@ import pytest
 
 import pstar
 from pstar import config
-from pstar.profile import Profile, Recording, load_profile
-from pstar.timeline import cut
+from pstar.profile.recording import Profile, Recording, load_profile
+from pstar.profile.timeline import cut
 from tests.docs.pages import ROOT
 from tests.limits import HANGS_S
 

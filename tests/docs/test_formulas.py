@@ -109,7 +109,7 @@ def test_zero_states_and_traffic_are_those_of_chapter_06(formulas, stage: int, p
 
 
 def test_pstar_states_are_those_of_its_budgets(formulas) -> None:
-    from pstar.predict import costs_of
+    from pstar.planner.predict import costs_of
 
     for precision in ("fp32", "bf16", "fp16"):
         costs, ours = costs_of(precision), formulas.parameter_costs("pstar", precision)
@@ -125,9 +125,9 @@ def test_pstar_states_are_those_of_its_budgets(formulas) -> None:
 
 def test_traffic_of_pstar_lies_where_its_own_prediction_does(formulas) -> None:
     """With room for all parameters each is gathered once, else again in each pass; chunks add padding of some per cent."""
-    from pstar.gpt_shape import GptShape
-    from pstar.layout import make_layout
-    from pstar.predict import Job, moved_bytes
+    from pstar.layout.layout import make_layout
+    from pstar.planner.gpt_shape import GptShape
+    from pstar.planner.predict import Job, moved_bytes
 
     shape = GptShape(12, 256, 4, vocab=2000, positions=128)
     numbers = {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": 2000, "n_positions": 128, "strategy": "pstar"}
@@ -208,7 +208,7 @@ def test_the_ring_is_that_of_chapter_02(formulas) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_are_those_that_pstar_plans_with(formulas, precision: str, checkpointing: bool) -> None:
-    from pstar.gpt_shape import GptShape
+    from pstar.planner.gpt_shape import GptShape
 
     shape = GptShape(4, 24, 4, 101, 16)
     expected = shape.activation_bytes(6, 16, 4 if precision == "fp32" else 2, checkpointing)
@@ -256,7 +256,7 @@ def test_blocks_keep_what_the_formula_says(formulas, precision: str) -> None:
 
 
 def test_usable_bytes_are_those_that_pstar_counts_with(formulas) -> None:
-    from pstar.machines import MACHINES
+    from pstar.planner.machines import MACHINES
 
     for gib in (8, 16, 24, 40, 80):
         machine = replace(MACHINES["superpod"], gpu_bytes=gib * 2**30)
@@ -264,7 +264,7 @@ def test_usable_bytes_are_those_that_pstar_counts_with(formulas) -> None:
 
 
 def test_work_is_that_of_the_planner(formulas) -> None:
-    from pstar.gpt_shape import GptShape
+    from pstar.planner.gpt_shape import GptShape
 
     blocks, head = GptShape(4, 24, 4, 101, 16).forward_flops(24, 16)
     assert formulas.step_flops(SMALL) == 3 * (blocks + head)

@@ -95,7 +95,8 @@ def test_commands_in_a_list_and_in_prose_are_seen() -> None:
 
 
 def test_a_wrong_path_and_a_machine_path_are_found() -> None:
-    assert pages.missing_paths("See `pstar/chunk.py` and `pstar/tiers.py` and `mine/x`.") == ["there is no pstar/chunk.py"]
+    text = "See `pstar/chunk.py` and `pstar/memory/tier.py` and `mine/x`."
+    assert pages.missing_paths(text) == ["there is no pstar/chunk.py"]
     assert pages.beyond_the_repository("as ../shared/design says") == ["../shared/design"]
     assert pages.beyond_the_repository("open /home/me/x.txt") == ["/home/me/x.txt"]
     assert not pages.beyond_the_repository("`docs/tmp/x` and https://example.org/home/x")

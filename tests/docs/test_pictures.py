@@ -56,7 +56,7 @@ def test_the_pictures_follow_the_data_of_the_repository(build) -> None:
 def test_the_slots_of_the_engine_hold_what_is_needed(build) -> None:
     import pictures_data
 
-    from pstar.schedule import count_loads
+    from pstar.schedule.schedule import count_loads
 
     order = [*range(6), *reversed(range(6))]
     history, loads = pictures_data.slots_of(order, 3)

@@ -17,89 +17,54 @@ FORBIDDEN = {
     "pstar": ("gpt2_chinese", "chapters", "tests", "transformers"),
 }
 
-# Rows of pstar from bottom to top: a module imports from lower rows only. Modules of a row stand side by side and do
-# not import each other, except in SHARED_ROWS, where they may as long as there is no circle.
+# Rooms of a package, a folder or a file beside them, from bottom to top: a file imports from rooms of lower rows only.
+# Files of one folder may import each other, without a circle. Nobody inside imports from the package's face, __init__.
 PSTAR_ROWS = {
     "errors": 0,
     "config": 1,
-    "scaler": 1,
     "layout": 1,
-    "kernels": 1,
-    "tiers": 1,
     "schedule": 1,
-    "shared_memory": 1,
-    "mover": 1,
-    "inputs": 1,
-    "not_finite": 1,
     "profile": 1,
-    "nonmodel": 1,
-    "lazy": 1,
-    "scope": 1,
-    "block": 2,
-    "budget": 2,
-    "collectives": 2,
-    "precision": 2,
-    "hybrid_adam": 2,
-    "disk": 2,
-    "movers": 2,
-    "timeline": 2,
-    "update_tiers": 2,
-    "tiled": 2,
-    "embedding": 2,
-    "machines": 2,
-    "gpt_shape": 2,
-    "residency": 3,
-    "plan": 3,
-    "norms": 3,
-    "trace_export": 3,
-    "charts": 3,
-    "adam_choice": 3,
-    "collective_log": 3,
-    "peak_watch": 3,
-    "borrowed": 4,
-    "room": 4,
-    "speeds": 4,
-    "outside": 4,
-    "trace_command": 4,
-    "predict": 4,
-    "chunks": 5,
-    "paper": 5,
-    "stages": 6,
-    "plan_command": 7,
-    "optimizer": 7,
-    "checkpoint": 7,
-    "sharded": 7,
-    "export": 7,
-    "engine": 7,
-    "cli": 8,
-    "runtime": 8,
-    "__init__": 9,
-    "__main__": 9,
+    "modules": 1,
+    "kernels": 1,
+    "memory": 2,
+    "comm": 3,
+    "numerics": 4,
+    "planner": 5,
+    "chunks": 6,
+    "cli": 6,
+    "optim": 7,
+    "checkpoint": 8,
+    "engine": 9,
+    "runtime": 10,
+    "__init__": 11,
 }
-SHARED_ROWS = {7}
-# The same inside a folder. What a package's own face, __init__, gives others, its modules do not ask it for.
+# The same inside a folder. What a folder's own face, __init__, gives others, its files do not ask it for.
 FOLDER_ROWS = {
     "pstar/chunks": {
         "activation_offload": 0,
+        "borrowed": 0,
+        "peak_watch": 0,
         "unit": 0,
+        "update_tiers": 0,
         "parameters": 1,
+        "room": 1,
         "gradients": 2,
         "unshard": 2,
         "prefetch": 3,
         "step": 4,
         "assemble": 5,
         "hooks": 5,
+        "stages": 5,
         "__init__": 6,
     },
 }
 # Objects of pstar are given what they call when they are made. These Python itself asks of an object, not of its class.
 ASKED_OF_AN_OBJECT = {"__reduce_ex__"}
-# Pure functions of numbers.
-PSTAR_WITHOUT_TORCH = ("errors", "config", "scaler", "layout", "schedule", "budget", "profile", "timeline", "trace_export",
-                       "charts", "trace_command", "gpt_shape", "adam_choice", "predict", "paper")
+# Pure functions of numbers: files, and folders with all that is in them.
+PSTAR_WITHOUT_TORCH = ("errors", "config", "layout", "schedule", "profile", "numerics.loss_scaler", "planner.gpt_shape",
+                       "planner.adam_choice", "planner.predict", "planner.paper")
 
-# Rooms of gpt2_chinese, a folder or a file beside them, from bottom to top: a file imports from rooms of lower rows only.
-# Files of one folder may import each other, without a circle. Nobody inside imports from the face, __init__.
 GPT2_ROWS = {
     "errors": 0,
     "locks": 0,
@@ -124,7 +89,7 @@ GPT2_ROWS = {
 # The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
 # reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
 KNOWS_RANKS = ("gpt2_chinese/distributed/ranks.py", "gpt2_chinese/distributed/torchrun.py",
-               "gpt2_chinese/checkpoint/sharded.py", "pstar/collectives.py", "pstar/sharded.py")
+               "gpt2_chinese/checkpoint/sharded.py", "pstar/comm/collectives.py", "pstar/checkpoint/sharded.py")
 # The same for Horovod: 03 and 04 share the ranks that horovodrun starts, as the others share those of torchrun.py.
 KNOWS_HOROVOD = ("gpt2_chinese/distributed/horovod_launcher.py", "gpt2_chinese/distributed/horovod_ranks.py")
 
@@ -244,38 +209,12 @@ def strangers_to_ranks(repo: Path) -> list[str]:
     return problems
 
 
-def pstar_out_of_order(repo: Path) -> list[str]:
-    """Inside pstar imports go down the rows of PSTAR_ROWS, without circles."""
-    problems = []
-    edges: dict[str, set[str]] = {}
-    for file in python_files(repo, "pstar"):
-        module = file.parts[1].removesuffix(".py")
-        if module not in PSTAR_ROWS:
-            problems.append(f"{file}: unknown module of pstar; add it to the table PSTAR_ROWS in {_here()}")
-            continue
-        for line, name in imports(repo, file):
-            if is_or_below(name, "torch") and module in PSTAR_WITHOUT_TORCH:
-                problems.append(f"{file}:{line}: {module} is made of numbers only and must not import {name}")
-            if not is_or_below(name, "pstar"):
-                continue
-            # `from pstar import layout` is about the module, `from pstar import initialize_engine` about the package.
-            target = name.split(".")[1] if name.count(".") else "__init__"
-            if not ((repo / "pstar" / target).is_dir() or (repo / "pstar" / f"{target}.py").exists()):
-                target = "__init__"
-            if target == module or target not in PSTAR_ROWS:
-                continue
-            row, target_row = PSTAR_ROWS[module], PSTAR_ROWS[target]
-            if target_row > row or (target_row == row and row not in SHARED_ROWS):
-                where = "above" if target_row > row else "beside"
-                rule = f"{module} (row {row}) must not import {target} (row {target_row}, {where})"
-                problems.append(f"{file}:{line}: {rule}")
-            edges.setdefault(module, set()).add(target)
-    return problems + [f"pstar: the imports go in a circle: {' -> '.join(circle)}" for circle in _circles(edges)]
+def rooms_out_of_order(repo: Path) -> list[str]:
+    """Inside a package imports go down the rows of its rooms, by full names, and its files make no circle."""
+    return _out_of_order(repo, "gpt2_chinese", GPT2_ROWS) + _out_of_order(repo, "pstar", PSTAR_ROWS)
 
 
-def rooms_out_of_order(repo: Path, package: str = "gpt2_chinese", rows: dict[str, int] | None = None) -> list[str]:
-    """Inside gpt2_chinese imports go down the rows of GPT2_ROWS, by full names, and the files make no circle."""
-    rows = GPT2_ROWS if rows is None else rows
+def _out_of_order(repo: Path, package: str, rows: dict[str, int]) -> list[str]:
     problems = []
     edges: dict[str, set[str]] = {}
     for file in python_files(repo, package):
@@ -294,6 +233,14 @@ def rooms_out_of_order(repo: Path, package: str = "gpt2_chinese", rows: dict[str
             elif target != module:
                 edges.setdefault(module, set()).add(target)
     return problems + [f"{package}: the imports go in a circle: {' -> '.join(circle)}" for circle in _circles(edges)]
+
+
+def numbers_that_know_tensors(repo: Path) -> list[str]:
+    """What PSTAR_WITHOUT_TORCH names is tested and run without torch, so it must not import it."""
+    return [f"{file}:{line}: {file.stem} is made of numbers only and must not import {name}"
+            for file in python_files(repo, "pstar")
+            if any(is_or_below(".".join(file.with_suffix("").parts[1:]), each) for each in PSTAR_WITHOUT_TORCH)
+            for line, name in imports(repo, file) if is_or_below(name, "torch")]
 
 
 def _module_of(repo: Path, names: list[str], package: str) -> str:
@@ -415,5 +362,5 @@ def over_budget(repo: Path) -> list[str]:
     return problems
 
 
-CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, pstar_out_of_order, folders_out_of_order,
-          rooms_out_of_order, wired_from_outside, over_budget)
+CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, rooms_out_of_order, folders_out_of_order,
+          numbers_that_know_tensors, wired_from_outside, over_budget)

@@ -72,12 +72,12 @@ def test_a_good_example_is_green(tmp_path):
     write(tmp_path, "gpt2_chinese/run/run.py", "from gpt2_chinese import __version__\nfrom ..distributed import ranks")
     write(tmp_path, "pstar/__init__.py", "from pstar.engine import initialize_engine\n")
     write(tmp_path, "pstar/errors.py")
-    write(tmp_path, "pstar/layout.py", "import math\nfrom pstar.errors import LayoutError\n")
-    write(tmp_path, "pstar/collectives.py", "from torch import distributed\nfrom . import errors\n")
+    write(tmp_path, "pstar/layout/layout.py", "import math\nfrom pstar.errors import LayoutError\n")
+    write(tmp_path, "pstar/comm/collectives.py", "from torch import distributed\nfrom .. import errors\n")
     write(tmp_path, "pstar/kernels/__init__.py", "import torch\n")
     write(tmp_path, "pstar/kernels/adam.py", "from . import build\nfrom ..errors import KernelError\n")
-    write(tmp_path, "pstar/optimizer.py", "from pstar import kernels\n")
-    write(tmp_path, "pstar/engine.py", "from pstar import layout, optimizer\nimport pstar.chunks\n")
+    write(tmp_path, "pstar/optim/chunked_adam.py", "from pstar import kernels\n")
+    write(tmp_path, "pstar/engine.py", "from pstar.layout import layout\nfrom pstar import optim\nimport pstar.chunks\n")
     write(tmp_path, "pstar/chunks/__init__.py", "from pstar.chunks.hooks import Hooks\n")
     write(tmp_path, "pstar/chunks/hooks.py", "import torch\nfrom pstar.chunks.unit import Unit\n")
     own = "class Unit:\n    def __init__(self, f):\n        self.f, self.g = f, lambda: 0\n    def use(self, tier):\n"
@@ -105,27 +105,27 @@ def test_a_good_example_is_green(tmp_path):
         ("gpt2_chinese/distributed/torchrun.py", "import horovod.torch as hvd", "run.py:1: horovod does not belong here"),
         ("pstar/engine.py", "from torch import distributed as dist", "engine.py:1: torch.distributed does not belong"),
         ("pstar/engine.py", "from torch.distributed import barrier", "engine.py:1: torch.distributed does not belong"),
-        ("pstar/tiers.py", "from pstar import residency", "tiers (row 1) must not import residency (row 3"),
-        ("pstar/tiers.py", "from .residency import Residency", "tiers (row 1) must not import residency (row 3"),
-        ("pstar/tiers.py", "import pstar.schedule", "tiers (row 1) must not import schedule (row 1, beside"),
+        ("pstar/memory/tier.py", "from pstar import comm", "memory (row 2) must not import comm (row 3)"),
+        ("pstar/memory/tier.py", "from ..comm import collectives", "memory (row 2) must not import comm.collectives (row 3"),
+        ("pstar/layout/layout.py", "import pstar.schedule", "layout (row 1) must not import schedule (row 1)"),
         ("pstar/kernels/adam.py", "from ..schedule import x", "kernels (row 1) must not import schedule (row 1"),
-        ("pstar/stages.py", "from pstar import initialize_engine", "stages (row 6) must not import __init__"),
+        ("pstar/checkpoint/state.py", "from pstar import initialize_engine", "(row 8) must not import __init__ (row 11)"),
         ("pstar/chunks/unit.py", "from pstar.chunks.hooks import x", "unit (row 0) must not import hooks (row 5)"),
         ("pstar/chunks/hooks.py", "from pstar.chunks import Chunks", "hooks (row 5) must not import __init__ (row 6)"),
         ("pstar/chunks/prefetch.py", "from . import step", "prefetch (row 3) must not import step (row 4)"),
         ("pstar/chunks/new.py", "", "unknown module of pstar/chunks; add it to the table"),
-        ("pstar/tiers.py", "tier.hook = lambda: 0", "tiers.py:1: tier.hook is assigned a callable"),
-        ("pstar/tiers.py", "class A:\n    def f(self, b):\n        b.y = self.f", "tiers.py:3: b.y is assigned a callable"),
-        ("pstar/tiers.py", "class A:\n    def f(self):\n        self.b.c, x = self.f, 1", "self.b.c is assigned a callable"),
-        ("pstar/tiers.py", "def f(): ...\nsetattr(a, 'b', f)", "tiers.py:2: a.b is assigned a callable"),
-        ("pstar/tiers.py", "def f(a, g: Callable[[], int]):\n    a.b = g if a else None", "a.b is assigned a callable"),
-        ("pstar/tiers.py", "a.b: object = functools.partial(print, 1)", "a.b is assigned a callable"),
+        ("pstar/cli.py", "tier.hook = lambda: 0", "cli.py:1: tier.hook is assigned a callable"),
+        ("pstar/cli.py", "class A:\n    def f(self, b):\n        b.y = self.f", "cli.py:3: b.y is assigned a callable"),
+        ("pstar/cli.py", "class A:\n    def f(self):\n        self.b.c, x = self.f, 1", "self.b.c is assigned a callable"),
+        ("pstar/cli.py", "def f(): ...\nsetattr(a, 'b', f)", "cli.py:2: a.b is assigned a callable"),
+        ("pstar/cli.py", "def f(a, g: Callable[[], int]):\n    a.b = g if a else None", "a.b is assigned a callable"),
+        ("pstar/cli.py", "a.b: object = functools.partial(print, 1)", "a.b is assigned a callable"),
         ("pstar/errors.py", "def f():\n    from pstar import cli", "errors.py:2: errors (row 0) must not import cli"),
-        ("pstar/optimizer.py", "from pstar import engine", "in a circle: engine -> optimizer -> engine"),
-        ("pstar/layout.py", "import torch", "layout is made of numbers only and must not import torch"),
-        ("pstar/schedule.py", "from torch import Tensor", "schedule is made of numbers only and must not import torch"),
-        ("pstar/prefetch.py", "", "unknown module of pstar; add it to the table"),
-        ("pstar/planner/search.py", "", "unknown module of pstar; add it to the table"),
+        ("pstar/comm/collectives.py", "from .shared_memory import x", "circle: comm.collectives -> comm.shared_memory"),
+        ("pstar/layout/layout.py", "import torch", "layout is made of numbers only and must not import torch"),
+        ("pstar/numerics/loss_scaler.py", "from torch import Tensor", "is made of numbers only and must not import torch"),
+        ("pstar/prefetch.py", "", "unknown room of pstar; add it to the table"),
+        ("pstar/search/chunk_size.py", "", "unknown room of pstar; add it to the table"),
         ("chapters/02_ddp/train.py", "#\n" * 201, "201 lines, its budget is 200"),
         ("chapters/02_ddp/ddp.py", "#\n" * 301, "301 lines, its budget is 300"),
         ("gpt2_chinese/files.py", "from gpt2_chinese.run.run import Run", "files (row 1) must not import run.run (row 8)"),
@@ -142,11 +142,12 @@ def test_a_good_example_is_green(tmp_path):
     ],
 )
 def test_a_bad_example_is_red(tmp_path, path, text, said):
-    for module in ("residency", "schedule", "cli", "chunks/hooks", "chunks/step"):
+    for module in ("comm/collectives", "schedule/schedule", "cli", "chunks/hooks", "chunks/step"):
         write(tmp_path, f"pstar/{module}.py")
     write(tmp_path, "pstar/__init__.py", "def initialize_engine(): ...")
-    write(tmp_path, "pstar/engine.py", "from pstar import optimizer")
-    write(tmp_path, "pstar/optimizer.py")
+    write(tmp_path, "pstar/engine.py", "from pstar import optim")
+    write(tmp_path, "pstar/optim/chunked_adam.py")
+    write(tmp_path, "pstar/comm/shared_memory.py", "from pstar.comm import collectives")
     write(tmp_path, "chapters/01_parameter_server/server.py")
     write(tmp_path, "gpt2_chinese/run/run.py")
     write(tmp_path, "gpt2_chinese/checkpoint/find.py")

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pstar
 from pstar.chunks import LEAST_BYTES, Offload
-from pstar.norms import clip_grad_norm_
-from pstar.tiers import FAR, Ledger, Tier
+from pstar.memory.tier import FAR, Ledger, Tier
+from pstar.numerics.grad_norm import clip_grad_norm_
 from tests import toy
 
 STEPS, ROWS, LENGTH, WIDTH, BLOCKS = 3, 8, 64, 64, 3

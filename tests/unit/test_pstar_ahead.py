@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pstar.chunks import Hooks
-from pstar.tiers import NEAR, Tier
+from pstar.memory.tier import NEAR, Tier
 from tests import toy
 from tests.limits import HANGS_S
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
-from pstar import borrowed
-from pstar.borrowed import Idle
-from pstar.chunks import hooks
+from pstar.chunks import borrowed, hooks
+from pstar.chunks.borrowed import Idle
 from tests import borrowers, toy
 from tests.borrowers import PATTERNS, Deep, TiedByLinear, rows, whole
 

@@ -18,9 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pstar.disk import ALIGN, DiskTier, check_disk_path
 from pstar.errors import BudgetError, ConfigError, DiskError, StateError
-from pstar.tiers import FAR, OWN_PAGES_BYTES, Tier
+from pstar.memory.disk import ALIGN, DiskTier, check_disk_path
+from pstar.memory.tier import FAR, OWN_PAGES_BYTES, Tier
 from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
@@ -374,7 +374,7 @@ def test_a_system_that_cannot_reserve(tmp_path, monkeypatch):
 HOLDS_MUCH = """
 import sys, time, torch
 from pathlib import Path
-from pstar.disk import DiskTier
+from pstar.memory.disk import DiskTier
 tier = DiskTier(Path(sys.argv[1]))
 extent = tier.allocate(8 * 2**20, torch.uint8, "param")
 tier.write(extent, torch.ones(8 * 2**20, dtype=torch.uint8))

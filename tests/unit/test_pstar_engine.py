@@ -8,8 +8,9 @@ from torch import nn
 
 import pstar
 from pstar.chunks import TensorState
-from pstar.norms import clip_grad_norm_
-from pstar.tiers import FAR, NEAR
+from pstar.memory.tier import FAR, NEAR
+from pstar.numerics.grad_norm import clip_grad_norm_
+from pstar.optim import chunked_adam
 from tests import toy
 
 STEPS = 5
@@ -259,8 +260,8 @@ def test_neighbours_with_the_same_options_are_updated_in_one_run(monkeypatch):
     def train(options):
         runs = []
         with monkeypatch.context() as patch:
-            plain = pstar.optimizer.adam_steps
-            patch.setattr(pstar.optimizer, "adam_steps", lambda updates: (runs.append(len(updates)), plain(updates)))
+            plain = chunked_adam.adam_steps
+            patch.setattr(chunked_adam, "adam_steps", lambda updates: (runs.append(len(updates)), plain(updates)))
             torch.manual_seed(0)
             model, optimizer = pstar.initialize_engine(
                 toy.Toy, 0, {"optimizer": {"type": "AdamW", "params": {"lr": toy.LR}}, "default_chunk_size": 2**15},

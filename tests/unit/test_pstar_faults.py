@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pstar.layout import ModuleSpec, make_layout
+from pstar.layout.layout import ModuleSpec, make_layout
 from tests import toy
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pstar.norms import clip_grad_norm_
+from pstar.numerics.grad_norm import clip_grad_norm_
 from tests import toy
 from tests.borrowers import WIDTH, rows
 

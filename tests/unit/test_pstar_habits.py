@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import pstar
-from pstar.tiers import Tier
+from pstar.memory.tier import Tier
 from tests import toy
 
 STEPS = 4

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pstar.budget import Costs, groups_at_home_near, model_data_bytes, smallest_near_budget
 from pstar.errors import ConfigError
-from pstar.layout import ALIGN_ELEMS, ModuleSpec, align, make_layout, search_chunk_size
+from pstar.layout.budget import Costs, groups_at_home_near, model_data_bytes, smallest_near_budget
+from pstar.layout.layout import ALIGN_ELEMS, ModuleSpec, align, make_layout, search_chunk_size
 
 
 def gpt2(layers: int, width: int, vocab: int = 50257, context: int = 1024) -> list[ModuleSpec]:

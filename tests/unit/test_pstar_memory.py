@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
-from pstar.tiers import DISK, FAR, NEAR
+from pstar.memory.tier import DISK, FAR, NEAR
 from tests import toy
 
 STEPS = 4
@@ -284,7 +284,7 @@ def test_a_profile_is_written_and_drawn(tmp_path):
     assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
     assert main(["trace", str(path), "--out", str(tmp_path / "drawn")]) == 0
     assert {file.suffix for file in (tmp_path / "drawn").iterdir()} == {".json", ".png"}
-    recording = pstar.profile.load_profile(path)
+    recording = pstar.profile.recording.load_profile(path)
     assert len(recording.steps) == STEPS and {stage.name for stage in recording.stages} == {
         "forward", "backward", "adam", "idle"}
     assert {span.lane for span in recording.spans} >= {"far to near", "near to far", "far to disk", "disk to far"}
@@ -299,7 +299,7 @@ def test_a_profile_shows_chunks_and_the_rest_below_near_memory_at_all_times(tmp_
     path, most = tmp_path / "profile.json", 1100 * 1024
     model, optimizer = toy.build(near_budget="100%", near_memory=most, default_chunk_size=5_000, profile=str(path))
     toy.train(model, optimizer, STEPS)
-    recording = pstar.profile.load_profile(path)
+    recording = pstar.profile.recording.load_profile(path)
     assert recording.about["budget_includes_non_model"] and recording.budget("near") == most
     known = recording.steps[1].at
     levels = [(used.at, 0, used.num_bytes) for used in recording.used if used.tier == NEAR]

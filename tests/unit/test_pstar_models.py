@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pstar
-from pstar.lazy import record, storage_key
+from pstar.modules.lazy_init import record, storage_key
 from tests import toy
 
 STEPS, LR = 4, 1e-3

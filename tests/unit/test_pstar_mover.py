@@ -11,9 +11,9 @@ import weakref
 import pytest
 import torch
 
-from pstar.disk import DiskTier
 from pstar.errors import StateError
-from pstar.mover import Mover
+from pstar.memory.copy_queue import Mover
+from pstar.memory.disk import DiskTier
 from tests.limits import HANGS_S as LONG_S
 
 
@@ -175,7 +175,7 @@ def test_a_forked_child_is_told(tmp_path):
     code = """
 import os, threading
 from pstar.errors import StateError
-from pstar.mover import Mover
+from pstar.memory.copy_queue import Mover
 mover, go = Mover("test"), threading.Event()
 handle = mover.submit(lambda: go.wait(60))
 child = os.fork()
@@ -211,8 +211,8 @@ def last():
     print(started.is_set(), 0 < len(errors) < 1000, set(errors))
 import threading, torch
 from pathlib import Path
-from pstar.disk import DiskTier
-from pstar.mover import Mover
+from pstar.memory.disk import DiskTier
+from pstar.memory.copy_queue import Mover
 tier, handles = DiskTier(Path(sys.argv[1])), []
 started = threading.Event()
 mover = Mover("test", bytes_per_s=1e9)
@@ -240,7 +240,7 @@ def test_a_process_with_pending_copies_ends_cleanly(tmp_path, how, status, last_
 
 FREED_BY_THE_WORKER = """
 import sys, time, torch
-from pstar.mover import Mover
+from pstar.memory.copy_queue import Mover
 mover = Mover("test", bytes_per_s=2e7)
 for _ in range(8):    # the job holds the only references
     mover.submit(lambda a=torch.randn(300_000), b=torch.empty(300_000): b.copy_(a), 1_200_000)

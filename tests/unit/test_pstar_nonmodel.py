@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pstar.nonmodel import CudaPeak, LiveBytes
-from pstar.tiers import NEAR, Tier
+from pstar.memory.activation_peak import CudaPeak, LiveBytes
+from pstar.memory.tier import NEAR, Tier
 from tests import toy
 from tests.unit import test_pstar_activations as acts
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pstar
-from pstar.scaler import LossScaler
+from pstar.numerics.loss_scaler import LossScaler
 from tests import toy
 from tests.reference import mixed_reference
 

@@ -12,16 +12,16 @@ import pstar
 from gpt2_chinese.model.config import ModelConfig
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from pstar import cli
-from pstar.adam_choice import Speeds, adam_traffic_bytes, choose_adam, stream_bytes
-from pstar.budget import Costs, homes_for_capacity, smallest_far_budget, smallest_near_budget
 from pstar.config import load_config
 from pstar.errors import BudgetError, ConfigError
-from pstar.gpt_shape import MODELS, GptShape, find_model
-from pstar.machines import MACHINES, Machine, find_machine, load_machine
-from pstar.paper import STRATEGIES, largest_model, paper_rows
-from pstar.plan import Plan
-from pstar.precision import Precision
-from pstar.predict import Job, choose_layout, costs_of, predict
+from pstar.layout.budget import Costs, homes_for_capacity, smallest_far_budget, smallest_near_budget
+from pstar.numerics.precision import Precision
+from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam, stream_bytes
+from pstar.planner.gpt_shape import MODELS, GptShape, find_model
+from pstar.planner.machines import MACHINES, Machine, find_machine, load_machine
+from pstar.planner.paper import STRATEGIES, largest_model, paper_rows
+from pstar.planner.plan import Plan
+from pstar.planner.predict import Job, choose_layout, costs_of, predict
 from tests import toy
 
 TINY = GptShape(3, 32, 4, vocab=97, positions=16)

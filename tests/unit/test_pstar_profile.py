@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pstar import trace_export
-from pstar.charts import near_chart, places_chart
 from pstar.cli import main
 from pstar.errors import ArgumentError, ProfileError, PstarError
-from pstar.profile import FORMAT, VERSION, Profile, Recording, load_profile
-from pstar.residency import Residency
-from pstar.schedule import Schedule
-from pstar.tiers import FAR, NEAR, Ledger, Tier
-from pstar.timeline import Interval, Life, cut, lives, non_model_levels, stages, used_levels
-from pstar.trace_command import parse_steps
+from pstar.memory.block_store import Residency
+from pstar.memory.tier import FAR, NEAR, Ledger, Tier
+from pstar.profile import trace_export
+from pstar.profile.charts import near_chart, places_chart
+from pstar.profile.recording import FORMAT, VERSION, Profile, Recording, load_profile
+from pstar.profile.timeline import Interval, Life, cut, lives, non_model_levels, stages, used_levels
+from pstar.profile.trace_command import parse_steps
+from pstar.schedule.schedule import Schedule
 
 CPU = torch.device("cpu")
 NUMEL = 1000
@@ -452,7 +452,7 @@ def rgb(text: str) -> tuple[int, int, int]:
 
 def test_the_near_chart_shows_model_data_non_model_and_budget(real, tmp_path):
     pytest.importorskip("matplotlib")
-    from pstar import charts
+    from pstar.profile import charts
 
     near_chart(real, tmp_path / "near.png")
     seen = colours(tmp_path / "near.png")
@@ -464,7 +464,7 @@ def test_the_near_chart_shows_model_data_non_model_and_budget(real, tmp_path):
 @pytest.mark.parametrize("num_groups", [1, 5, 60])
 def test_the_places_chart_shows_every_place(tmp_path, num_groups):
     pytest.importorskip("matplotlib")
-    from pstar import charts
+    from pstar.profile import charts
 
     recording = train(num_groups, room=max(4, num_groups), num_steps=2)[0].recording()
     places_chart(recording, tmp_path / "blocks.png")
@@ -476,7 +476,7 @@ def test_the_places_chart_shows_every_place(tmp_path, num_groups):
 
 def test_a_stay_shorter_than_a_pixel_is_seen(tmp_path):
     pytest.importorskip("matplotlib")
-    from pstar import charts
+    from pstar.profile import charts
 
     profile = Hand()
     profile.enter(("param", 0), FAR, 1)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pstar.errors import ConfigError, StateError
-from pstar.schedule import NEVER, Candidate, Schedule, Trace, count_loads
+from pstar.schedule.schedule import NEVER, Candidate, Schedule, Trace, count_loads
 
 
 def sweep(n: int) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import pstar
-from pstar.scope import Outside, mode_of
+from pstar.memory.tier import format_bytes
+from pstar.modules.scope import Outside, mode_of
 from tests import toy
 
 
@@ -73,7 +74,7 @@ def test_they_are_ordinary_tensors_in_no_chunk():
     toy.train(model, optimizer, 1)
     numel = sum(param.numel() for param in model.module.experts.parameters())
     assert model._outside.num_bytes == 12 * numel and model.model_data_bytes == before
-    assert ("outside chunks", f"4 parameters, {pstar.tiers.format_bytes(12 * numel)} on each process") in model.memory_plan()
+    assert ("outside chunks", f"4 parameters, {format_bytes(12 * numel)} on each process") in model.memory_plan()
     assert weight.grad is None
 
 

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pstar
-from pstar import cli, speeds
-from pstar.adam_choice import Speeds, adam_traffic_bytes, choose_adam
-from pstar.budget import smallest_streaming_budget
-from pstar.movers import Movers
-from pstar.plan import plan_engine
-from pstar.precision import Precision
-from pstar.predict import costs_of
-from pstar.tiers import NEAR
+from pstar import cli
+from pstar.layout.budget import smallest_streaming_budget
+from pstar.memory.links import Movers
+from pstar.memory.tier import NEAR
+from pstar.numerics.precision import Precision
+from pstar.planner import speeds
+from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam
+from pstar.planner.plan import plan_engine
+from pstar.planner.predict import costs_of
 from tests import toy
 
 STEPS = 3
@@ -298,7 +299,7 @@ def test_the_plan_takes_measured_speeds_when_it_is_told_to(monkeypatch, capsys):
     asked = []
     arguments = ["plan", "--model", "2x64", "--machine", "cpu2", "--precision", "fp32", "--seq-len", "64",
                  "--gpu-memory", "90MiB", "--json"]
-    monkeypatch.setattr("pstar.plan_command.measure_here", lambda precision: asked.append(precision) or GPU)
+    monkeypatch.setattr("pstar.planner.plan_command.measure_here", lambda precision: asked.append(precision) or GPU)
     answers = []
     for more in ([], ["--measure"]):
         cli.main([*arguments, *more])

@@ -47,7 +47,7 @@ def test_evaluation_saving_and_loading_in_between_change_no_bit():
 
 TEAMS = """
 import os, torch
-from pstar.movers import Movers
+from pstar.memory.links import Movers
 torch.set_num_threads(2)
 a, b = torch.ones(2**22), torch.zeros(2**22)
 a.add_(1)

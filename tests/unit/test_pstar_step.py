@@ -11,10 +11,10 @@ import torch
 
 from pstar.chunks.unit import LEGAL, Bytes, Grads, Units
 from pstar.errors import StateError
-from pstar.layout import ModuleSpec, make_layout
-from pstar.residency import Residency, UnderWay
-from pstar.schedule import Schedule
-from pstar.tiers import FAR, NEAR, Ledger, Tier
+from pstar.layout.layout import ModuleSpec, make_layout
+from pstar.memory.block_store import Residency, UnderWay
+from pstar.memory.tier import FAR, NEAR, Ledger, Tier
+from pstar.schedule.schedule import Schedule
 from tests import toy
 
 ROOT = Path(__file__).parents[2]

@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pstar.disk import DiskTier
 from pstar.errors import BudgetError, ConfigError, StateError
-from pstar.movers import Movers
-from pstar.residency import Residency
-from pstar.schedule import Schedule
-from pstar.tiers import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
+from pstar.memory.block_store import Residency
+from pstar.memory.disk import DiskTier
+from pstar.memory.links import Movers
+from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
+from pstar.schedule.schedule import Schedule
 
 CPU = torch.device("cpu")
 
@@ -161,7 +161,7 @@ def test_amounts_for_people():
 
 FAULTS = """
 import resource, sys, torch
-from pstar.tiers import keep_freed_memory
+from pstar.memory.tier import keep_freed_memory
 torch.set_num_threads(1)
 kept = sys.argv[1] == "keep" and keep_freed_memory()
 def step():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pstar
-from pstar.lazy import record
+from pstar.modules.lazy_init import record
 from tests import toy
 
 IN, OUT, ROWS, STEPS = 24, 1000, 8, 4

@@ -1,0 +1,394 @@
+"""Checkpoints that every rank writes and reads its own part of, through torch.distributed.checkpoint (DCP).
+
+    PATH/
+        .metadata, __0_0.distcp, __1_0.distcp ...   DCP's own format: 'model.NAME' (the fp32 master), 'exp_avg.NAME' and
+                                                    'exp_avg_sq.NAME' under their whole shapes, 'buffer.NAME.RANK' and random
+                                                    states, which every rank has of its own
+        state.json                                  counts of updates, hyper-parameters, the loss scale, what the caller adds
+        manifest.json                               size and SHA-256 of each file above
+
+A parameter lies in chunks as runs of its flattened elements. DCP knows boxes; a run is at most 2n - 1 boxes of a tensor of n
+dimensions (layout.boxes). So any other number of ranks, chunk size, ownership or precision reads what it needs, DCP's own
+tools read it too, and no rank ever holds more than one group of chunks beside its own.
+
+Complete or absent: written to a folder beside, flushed, renamed. DCP reads a flipped byte without a word, hence the
+manifest. Its metadata are a pickle: only the classes that it needs are let in, so a checkpoint cannot run code.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from pstar.checkpoint.state import PREFIXES, read_piece, write_span
+from pstar.errors import CheckpointError
+from pstar.layout.layout import Box, Span, boxes
+from pstar.numerics.precision import PARAM
+from pstar.optim.chunked_adam import ChunkedAdam
+
+NAMES = PREFIXES | {PARAM: "model."}
+BUFFER = "buffer."
+MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT = 1
+
+
+class Part:
+    """One tensor of the checkpoint, as far as it lies on this rank: DCP asks for its boxes one by one.
+
+    Args:
+        shape: of the whole tensor.
+        spans: this rank's runs of its flattened elements.
+        read: from a span to its values, (span.numel,); None for what is to be loaded.
+        dtype: of the values.
+        finite: refuse to save other values.
+    """
+
+    def __init__(self, shape: torch.Size, spans: list[Span], read: Callable[[Span], torch.Tensor] | None = None,
+                 dtype: torch.dtype = torch.float32, finite: bool = True):
+        self._shape, self._read, self._dtype, self._finite = shape, read, dtype, finite
+        self._boxes = {box.offsets: (box, span) for span in spans for box in boxes(shape, span.param_offset, span.numel)}
+        self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor; DCP holds it against what was saved."""
+        return self._shape
+
+    def _meta(self, box: Box) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self._dtype)
+        return [WriteItem(MetadataIndex(name, torch.Size(box.offsets)), WriteItemType.SHARD,
+                          tensor_data=TensorWriteData(self._meta(box), properties, self._shape))
+                for box, _ in self._boxes.values()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._meta(box) for box, _ in self._boxes.values()]
+
+    def at(self, index: MetadataIndex) -> torch.Tensor:
+        """The box that DCP means: its values, or the memory to load them into."""
+        offsets = tuple(index.offset)
+        box, span = self._boxes[offsets]
+        if self._read is not None:
+            first = box.start - span.param_offset
+            values = self._read(span)[first : first + box.numel].view(box.sizes)
+            if self._finite and not torch.isfinite(values).all():
+                raise CheckpointError(f"{index.fqn} holds numbers that are not finite: it is not saved")
+            return values
+        if offsets not in self._loaded:
+            self._loaded[offsets] = torch.empty(box.sizes, dtype=self._dtype)
+        return self._loaded[offsets]
+
+    def loaded(self, span: Span) -> torch.Tensor:
+        """What was loaded of a span, (span.numel,)."""
+        found = [(box.start, self._loaded[offsets]) for offsets, (box, own) in self._boxes.items() if own == span]
+        return torch.cat([values.flatten() for _, values in sorted(found, key=lambda pair: pair[0])])
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """DCP's planner, which finds the boxes of a Part too."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is to be written."""
+        found = self.state_dict.get(index.fqn)
+        return found.at(index) if isinstance(found, Part) else super().lookup_object(index)
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """The same for reading."""
+
+    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """DCP's own would replace what it does not know by None."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """What is to be read into."""
+        found = self.state_dict.get(index.fqn)
+        return found.at(index) if isinstance(found, Part) else super().lookup_tensor(index)
+
+
+def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Writes the checkpoint; every rank calls it. Moves no block and changes no number.
+
+    Args:
+        optimizer: with its chunks.
+        path: the folder to be, on a file system that all ranks share; an older checkpoint there is replaced, nothing else.
+        extra: JSON content of the caller: schedulers' states, where the data are.
+        buffers: by name, this rank's own: running statistics differ from rank to rank.
+
+    Raises:
+        CheckpointError: on all ranks, when one of them could not write; nothing is left, what stood at `path` stands.
+    """
+    ranks = optimizer.chunks.collectives
+    beside = path.with_name(f"{path.name}.tmp{ranks.from_rank_0(os.getpid())}")
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            json.dumps(extra)    # what cannot be written is said before anything is
+            if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
+                raise CheckpointError(f"{path} exists and is no checkpoint: it is not replaced; give another name")
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+
+    def write_parts() -> None:
+        writer, planner = dcp.FileSystemWriter(beside), SavePlanner(False, False)
+        _quietly(lambda: dcp.save(_parts(optimizer, buffers), storage_writer=writer, planner=planner,
+                                  no_dist=ranks.alone, process_group=ranks.host_group))
+
+    outside = optimizer.outside
+    own_steps = {outside.own_key(name) if name in outside.params else name: n for name, n in optimizer.steps.items()}
+    steps = {name: n for each in ranks.from_all(own_steps) for name, n in each.items()}
+
+    def write_state() -> list[str]:
+        if ranks.rank == 0:
+            state = {"format": FORMAT, "num_ranks": ranks.num_ranks, "precision": optimizer.precision.name,
+                     "steps": steps, "scaler": optimizer.scaler.state(), "extra": extra,
+                     "groups": [{key: float(value) if isinstance(value, torch.Tensor) else value
+                                 for key, value in group.items() if key != "params"}
+                                for group in optimizer.param_groups]}
+            (beside / STATE).write_text(json.dumps(state), encoding="utf-8")
+        return sorted(file.name for file in beside.iterdir()) if ranks.rank == 0 else []
+
+    def seal(digests: list[dict[str, dict]]) -> None:
+        if ranks.rank == 0:
+            (beside / MANIFEST).write_text(json.dumps({k: v for each in digests for k, v in each.items()}), encoding="utf-8")
+            for name in (STATE, MANIFEST, "."):
+                _flush(beside / name)
+            _replace(beside, path)
+
+    try:
+        _together(ranks, f"make {beside}", begin)
+        _together(ranks, "write its part of the checkpoint", write_parts)
+        names = ranks.from_rank_0(_together(ranks, f"write {beside / STATE}", write_state))
+        mine = names[ranks.rank :: ranks.num_ranks]
+        digests = _together(ranks, "read the checkpoint back", lambda: {name: _digest(beside / name) for name in mine})
+        digests = ranks.from_all(digests)
+        _together(ranks, f"finish {path}", lambda: seal(digests))
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Reads a checkpoint at any number of ranks, chunk size, ownership and precision; returns what the caller had added.
+
+    Each rank reads by itself, one group of chunks at a time. Random states are restored on ranks that were there; ranks that
+    were not there take the buffers of rank 0.
+
+    Raises:
+        CheckpointError: damaged, of another model, or no checkpoint.
+    """
+    chunks = optimizer.chunks
+    ranks = chunks.collectives
+    _together(ranks, f"read {path}", lambda: _verify(path, ranks.rank, ranks.num_ranks))
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    reader = Reader(path)
+    known = set(reader.read_metadata().state_dict_metadata)
+    outside = optimizer.outside
+    own_keys = {name: outside.own_key(name) if name in outside.params else name for name in optimizer.steps}
+    missing = [key for key in own_keys.values() if NAMES[PARAM] + key not in known]
+    if missing or state["format"] != FORMAT:
+        raise CheckpointError(f"{path} is of another model (it has no {', '.join(missing[:3])}) or of another version")
+    for name in outside.params:
+        wanted = [kind for kind in NAMES if NAMES[kind] + own_keys[name] in known]
+        values = {NAMES[kind] + own_keys[name]: torch.empty(outside.shapes[name]) for kind in wanted}
+        _read(reader, values, path)
+        for kind, tensor in zip(wanted, values.values(), strict=True):
+            outside.write(kind, name, tensor)
+    for group in chunks.layout.groups:
+        spans = group.spans(ranks.rank)
+        wanted = {(kind, span.name) for span in spans for kind in NAMES if NAMES[kind] + span.name in known}
+        parts = {(kind, name): Part(chunks.parameters.shapes[name], [span for span in spans if span.name == name])
+                 for kind, name in sorted(wanted)}
+        _read(reader, {NAMES[kind] + name: part for (kind, name), part in parts.items()}, path)
+        chunks.unsharding.drop_gathered(group.index)
+        for (kind, name), part in parts.items():
+            for span in spans:
+                if span.name == name:
+                    write_span(optimizer, kind, group.index, span, part.loaded(span))
+    for name, buffer in buffers.items():
+        key = next((key for key in (f"{BUFFER}{name}.{ranks.rank}", f"{BUFFER}{name}.0") if key in known), None)
+        if key is not None:    # older checkpoints have none
+            values = torch.empty(buffer.shape, dtype=buffer.dtype)
+            _read(reader, {key: values}, path)
+            buffer.copy_(values)
+    optimizer.steps.update({name: int(state["steps"].get(key, 0)) for name, key in own_keys.items()})
+    if optimizer.precision.name == "fp16" and state["precision"] == "fp16":
+        optimizer.scaler.load(state["scaler"])
+    if len(state["groups"]) == len(optimizer.param_groups):
+        for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):    # a scheduler goes on from this lr
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+    for name, (get, put) in _random_states(chunks.parameters.device).items():
+        key = f"random.{name}.{ranks.rank}"
+        if key in known and state["num_ranks"] == ranks.num_ranks:
+            values = torch.empty_like(get())
+            _read(reader, {key: values}, path)
+            put(values)
+    return state["extra"]
+
+
+def _read(reader: "Reader", tensors: dict[str, Any], path: Path) -> None:
+    """Fills tensors and Parts, by name. Raises CheckpointError."""
+    try:
+        _quietly(lambda: dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(False, False), no_dist=True))
+    except (Exception, CheckpointException) as error:    # a ValueError for a shape, an OSError of the disk
+        raise CheckpointError(f"{path} cannot be read into this model: {_last_line(error)}") from error
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, which lets only the classes into its metadata that belong there."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the checkpoint. Raises CheckpointError for a pickle that names anything else."""
+        with open(Path(self.path) / ".metadata", "rb") as stream:
+            metadata = _Unpickler(stream).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    ALLOWED = {("torch", "Size"), ("torch.serialization", "_get_layout"),
+               ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
+               ("torch.distributed.checkpoint.filesystem", "_StorageInfo")} | {
+        ("torch.distributed.checkpoint.metadata", name) for name in (
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta",
+            "_MEM_FORMAT_ENCODING")} | {
+        ("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):    # so the first releases of Python 3.11 pickle a member of an enum
+            return self._member
+        if (module, name) not in self.ALLOWED:
+            raise CheckpointError(f"the checkpoint's metadata name {module}.{name}, which does not belong there: refused")
+        return super().find_class(module, name)
+
+    @staticmethod
+    def _member(enum: Any, name: str) -> Any:
+        if enum is not _MEM_FORMAT_ENCODING:
+            raise CheckpointError("the checkpoint's metadata name builtins.getattr, which does not belong there: refused")
+        return enum[name]
+
+
+def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Everything this rank has, by name, read when it is written: one piece of a group at a time."""
+    chunks = optimizer.chunks
+    rank, found, last = chunks.collectives.rank, {}, {}
+
+    def reader(kind: str, group: int) -> Callable[[Span], torch.Tensor]:
+        def read(span: Span) -> torch.Tensor:
+            if last.get("key") != (kind, group):
+                last.update(key=(kind, group), piece=read_piece(optimizer, kind, group).cpu())
+            return last["piece"][span.piece_offset : span.piece_offset + span.numel]
+
+        return read
+
+    for group in chunks.layout.groups:
+        for kind, prefix in NAMES.items():
+            for span in group.spans(rank):    # one a parameter
+                found[prefix + span.name] = Part(chunks.parameters.shapes[span.name], [span], reader(kind, group.index))
+    outside = optimizer.outside
+    for name in outside.params:
+        for kind, values in outside.read(name).items():    # the same on all ranks: rank 0 writes it; else each its own
+            whole = [Span(name, 0, 0, values.numel())] if rank == 0 or len(outside.keys(name)) > 1 else []
+            found[NAMES[kind] + outside.own_key(name)] = Part(values.shape, whole, lambda _, v=values: v.reshape(-1))
+    for name, buffer in buffers.items():    # a mask may hold infinities
+        whole, flat = Span(name, 0, 0, buffer.numel()), buffer.detach().cpu().reshape(-1)
+        found[f"{BUFFER}{name}.{rank}"] = Part(buffer.shape, [whole], lambda _, v=flat: v, buffer.dtype, finite=False)
+    for name, (get, _) in _random_states(chunks.parameters.device).items():
+        state = get()
+        whole = Span(name, 0, 0, state.numel())
+        found[f"random.{name}.{rank}"] = Part(state.shape, [whole], lambda _, state=state: state, torch.uint8)
+    return found
+
+
+def _random_states(device: torch.device) -> dict[str, tuple[Callable, Callable]]:
+    """Name -> how to get and how to put the state of each of torch's generators that this rank uses."""
+    states = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
+    if device.type == "cuda":
+        states["cuda"] = (lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device))
+    return states
+
+
+def _together(ranks: Any, what: str, act: Callable[[], Any]) -> Any:
+    """All ranks act, without collectives of their own; when one fails all raise the same CheckpointError, and none waits."""
+    said = result = None
+    try:
+        result = act()
+    except (Exception, CheckpointException) as error:    # DCP's own is no Exception
+        said = _last_line(error)
+    failed = [(rank, line) for rank, line in enumerate(ranks.from_all(said)) if line]
+    if failed:
+        raise CheckpointError(f"rank {failed[0][0]} could not {what}: {failed[0][1]}")
+    return result
+
+
+def _last_line(error: BaseException) -> str:
+    """The cause in one line; DCP's own exceptions carry the tracebacks of all ranks."""
+    for inner in getattr(error, "failures", {}).values():
+        return _last_line(inner[0] if isinstance(inner, tuple) else inner)
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _verify(path: Path, rank: int, num_ranks: int) -> None:
+    """Raises CheckpointError unless every file is as the manifest says; the ranks share the files."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not {STATE, ".metadata"} <= set(manifest):
+            raise ValueError("a manifest that vouches for nothing")
+        entries = sorted(manifest.items())[rank::num_ranks]
+        wrong = [name for name, entry in entries if not (path / name).is_file() or _digest(path / name) != entry]
+    except (OSError, ValueError, AttributeError):
+        raise CheckpointError(f"{path} is no complete checkpoint: its {MANIFEST} is missing or unreadable") from None
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {wrong[0]} does not match its checksum")
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(beside: Path, path: Path) -> None:
+    """Renames the finished folder into its place; what stood there is moved away first, then removed."""
+    old = beside.with_name(f"{beside.name}.old")
+    if path.exists():
+        os.rename(path, old)
+    os.rename(beside, path)
+    _flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _quietly(act: Callable[[], Any]) -> None:
+    """DCP warns at each call of one process that it is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        act()

@@ -1,0 +1,119 @@
+"""The model's state as plain tensors by name, gathered from chunks and put back: any layout, any number of ranks."""
+
+from collections.abc import Mapping
+
+import torch
+
+from pstar.errors import ConfigError
+from pstar.layout.layout import Span
+from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM
+from pstar.optim.chunked_adam import ChunkedAdam
+
+Tensors = dict[str, torch.Tensor]
+SCALER = "scaler."
+PREFIXES = {PARAM: "", EXP_AVG: "exp_avg.", EXP_AVG_SQ: "exp_avg_sq."}
+"""Of the keys of each kind of values."""
+
+
+def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
+    """(weights, moments) on rank 0, two empty dicts on the others. Every rank must call it.
+
+    weights: name -> fp32 master in the parameter's shape. moments: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the
+    parameter's shape, 'step.NAME' -> number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY',
+    the state of the loss scale, fp32 scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK
+    for each. Moves no block.
+    """
+    chunks, outside, found = optimizer.chunks, optimizer.outside, {kind: {} for kind in PREFIXES}
+    for group in chunks.layout.groups:
+        for kind in PREFIXES:
+            flat = chunks.collectives.gather_on_host(read_piece(optimizer, kind, group.index).cpu())
+            for slot in group.slots if flat is not None else ():
+                values = flat[slot.offset : slot.offset + slot.numel].view(chunks.parameters.shapes[slot.name]).clone()
+                found[kind][slot.name] = values
+    steps = {name: torch.tensor(float(count)) for name, count in optimizer.steps.items()}
+    for name in outside.params:
+        keys = outside.keys(name)
+        count = steps.pop(name)
+        for kind, values in (outside.read(name) | {"step": count}).items():
+            flat = chunks.collectives.gather_on_host(values.reshape(-1)) if len(keys) > 1 else values.reshape(-1)
+            for key, own in zip(keys, flat.view(len(keys), -1) if flat is not None else (), strict=False):
+                (steps if kind == "step" else found[kind])[key] = own.view(values.shape).clone()
+    if chunks.collectives.rank != 0:
+        return {}, {}
+    order = [key for name in optimizer.steps for key in (outside.keys(name) if name in outside.params else [name])]
+    weights = {key: found[PARAM][key] for key in order}
+    moments = {PREFIXES[kind] + key: found[kind][key] for key in order for kind in (EXP_AVG, EXP_AVG_SQ)}
+    moments |= {f"step.{key}": steps[key] for key in order}
+    if optimizer.precision.name == "fp16":
+        moments |= {SCALER + key: torch.tensor(value) for key, value in optimizer.scaler.state().items()}
+    return weights, moments
+
+
+@torch.no_grad()
+def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
+               moments: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Puts gathered tensors back; every rank passes the same ones and takes its own pieces.
+
+    Raises ConfigError, naming all of them, when a name is missing or a shape differs.
+    """
+    chunks, outside = optimizer.chunks, optimizer.outside
+    shapes = chunks.parameters.shapes | {key: shape for name, shape in outside.shapes.items() for key in outside.keys(name)}
+    wrong = [
+        f"{name}: {'missing' if name not in weights else f'{tuple(weights[name].shape)}, not {tuple(shape)}'}"
+        for name, shape in shapes.items()
+        if name not in weights or weights[name].shape != shape
+    ]
+    if wrong:
+        raise ConfigError(f"the weights do not fit the model: {'; '.join(wrong)}")
+    for name in optimizer.steps:
+        key = outside.own_key(name) if name in outside.params else name
+        write(optimizer, PARAM, name, weights[key])
+        if moments:
+            for kind in (EXP_AVG, EXP_AVG_SQ):
+                if f"{kind}.{key}" in moments:
+                    write(optimizer, kind, name, moments[f"{kind}.{key}"])
+            optimizer.steps[name] = int(moments.get(f"step.{key}", torch.tensor(0.0)))
+    scaler = {key.removeprefix(SCALER): float(value) for key, value in (moments or {}).items() if key.startswith(SCALER)}
+    if scaler:
+        optimizer.scaler.load(scaler)
+
+
+@torch.no_grad()
+def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor) -> None:
+    """Puts one parameter (kind 'param') or one of its moments into its place; this rank takes its own part of it.
+
+    values: the whole tensor, in any floating dtype, on any device; stored as the fp32 master where there is one.
+    """
+    chunks = optimizer.chunks
+    if name in optimizer.outside.params:
+        return optimizer.outside.write(kind, name, values)
+    group = chunks.units.place[name][0].spec.group
+    chunks.unsharding.drop_gathered(group)
+    for span in chunks.layout.groups[group].spans(chunks.collectives.rank):
+        if span.name == name:
+            mine = values.reshape(-1)[span.param_offset : span.param_offset + span.numel]
+            write_span(optimizer, kind, group, span, mine)
+
+
+@torch.no_grad()
+def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor) -> None:
+    """Puts the values of one span, (span.numel,), into this rank's piece."""
+    residency = optimizer.residency
+    kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
+    part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
+    with residency.reading([(each, group) for each in kinds]) as places:
+        if kind == PARAM:
+            optimizer.precision.write_master(values, {each: data[part] for (each, _), (_, data) in places.items()})
+        else:
+            places[kind, group][1][part] = values
+        written = {key: tier for key, (tier, _) in places.items()}
+    for key, tier in written.items():
+        residency.mark_written(key, tier)
+
+
+def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
+    """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing."""
+    kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
+    with optimizer.residency.reading([(each, group) for each in kinds]) as places:
+        data = {each: buffer for (each, _), (_, buffer) in places.items()}
+        return optimizer.precision.read_master(data) if kind == PARAM else data[kind].clone()

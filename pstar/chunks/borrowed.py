@@ -1,0 +1,261 @@
+"""Borrowed parameters: an operation outside of the module that owns a parameter gets its bytes all the same.
+
+Hooks on modules bring the parameters of the module that runs. Whatever reads another one (a head tied by hand, a penalty
+over parameters(), a ParameterList, a block that uses another block's weight, a reference kept since __init__) must find its
+bytes as well, and never the placeholder. So a parameter that no running module uses has the class Idle, a subclass whose
+`__torch_function__` torch calls instead of every operation that gets such a parameter as an argument. There the bytes are
+acquired, the operation runs, and the bytes may leave again. Backward needs nothing more: what the operation saved is
+unpacked as for any parameter, and autograd adds the gradients of all uses.
+
+That a parameter is idle follows from the program alone, not from what happens to be near. So every step touches the same
+keys at the same moments, the trace knows them, they come ahead like all others, and all ranks make the same collectives.
+Where nothing is borrowed the cost is one assignment of a class when a parameter is acquired and one when it is released.
+
+A few callers never ask the class of a tensor: torch.vmap, scripted functions, functions of an extension. They would compute
+with the placeholder. torch.vmap asks for the number of dimensions first, and is refused there. Of all others, what they
+save for backward is refused (Hooks._pack), and so is the gradient of a parameter that no forward was given in this step
+(`used`). What is left, an operation that saves nothing of a parameter that others use too, makes the loss NaN where the
+parameter is not near; pstar.modules.not_finite then names the module.
+
+A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps the memory that it looks at, see Residency._leave.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from pstar.errors import BudgetError, StateError
+
+# Functions and methods that look at shapes, types or hooks, never at bytes.
+NO_BYTES = frozenset([
+    "__len__", "_is_view", "backward", "can_cast", "dim", "dim_order", "element_size", "empty_like", "full_like",
+    "get_device", "grad", "has_names", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
+    "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "is_tensor", "ndimension", "nelement", "new_empty",
+    "new_full", "new_ones", "new_tensor", "new_zeros", "numel", "ones_like", "rand_like", "randint_like", "randn_like",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
+    "storage_offset", "stride", "zeros_like"])
+
+# Attributes that give the bytes; all other ones (shape, dtype, grad, ...) do not.
+BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+VMAP = "torch._functorch.vmap"    # the module whose code takes the arguments of torch.vmap apart
+
+CHANGES = frozenset({"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+
+class Chunks(Protocol):
+    """What is asked of pstar.chunks.Chunks."""
+
+    params: dict[str, torch.nn.Parameter]
+
+    def acquire(self, names: tuple[str, ...]) -> None: ...
+
+    def release(self, names: tuple[str, ...]) -> None: ...
+
+    def bind_all(self) -> None: ...
+
+
+class Lender:
+    """Lends the parameters of one engine to operations.
+
+    Args:
+        chunks: the parameters.
+        running: one entry for each module that is in its forward.
+        saving: gives a pair of saved-tensor hooks for operations outside of modules, None where one is in force.
+        stay: all parameters stay near (Chunks.bind_all): the first operation that finds them elsewhere brings all.
+    """
+
+    def __init__(self, chunks: Chunks, running: Sequence[object], saving: Callable[[], AbstractContextManager | None],
+                 stay: bool = False):
+        self.chunks, self.stay = chunks, stay
+        self.open = False
+        """Whether the program is in the engine's forward, or between one of training and the end of its backward."""
+        self.used: set[str] = set()
+        """The parameters whose bytes a forward was given since the step began."""
+        self._refused: str | None = None
+        self._running, self._saving = running, saving
+        self.run = torch.compiler.disable(self._run)    # here, for it imports the compiler, which takes seconds
+        for name, param in chunks.params.items():
+            param._pstar_lender = weakref.ref(self), name
+
+    def _run(self, func: Callable, names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """func(*args, **kwargs) with the bytes of the parameters in names. Raises StateError outside of a step, BudgetError
+        where near has no room for them."""
+        if self.stay:
+            self.chunks.bind_all()
+            return func(*args, **kwargs)
+        if not self.is_open():
+            raise StateError(
+                f"{_operation(func)} in {_module()} reads parameter {names[0]} between two steps, where it lies in a chunk: "
+                "read it in the model's forward, between model(...) and model.backward(loss), or from model.gather_state()")
+        pair = self._saving() if torch.is_grad_enabled() and not self._running else None
+        acquired: list[str] = []
+        try:
+            self.used.update(names)
+            for name in names:
+                self._acquire(name, func)
+                acquired.append(name)
+            with pair or nullcontext():
+                return func(*args, **kwargs)
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.chunks.release(tuple(acquired))
+
+    def is_open(self) -> bool:
+        """Whether parameters are lent now: in a forward, and until the backward of a training forward is over."""
+        return self.open or bool(self._running)
+
+    @contextmanager
+    def forward(self, training: bool) -> Iterator[None]:
+        """The model's forward runs inside; after one of training parameters are lent until its backward is over."""
+        before, self.open, self._refused = self.open, True, None
+        try:
+            yield
+        except RuntimeError as error:    # TorchScript drops the message of what is raised inside
+            if self._refused is not None and not isinstance(error, StateError):
+                raise StateError(self._refused) from error
+            raise    # Hooks.abandon ends the step
+        self.open = training or before
+
+    def refuse(self, what: str) -> None:
+        """Raises StateError: what was read by an operation that did not ask for its bytes."""
+        self._refused = (f"an operation in {_module()} read {what} without asking for its bytes, as scripted functions and "
+                         "functions of extensions do: give them the parameter's clone()")
+        raise StateError(self._refused)
+
+    def refuse_view(self, view: torch.Tensor) -> None:
+        """Raises StateError: somebody read the placeholder that view looks at."""
+        names = [name for name, param in self.chunks.params.items() if sorted(param.shape) == sorted(view.shape)]
+        self.refuse(f"a parameter of shape {tuple(view.shape)} ({' or '.join(names[:3]) or 'a part of one'})")
+
+    def end_step(self) -> None:
+        self.open = False
+        self.used.clear()
+
+    @staticmethod
+    def name_of(param: Idle) -> str:
+        return _lender(param)[1]
+
+    def _acquire(self, name: str, func: Callable) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                self.chunks.acquire((name,))
+            except BudgetError as error:
+                raise BudgetError(f"{_operation(func)} in {_module()} borrows parameter {name} of another module, and near "
+                                  f"has no room for it beside the module's own: {error}") from None
+
+
+class Idle(torch.nn.Parameter):
+    """A parameter that no running module uses."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not _reads_bytes(func):
+            if _name(func) == "dim" and sys._getframe(1).f_globals.get("__name__") == VMAP:
+                _refuse_vmap(args[0])
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found: dict[str, None] = {}
+        lender = None
+        for param in _idle_among((args, kwargs)):
+            its_lender, name = _lender(param)
+            if lender is None or its_lender is lender:    # those of another engine are met by the call inside
+                lender = its_lender
+                found[name] = None
+        if lender is None:
+            raise StateError(f"{_operation(func)} in {_module()} reads a parameter that lies in a chunk, inside an argument "
+                             "that is no list, tuple or dict: give it the parameter itself")
+        if _changes(func, args, kwargs):
+            name = next(iter(found))
+            raise StateError(
+                f"{_operation(func)} in {_module()} changes parameter {name} in place, which lies in a chunk: call "
+                "model.load_state(weights), or keep it with PyTorch (pstar.exclude)")
+        return lender.run(func, tuple(found), args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"Parameter in a chunk: {tuple(self.shape)}, {self.dtype}"
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise StateError(f"parameter {_lender(self)[1]} lies in a chunk and cannot be copied: model.gather_state() gives "
+                         "plain tensors")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(f"parameter {_lender(self)[1]} lies in a chunk and cannot be pickled: model.gather_state() gives "
+                         "plain tensors, model.save_checkpoint() a file")
+
+
+@cache
+def idle_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
+    """The class of an idle parameter of that kind: Idle, or a subclass of it and of the kind."""
+    return Idle if kind is torch.nn.Parameter else type(f"Idle{kind.__name__}", (Idle, kind), {})
+
+
+def _lender(param: Idle) -> tuple[Lender, str]:
+    found, name = param.__dict__.get("_pstar_lender", (lambda: None, "of an engine that is being built"))
+    lender = found()
+    if lender is None:
+        raise StateError(f"parameter {name} has no bytes: nobody has its engine any more")
+    return lender, name
+
+
+def _refuse_vmap(param: Idle) -> None:
+    name = _lender(param)[1]
+    raise StateError(f"torch.vmap in {_module()} is given parameter {name}, which no running module owns, and would "
+                     "read its placeholder: give it the parameter's clone()")
+
+
+def _idle_among(values: Iterable[Any]) -> Iterator[Idle]:
+    for value in values:
+        if issubclass(type(value), Idle):    # isinstance asks the metaclass of Parameter, which takes five times as long
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _idle_among(value)
+        elif isinstance(value, dict):
+            yield from _idle_among(value.values())
+
+
+def _reads_bytes(func: Callable) -> bool:
+    name = _name(func)
+    if name == "__get__":
+        return _name(func.__self__) in BYTES_ATTRIBUTES
+    if name in ("__set__", "__delete__"):
+        return _name(func.__self__) == "data"
+    return name not in NO_BYTES
+
+
+def _changes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation writes into one of the idle parameters that it was given."""
+    name = _name(func)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in CHANGES
+    written = (args[:1] or kwargs.values()) if in_place else ()
+    return any(True for _ in _idle_among((*written, kwargs.get("out"))))
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _operation(func: Callable) -> str:
+    name = _name(func)
+    return f"Tensor.{_name(func.__self__)}" if name in ("__get__", "__set__") else name
+
+
+def _module() -> str:
+    """The class of the innermost module whose code runs, and the user's line. Read from the frames only then."""
+    frame, module, line = sys._getframe(1), None, None
+    while frame is not None and (module is None or line is None):
+        name, its_self = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        if line is None and not name.startswith(("torch.", "pstar.")):
+            line = f"line {frame.f_lineno} of {frame.f_code.co_filename.rpartition('/')[2]}"
+        if module is None and isinstance(its_self, torch.nn.Module) and not name.startswith("pstar."):
+            module = type(its_self).__name__
+        frame = frame.f_back
+    return f"{module or 'no module'} ({line})"

@@ -1,0 +1,66 @@
+"""Where a training step is: its micro-steps are counted, and an update of a part of the gradients is refused."""
+
+from pathlib import Path
+
+from pstar.chunks.borrowed import Lender
+from pstar.chunks.step import Chunks
+from pstar.errors import StateError
+from pstar.profile.recording import Profile
+
+
+class Stages:
+    """The stages of a step: forward and backward of each micro-step, then the update. The engine and the optimizer say which
+    one begins.
+
+    Args:
+        num_micro_steps: gradient_accumulation_steps.
+        chunks: whose gradients they are.
+        lender: lends parameters between a training forward and the end of its backward.
+        profile: is told of each stage, and saved after each step, in `path`; None for none.
+    """
+
+    def __init__(self, num_micro_steps: int, chunks: Chunks, lender: Lender, profile: Profile | None, path: Path | None):
+        self.num_micro_steps, self.chunks, self.lender = num_micro_steps, chunks, lender
+        self._profile, self._path = profile, path
+        self._done, self._had_backward = 0, False
+
+    def begin_step(self, number: int) -> None:
+        """A step begins with its first forward."""
+        if self._profile is not None:
+            self._profile.step(number)
+
+    def begin(self, stage: str) -> None:
+        """forward, backward, adam, or idle, which is none of them."""
+        if self._profile is not None:
+            self._profile.stage(stage)
+
+    @property
+    def is_last_micro_step(self) -> bool:
+        return self._done + 1 == self.num_micro_steps
+
+    def end_backward(self) -> None:
+        """A micro-step has had its backward, and it did not fail."""
+        self._done, self._had_backward = (self._done + 1) % self.num_micro_steps, True
+        self.begin("idle" if self._done else "adam")
+
+    def forget_grads(self) -> None:
+        """There are no gradients, whatever came to an end before."""
+        self._done, self._had_backward = 0, False
+
+    def check_update(self, loss_scale: float) -> None:
+        """Raises StateError where an update would take a part of the gradients, or other ones, and say nothing."""
+        self.lender.end_step()
+        steps, chunks = self.num_micro_steps, self.chunks
+        if self._done:
+            raise StateError(f"optimizer.step() after {self._done} of {steps} micro-steps "
+                             "(gradient_accumulation_steps): call model.backward(loss) for each of them before it, or "
+                             "optimizer.zero_grad() to drop them")
+        alone = steps == 1 and loss_scale == 1 and chunks.collectives.num_ranks == 1
+        if not (alone or self._had_backward) and any(map(chunks.gradients.arrived, chunks.params)):
+            raise StateError("the gradients are not from model.backward(loss): call it instead of loss.backward(), which "
+                             "knows no loss scale, no micro-steps and no other ranks")
+
+    def save_profile(self) -> None:
+        """What was recorded so far is in its file."""
+        if self._profile is not None and self._profile.closed is None:
+            self._profile.save(self._path)

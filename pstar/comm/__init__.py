@@ -1,0 +1,1 @@
+"""Collectives between ranks, through the process group or through shared memory."""

@@ -1,0 +1,178 @@
+"""Collectives on groups of chunks: the only file of the engine that talks to torch.distributed."""
+
+import os
+import platform
+import time
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pstar.comm import shared_memory
+from pstar.comm.shared_memory import SharedMemory
+from pstar.memory.tier import Ledger
+
+# torch 2.13 renamed the two and warns of the old names; 2.11 has only these.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Waitable(Protocol):
+    """What a backend gives back for a collective that was begun."""
+
+    def wait(self) -> object: ...
+
+
+class Handle:
+    """A collective that goes on while others compute. Its tensors must not be touched before `wait` has returned.
+
+    Args:
+        begun: what goes on; None for nothing.
+        ledger: where the seconds that wait takes are written.
+    """
+
+    def __init__(self, begun: Waitable | None = None, ledger: Ledger | None = None):
+        self._begun, self._ledger = begun, ledger
+
+    def wait(self) -> None:
+        """Returns when the result is there (on a GPU: when the current stream will see it)."""
+        if self._begun is not None:
+            begin = time.perf_counter()
+            self._begun.wait()
+            self._ledger.waited_s += time.perf_counter() - begin
+            self._begun = None
+
+
+class Collectives:
+    """Gathers and reduces the pieces of a group of chunks over the ranks of a process group.
+
+    Those of whole groups return a Handle. They are carried out in the order of the calls, which must be the same on all
+    ranks.
+
+    Args:
+        group: a torch.distributed process group; None means the default group where one is initialised, and otherwise one
+            process, for which every collective is a no-op.
+        ledger: where received bytes are written.
+        through_memory: exchange chunks through shared memory where all ranks are on one host without a GPU; else, and with
+            False, through the process group.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True):
+        self.alone = group is None and not (dist.is_available() and dist.is_initialized())
+        # The default group is looked up at each call: a reference here would keep its threads alive after
+        # destroy_process_group, and a process that ends with gloo threads running aborts.
+        self.group = None if group is None or group is dist.group.WORLD else group
+        self.ledger = ledger
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.num_ranks = 1 if self.alone else dist.get_world_size(group)
+        # Checkpoints and objects travel between host memories, which NCCL cannot do.
+        self.host_group = self.group
+        if not self.alone and dist.get_backend(self.group) != "gloo":
+            members = dist.get_process_group_ranks(self.group) if self.group else None
+            self.host_group = dist.new_group(members, backend="gloo")
+        self._memory = self._share_memory() if through_memory and self.num_ranks > 1 else None
+
+    @property
+    def through_memory(self) -> bool:
+        """Whether chunks are exchanged through shared memory."""
+        return self._memory is not None
+
+    def _share_memory(self) -> SharedMemory | None:
+        """The staging area, where every rank is on this host and computes without a GPU; decided by all ranks alike."""
+        host = (shared_memory.available() and dist.get_backend(self.group) == "gloo", platform.node())
+        if not self._all_ranks(host[0]) or len(set(self.from_all(host))) > 1:
+            return None
+        path: list = [None]
+        if self.rank == 0:
+            path[0] = shared_memory.make_file(self.num_ranks)
+        dist.broadcast_object_list(path, group_src=0, group=self.group)
+        # Containers of one host may each have a /dev/shm of their own: then the file is not there for all.
+        seen = self._all_ranks(path[0] is not None and os.path.exists(path[0]))
+        memory = SharedMemory(path[0], self.rank, self.num_ranks) if seen else None
+        dist.barrier(self.group)
+        if self.rank == 0 and path[0] is not None:
+            os.unlink(path[0])
+        return memory
+
+    def from_all(self, value: object) -> list:
+        """The value of every rank, by rank, on every rank; any object that can be pickled."""
+        values: list = [value] * self.num_ranks
+        if self.num_ranks > 1:
+            dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def from_rank_0(self, value: object) -> object:
+        """Rank 0's value, on every rank."""
+        return self.from_all(value if self.rank == 0 else None)[0]
+
+    def _all_ranks(self, value: bool) -> bool:
+        return all(self.from_all(value))
+
+    def about(self, unit: int) -> None:
+        """The next collective is about this unit: through shared memory, ranks that mean different ones raise at once."""
+        if self._memory:
+            self._memory.subject = unit
+
+    def progress(self) -> None:
+        """Lets collectives that were begun go on, without waiting. Over a process group they do so by themselves."""
+        if self._memory:
+            self._memory.progress()
+
+    def all_gather(self, flat: torch.Tensor) -> Handle:
+        """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""
+        if self.num_ranks == 1:
+            return Handle()
+        piece = flat.view(self.num_ranks, -1)[self.rank]
+        self.ledger.add("gather", flat.nbytes - piece.nbytes)
+        if self._memory:
+            return Handle(self._memory.all_gather(flat), self.ledger)
+        return Handle(_all_gather(flat, piece, group=self.group, async_op=True), self.ledger)
+
+    def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Handle:
+        """piece, (S,), becomes this rank's part of the mean of flat, (p * S,), over the ranks. Changes flat.
+
+        Divides before it adds: a sum of p gradients may overflow 16 bits where their mean does not.
+        """
+        self.ledger.add("reduce", flat.nbytes - piece.nbytes)
+        if self._memory:
+            return Handle(self._memory.reduce_scatter_mean(piece, flat), self.ledger)
+        flat.div_(self.num_ranks)
+        return Handle(_reduce_scatter(piece, flat, group=self.group, async_op=True), self.ledger)
+
+    def broadcast(self, flat: torch.Tensor, owner: int) -> Handle:
+        """In place: flat, (S,), becomes that of rank `owner` of the group."""
+        if self.num_ranks == 1:
+            return Handle()
+        self.ledger.add("gather", 0 if self.rank == owner else flat.nbytes)
+        if self._memory:
+            return Handle(self._memory.broadcast(flat, owner), self.ledger)
+        return Handle(dist.broadcast(flat, group=self.group, group_src=owner, async_op=True), self.ledger)
+
+    def reduce_mean(self, flat: torch.Tensor, owner: int) -> Handle:
+        """In place: flat, (S,), becomes the mean over the ranks on rank `owner`; elsewhere it is spoilt."""
+        self.ledger.add("reduce", flat.nbytes * (self.num_ranks - 1) if self.rank == owner else 0)
+        if self._memory:
+            return Handle(self._memory.reduce_mean(flat, owner), self.ledger)
+        flat.div_(self.num_ranks)
+        return Handle(dist.reduce(flat, group=self.group, group_dst=owner, async_op=True), self.ledger)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of values over the ranks, on every rank; waits for it."""
+        if self.num_ranks == 1:
+            return values
+        begin = time.perf_counter()
+        if self._memory:
+            values = self._memory.sum(values)
+        else:
+            dist.all_reduce(values, group=self.group)
+        self.ledger.waited_s += time.perf_counter() - begin
+        return values
+
+    def gather_on_host(self, piece: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0 receives the pieces of all ranks, (p * S,) in host memory; the others receive None."""
+        if self.num_ranks == 1:
+            return piece
+        flat = torch.empty(self.num_ranks, piece.numel(), dtype=piece.dtype) if self.rank == 0 else None
+        parts = list(flat.unbind(0)) if flat is not None else None
+        dist.gather(piece, parts, group=self.host_group, group_dst=0)
+        return flat.view(-1) if flat is not None else None

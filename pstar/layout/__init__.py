@@ -1,0 +1,1 @@
+"""Numbers: which parameter lies where in which chunk, and what fits into a budget. No tensors."""

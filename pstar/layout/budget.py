@@ -1,0 +1,161 @@
+"""What must be near at once, and what may be near as well: pure functions of numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pstar.layout.layout import Layout, Unit
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes per element of each kind of model data."""
+
+    param: int
+    grad: int
+    states: int
+    """Optimizer states: fp32 moments, and what an fp32 master has beside the parameter."""
+
+    @property
+    def total(self) -> int:
+        """16 for fp32, 14 for bf16 with a split master, 16 for fp16; in 16 bit 2 more with fp32 accumulation."""
+        return self.param + self.grad + self.states
+
+
+def model_data_bytes(layout: Layout, costs: Costs) -> int:
+    """Bytes of all model data of all ranks, padding included."""
+    return costs.total * layout.total_elems
+
+
+def _grad_bytes(unit: Unit, layout: Layout, costs: Costs) -> int:
+    """Near bytes while a unit's gradients are collected and reduced: all of them, and beside them the reduced piece of a
+    group (a chunk is reduced in place)."""
+    beside = layout.groups[unit.group].piece_elems if layout.num_ranks > 1 and unit.owner is None else 0
+    return costs.grad * (unit.elems + beside)
+
+
+def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], costs: Costs,
+                         communication: str = "group") -> tuple[int, str]:
+    """(bytes, module): the least near budget with which every module can run, and the module that needs it.
+
+    uses: for each module the names of its own parameters, tied ones wherever they are used. A module's working set is
+    every unit (group, or chunk) that holds one of them, or one of the modules around it (those are in use meanwhile), and
+    in backward the gradients of one of these units.
+    """
+    units = layout.units(communication)
+    unit_of = {slot.name: unit.index for unit in units for slot in unit.slots}
+    units_of = {module: {unit_of[name] for name in names} for module, names in uses.items()}
+    need, neediest = 0, ""
+    for module, own in units_of.items():
+        path = module.split(".")
+        around = [".".join(path[:depth]) for depth in range(len(path))]
+        together = [units[index] for index in own.union(*(units_of.get(name, ()) for name in around))]
+        if not own:
+            continue
+        bytes_needed = (costs.param * sum(unit.elems for unit in together)
+                        + max(_grad_bytes(unit, layout, costs) for unit in together))
+        if bytes_needed > need:
+            need, neediest = bytes_needed, module
+    return need, neediest
+
+
+def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
+    """The largest chunk with which two groups, one with its gradients, fit into the near budget."""
+    per_elem = 2 * costs.param * num_ranks + costs.grad * (num_ranks + (num_ranks > 1))
+    return near_budget // per_elem
+
+
+def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
+                        kept_free: int | None = None) -> list[int]:
+    """The groups whose optimizer states may live near, so that their update is computed there: the first ones that fit.
+
+    States near save a group's gradients the way out and its parameters the way back.
+
+    kept_free: None: only the margin is given away, what is left of the budget when all parameters (gathered) and the
+        gradients are near at once (PatrickStar, section 8.2): no parameter travels more than without. Else all but so many
+        bytes: then the parameters of the other groups travel in backward too, in the direction in which a link has nothing
+        to carry meanwhile.
+    """
+    single = layout.num_ranks == 1
+    if kept_free is not None:
+        margin, per_elem = near_budget - kept_free, costs.total
+    elif single:
+        margin = near_budget - (costs.param + costs.grad) * layout.total_elems
+        per_elem = costs.states
+    else:
+        gradients = max(_grad_bytes(unit, layout, costs) for unit in layout.units(communication))
+        margin = near_budget - costs.param * layout.total_elems - gradients
+        per_elem = costs.total
+    near = []
+    for group in layout.groups:
+        if per_elem * group.piece_elems <= margin:
+            margin -= per_elem * group.piece_elems
+            near.append(group.index)
+    return near
+
+
+def homes_by(near_states: str, layout: Layout, near_budget: int, costs: Costs, communication: str, least_near: int,
+             prefetch: int) -> list[int]:
+    """groups_at_home_near for a value of the configuration's near_states, margin or fill.
+
+    least_near: the layout's smallest_near_budget. With fill so much is kept free, and beside it what is on its way: the
+    parameters of `prefetch` units, and one unit's gradients that leave while the next one's come.
+    """
+    margin = groups_at_home_near(layout, near_budget, costs, communication)
+    if near_states == "margin":
+        return margin
+    units = layout.units(communication)
+    on_the_way = (prefetch * costs.param * max(unit.elems for unit in units)
+                  + max(_grad_bytes(unit, layout, costs) for unit in units))
+    filled = groups_at_home_near(layout, near_budget, costs, communication, least_near + on_the_way)
+
+    def elems(groups: list[int]) -> int:
+        return sum(layout.groups[index].piece_elems for index in groups)
+
+    return max(margin, filled, key=elems)
+
+
+def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
+    """Bytes a tier must hold for the update of any group of which it keeps nothing: all kinds of model data of the largest.
+    So much far needs beside a disk, and near where states are streamed through it."""
+    return costs.total * max(group.piece_elems for group in layout.groups)
+
+
+def homes_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
+    """The groups whose optimizer states may live near when far is too small: all that the working set leaves.
+
+    Unlike in groups_at_home_near no room is kept for parameters that are not in use: they travel more. What one group's
+    update needs beside the states, its gradients and parameters, must fit as well.
+
+    Args:
+        working_bytes: the layout's smallest_near_budget.
+    """
+    largest = max(group.piece_elems for group in layout.groups)
+    margin = near_budget - max(working_bytes, (costs.param + costs.grad) * largest)
+    near = []
+    for group in layout.groups:
+        if costs.states * group.piece_elems <= margin:
+            margin -= costs.states * group.piece_elems
+            near.append(group.index)
+    return near
+
+
+def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs, accumulates: bool,
+                        grads_wait_far: bool = False) -> int:
+    """Bytes that far must hold on each rank without a disk, whatever the near budget: what near never has to keep.
+
+    These are this rank's pieces of all parameters, and of the gradients and states of groups whose update is computed
+    far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated), with one
+    a micro-step's gradients of a group, which are added to their sums there.
+
+    grads_wait_far: near has states but no certain room for their gradients (homes_for_capacity): those count as well.
+    """
+    near = set(near_homes)
+    at_home = costs.param + (costs.grad if grads_wait_far else 0)
+    pieces = sum(
+        group.piece_elems * (at_home if group.index in near else costs.total) for group in layout.groups
+    )
+    if layout.num_ranks == 1:
+        added = [costs.param * group.piece_elems for group in layout.groups if group.index not in near]
+        return pieces + (max(added, default=0) if accumulates else 0)
+    waiting = [costs.grad * group.elems for group in layout.groups]
+    return pieces + (sum(waiting) if accumulates else max(waiting))

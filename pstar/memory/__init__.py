@@ -1,0 +1,1 @@
+"""Bytes in tiers with a ledger, blocks with copies in them, and the copies between them."""

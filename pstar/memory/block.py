@@ -1,0 +1,66 @@
+"""A block of model data, where its copies are, and the pins that keep it there."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pstar.errors import StateError
+from pstar.memory.copy_queue import Handle
+
+Key = tuple[str, int]
+"""(kind, group), for example ("param", 3)."""
+
+
+@dataclass
+class Block:
+    """One kind of model data of one group, on this rank."""
+
+    key: Key
+    numel: int
+    dtype: torch.dtype
+    derived: bool = False
+    copies: dict[str, Any] = field(default_factory=dict)
+    """The valid copies by tier, all of them equal: tensors, on disk an Extent."""
+    came: dict[str, int] = field(default_factory=dict)
+    """When each of them came, on the residency's clock."""
+    pins: int = 0
+    pending: list[Handle] = field(default_factory=list)
+    """Copies under way that read or write one of the copies."""
+    shared: bool = False
+    """Whether somebody keeps a view of the near copy, which is about to go."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def unpin(self) -> None:
+        """Gives one pin back."""
+        if self.pins == 0:
+            raise StateError(f"block {self.key} is unpinned more often than it was pinned")
+        self.pins -= 1
+
+    def __enter__(self) -> None:
+        """The block is pinned in a with."""
+        self.pins += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.pins -= 1
+
+
+class Pins:
+    """Several blocks that stay where they are until the end of a with."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+
+    def __enter__(self) -> "Pins":
+        return self
+
+    def add(self, block: Block) -> None:
+        block.pins += 1
+        self._blocks.append(block)
+
+    def __exit__(self, *_: object) -> None:
+        for block in self._blocks:
+            block.pins -= 1

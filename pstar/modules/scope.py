@@ -1,0 +1,87 @@
+"""Whose a parameter is: which stay with PyTorch, by a mark on the parameter, and which a module uses itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_MARK = "_pstar_outside"
+
+# Children that a module of torch never calls: its own forward computes with their parameters.
+BORROWED = ((torch.nn.MultiheadAttention, "out_proj"),)
+
+
+def used_by(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that a module's own forward computes with."""
+    own = list(module.parameters(recurse=False))
+    for kind, child in BORROWED:
+        if isinstance(module, kind):
+            own += getattr(module, child).parameters(recurse=False)
+    return own
+
+
+class Outside(Enum):
+    """How the gradient of a parameter outside the chunks is treated."""
+
+    AVERAGED = "averaged over the ranks: every rank has the same parameter"
+    LOCAL = "left as backward made it: every rank has a parameter of its own, under the same name"
+    FAR = "averaged, as the first, but it stays in host memory, where its module computes (see pstar.modules.host_embedding)"
+
+
+@contextmanager
+def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
+    """Inside model_func: parameters that are made in this scope stay with PyTorch and go into no chunk.
+
+    They are ordinary tensors on the near device, always there, outside the budgets and the ledger; the engine's optimizer
+    updates them with the rest (the same formula, masters, loss scale, clipping and skipped steps). For what chunks do not
+    suit: the experts of a mixture of experts, which differ from rank to rank.
+
+    More exactly: marked is what a module registers inside the scope, parameters and whole submodules.
+
+    Args:
+        do_allreduce: average their gradients over the ranks. False: each rank keeps its own, from its own gradients; in the
+            global norm every rank's counts as a parameter of its own.
+    """
+    kind = Outside.AVERAGED if do_allreduce else Outside.LOCAL
+
+    def mark_param(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
+        setattr(param, _MARK, kind)
+
+    def mark_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        for param in child.parameters() if child is not None else ():
+            if mode_of(param) is None:    # what an inner scope has marked stays as it is
+                setattr(param, _MARK, kind)
+
+    hooks = [register_module_parameter_registration_hook(mark_param), register_module_module_registration_hook(mark_module)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def exclude(module: torch.nn.Module, do_allreduce: bool = True) -> torch.nn.Module:
+    """Marks all parameters that a module has, as torch_scope does while they are made. Returns the module.
+
+    Inside model_func, or in a subclass's __init__: before initialize_engine returns.
+    """
+    for param in module.parameters():
+        setattr(param, _MARK, Outside.AVERAGED if do_allreduce else Outside.LOCAL)
+    return module
+
+
+def stay_far(param: torch.nn.Parameter) -> None:
+    """Marks a parameter as one that never leaves host memory."""
+    setattr(param, _MARK, Outside.FAR)
+
+
+def mode_of(param: torch.nn.Parameter) -> Outside | None:
+    """How a parameter outside the chunks is treated; None for one that belongs into them."""
+    return getattr(param, _MARK, None)

@@ -1,0 +1,1 @@
+"""What an update computes with: dtypes of the states, the gradients' norm, the loss scale."""

@@ -1,0 +1,186 @@
+"""The global norm of gradients that lie in pieces on several ranks, with the same bits whatever the layout.
+
+A sum of floating-point numbers depends on the order of its additions. Here the order belongs to the parameter: its
+elements are squared in float64 and added in blocks of NORM_BLOCK, the blocks' sums are added in one fixed order (see
+pstar.kernels.squared_norms), and the norms of the parameters in the model's order, as clip_grad_norm_ does. Which rank
+holds which part changes nothing but who computes a block's sum:
+
+    parameter   | block 0 | block 1 | block 2 | block 3 | ..      rank 0 sums blocks 0 and 1, rank 1 sums block 3, and the
+    rank 0      |xxxxxxxxxxxxxxxxxxxxxxxx|                        elements of block 2 are brought together: each of its
+    rank 1                               |xxxxxxxxxxxxxxxx ..     places is written by one rank and 0 on the others
+
+Block sums and those elements travel in sums over the ranks in which all terms but one are 0, which is exact.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from pstar.comm.collectives import Collectives
+from pstar.kernels import NORM_BLOCK, norm_blocks, squared_norms, store_squared, sum_blocks
+from pstar.layout.layout import Layout, Span
+
+
+def parameter_norms(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each gradient, fp32, (N,), on the CPU: the oracle of ParameterNorms, for plain tensors."""
+    return _root(torch.cat([squared_norms([grad.contiguous().view(-1)]).cpu() for grad in grads]))
+
+
+def global_norm(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, an fp32 scalar on the CPU; infinite or NaN where one of them is not finite."""
+    return torch.linalg.vector_norm(parameter_norms(grads))
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_ with the engine's norm: scales gradients in place, returns the norm before."""
+    grads = [param.grad for param in parameters if param.grad is not None]
+    total = global_norm(grads)
+    scale = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    for grad in grads:
+        grad.mul_(scale)
+    return total
+
+
+def _root(squares: torch.Tensor) -> torch.Tensor:
+    return squares.sqrt().to(torch.float32)
+
+
+@dataclass
+class _Found:
+    """What this rank contributes of one group."""
+
+    numbers: list[int] = field(default_factory=list)
+    """Of the parameters that lie here as a whole."""
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """Their sums of squares, (len(numbers),), float64."""
+    blocks: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """(number of the first block, sums of squares, float64) of the blocks that lie here as a whole."""
+    rows: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
+    """(row, first element in it, elements, fp32) of blocks that lie on several ranks."""
+
+
+class ParameterNorms:
+    """The norm of every parameter's gradient, from the pieces that the ranks hold.
+
+    A group is taken as soon as its gradients are complete, while they are near, and warm in a cache: at the step nothing is
+    read again, wherever the gradients have gone since. With one process each gradient is summed even before that, in the
+    pass that puts it into its chunk, where a kernel does both.
+
+    Args:
+        layout: which part lies on which rank.
+        names: the parameters in the model's order; those of the layout.
+        collectives: what brings the parts together.
+        device: where tensors must be that travel between ranks.
+    """
+
+    def __init__(self, layout: Layout, names: list[str], collectives: Collectives, device: torch.device):
+        self._names, self._collectives, self._device = names, collectives, device
+        self._number = {name: index for index, name in enumerate(names)}
+        self._spans = {group.index: group.spans(collectives.rank) for group in layout.groups}
+        self._numel = {name: slot.numel for name, slot in layout.slots.items()}
+        self._first_block: dict[str, int] = {}               # of each parameter that lies on several ranks
+        self._shared: dict[tuple[str, int], int] = {}        # (name, block) on several ranks -> row of what travels
+        self._num_blocks = 0
+        self._found: dict[int, _Found] = {}
+        self._stored: dict[str, float] = {}                  # sums of squares that are known since a gradient was stored
+        for group in layout.groups:
+            for rank in range(group.num_ranks):
+                for span in group.spans(rank):
+                    if span.param_offset == 0 and span.numel < self._numel[span.name]:
+                        self._first_block[span.name] = self._num_blocks
+                        self._num_blocks += -(-self._numel[span.name] // NORM_BLOCK)
+                    if span.param_offset % NORM_BLOCK:       # a boundary inside a block
+                        self._shared.setdefault((span.name, span.param_offset // NORM_BLOCK), len(self._shared))
+
+    def store(self, name: str, place: torch.Tensor, grad: torch.Tensor, add: bool, num_threads: int | None = None) -> None:
+        """Puts a parameter's gradient into its place in a chunk, or adds it to what is there; both of the same shape.
+
+        What is summed on the way, the next take of its group need not read.
+        """
+        one = self._collectives.num_ranks == 1    # else others have gradients of it as well: nothing is worth squaring yet
+        square = store_squared(place, grad, add, num_threads, None if one else "torch")
+        if square is not None:
+            self._stored[name] = square
+        else:
+            self._stored.pop(name, None)
+
+    def take(self, group: int, piece: torch.Tensor, arrived: Callable[[str], bool]) -> None:
+        """Sums what this rank has of a group's gradients; nothing of the piece is kept. Called again, it forgets the first.
+
+        piece: this rank's piece of the reduced gradients, (S,), fp32, bf16 or fp16, on any device, which is not waited for.
+        arrived: whether a parameter got a gradient on this rank.
+        """
+        found = self._found[group] = _Found()
+        parts, numbers, known = [], [], []
+        for span in self._spans[group]:
+            if self._collectives.num_ranks == 1 and not arrived(span.name):
+                continue                                     # its place was never written; on several ranks it is 0
+            part = piece[span.piece_offset : span.piece_offset + span.numel]
+            if span.name in self._first_block:
+                self._take_part(span, part, found)
+            elif span.name in self._stored:
+                found.numbers.append(self._number[span.name])
+                known.append(self._stored[span.name])
+            else:
+                numbers.append(self._number[span.name])
+                parts.append(part)
+        found.numbers += numbers
+        found.squares = torch.tensor(known, dtype=torch.float64)
+        if parts:
+            squares = squared_norms(parts)
+            found.squares = torch.cat([found.squares, squares]) if known else squares
+
+    def forget(self) -> None:
+        """Forgets what was taken."""
+        self._found.clear()
+        self._stored.clear()
+
+    def taken(self, group: int) -> bool:
+        return group in self._found
+
+    def __call__(self, arrived: Callable[[str], bool]) -> tuple[torch.Tensor, set[str]]:
+        """(fp32 norms, (N,), on the CPU, of the parameters that have a gradient on some rank, in order; their names).
+
+        Every group that has a gradient on some rank must have been taken on all ranks; it is forgotten.
+        arrived: whether a parameter got a gradient on this rank.
+        """
+        num = len(self._names)
+        values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64)
+        squares, present, blocks = values[:num], values[num : 2 * num], values[2 * num :]
+        rows = torch.zeros(len(self._shared), NORM_BLOCK)
+        for found in self._found.values():
+            if found.numbers:
+                squares[found.numbers] = found.squares.cpu()
+            for first, sums in found.blocks:
+                blocks[first : first + len(sums)] = sums.cpu()
+            for row, low, elements in found.rows:
+                rows[row, low : low + len(elements)] = elements
+        self.forget()
+        present[[self._number[name] for name in self._names if arrived(name)]] = 1.0
+        values = self._collectives.sum(values.to(self._device)).cpu()
+        squares, present, blocks = values[:num], values[num : 2 * num] > 0, values[2 * num :]
+        if self._shared:
+            rows = self._collectives.sum(rows.to(self._device).view(-1)).cpu().view(-1, NORM_BLOCK)
+        for (name, block), row in self._shared.items():
+            blocks[self._first_block[name] + block] = norm_blocks(rows[row])[0]
+        for name, first in self._first_block.items():
+            squares[self._number[name]] = sum_blocks(blocks[first : first - (-self._numel[name] // NORM_BLOCK)])
+        used = {name for name, has_one in zip(self._names, present.tolist(), strict=True) if has_one}
+        return _root(squares[present]), used
+
+    def _take_part(self, span: Span, part: torch.Tensor, found: _Found) -> None:
+        """A part of a parameter: its whole blocks are summed, elements of the others are kept for their rows."""
+        start, stop, end = span.param_offset, span.param_offset + span.numel, self._numel[span.name]
+        first = -(-start // NORM_BLOCK)
+        last = -(-stop // NORM_BLOCK) if stop == end else stop // NORM_BLOCK
+        if first < last:
+            inside = part[first * NORM_BLOCK - start : min(last * NORM_BLOCK, end) - start]
+            found.blocks.append((self._first_block[span.name] + first, norm_blocks(inside)))
+        for block in {start // NORM_BLOCK, (stop - 1) // NORM_BLOCK}:
+            row = self._shared.get((span.name, block))
+            if row is not None:
+                low, high = max(start, block * NORM_BLOCK), min(stop, (block + 1) * NORM_BLOCK)
+                elements = part[low - start : high - start].to("cpu", torch.float32, copy=True)
+                found.rows.append((row, low - block * NORM_BLOCK, elements))

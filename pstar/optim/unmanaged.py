@@ -1,0 +1,140 @@
+"""Parameters outside the chunks (see scope.py): ordinary tensors, masters and moments beside them; on the near device, or,
+where their module computes in host memory, there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from pstar.comm.collectives import Collectives
+from pstar.kernels import adam_steps
+from pstar.modules.scope import Outside, mode_of
+from pstar.numerics.grad_norm import parameter_norms
+from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, Precision
+
+SUM_ELEMS = 2**19
+"""Elements a collective sums at once; bounded by the staging area of shared memory."""
+
+
+class OutsideParams:
+    """What the optimizer needs of them. On every rank the same names in the same order.
+
+    Args:
+        params: qualified name to parameter, in the model's order; taken over by adopt().
+        precision: compute dtype and states.
+        accumulates: sum micro-steps in fp32.
+        collectives, device: as for the chunks.
+    """
+
+    def __init__(self, params: Mapping[str, torch.nn.Parameter], precision: Precision, accumulates: bool,
+                 collectives: Collectives, device: torch.device):
+        self.params, self.precision, self.collectives, self.device = dict(params), precision, collectives, device
+        self.modes = {name: mode_of(param) for name, param in params.items()}
+        self.shapes = {name: param.shape for name, param in params.items()}
+        self._devices = {name: torch.device("cpu") if mode == Outside.FAR else device for name, mode in self.modes.items()}
+        self._grad_dtype = precision.grad_dtype(accumulates)
+        self._buffers: dict[str, dict[str, torch.Tensor]] = {}
+
+    def keys(self, name: str) -> list[str]:
+        """Its names in a checkpoint: one, or NAME@RANK for each rank where every rank has its own."""
+        local = self.modes[name] == Outside.LOCAL
+        return [f"{name}@{rank}" for rank in range(self.collectives.num_ranks)] if local else [name]
+
+    def own_key(self, name: str) -> str:
+        """The one of keys() that is this rank's."""
+        keys = self.keys(name)
+        return keys[self.collectives.rank] if self.modes[name] == Outside.LOCAL else keys[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of parameters and states on this rank."""
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """The parameters have their initial values: they move to the device, in the compute dtype, and get states."""
+        for name, param in self.params.items():
+            device = self._devices[name]
+            values = param.data.to(device, torch.float32).reshape(-1)
+            kinds = {PARAM: self.precision.param_dtype, **self.precision.states}
+            buffers = {kind: torch.zeros(values.numel(), dtype=dtype, device=device) for kind, dtype in kinds.items()}
+            self.precision.write_master(values, buffers)
+            param.data = buffers[PARAM].view(self.shapes[name])
+            if param.dtype != self._grad_dtype:
+                param.grad_dtype = self._grad_dtype
+            self._buffers[name] = buffers
+
+    # --------------------------------------------------------------- gradients
+
+    def drop_grads(self) -> None:
+        for param in self.params.values():
+            param.grad = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Averages the gradients of all but LOCAL parameters: divided first, then added in fp32, as those in chunks.
+
+        A parameter that only some ranks used has zeros on the others; one that none used has none. Every rank calls it.
+        """
+        if self.collectives.num_ranks == 1:
+            return
+        names = [name for name, mode in self.modes.items() if mode != Outside.LOCAL and self.params[name].requires_grad]
+        for name, users in zip(names, self._sum([self.params[name].grad is not None for name in names]), strict=True):
+            if not users:
+                continue
+            param = self.params[name]
+            grad = param.grad if param.grad is not None else torch.zeros_like(param, dtype=self._grad_dtype)
+            mean = torch.div(grad, self.collectives.num_ranks).to(torch.float32).reshape(-1)
+            parts = [self.collectives.sum(part.to(self.device).contiguous()) for part in mean.split(SUM_ELEMS)]
+            param.grad = torch.cat(parts).to(param.device, self._grad_dtype).view(param.shape)
+
+    def norms(self) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """(fp32 norm of each gradient, names that this rank must update); after reduce(). Every rank calls it.
+
+        The norm of a LOCAL parameter is the root of the sum of squares over the ranks, so that all clip and skip alike.
+        """
+        used = {name for name, param in self.params.items() if param.grad is not None}
+        names = [name for name in self.params if name in used]
+        norms = dict(zip(names, parameter_norms([self.params[name].grad for name in names]) if names else (), strict=True))
+        names = [name for name, mode in self.modes.items() if mode == Outside.LOCAL]
+        if names and self.collectives.num_ranks > 1:
+            users = self._sum([name in used for name in names])
+            squares = self._sum([float(norms.get(name, 0.0)) ** 2 for name in names])
+            norms |= {name: torch.tensor(square).sqrt().to(torch.float32)
+                      for name, count, square in zip(names, users, squares, strict=True) if count}
+        return norms, used
+
+    def _sum(self, values: Iterable[float]) -> list[float]:
+        """Of a number a parameter, over the ranks, in float64."""
+        numbers = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.device)
+        return self.collectives.sum(numbers).tolist() if len(numbers) else []
+
+    @torch.no_grad()
+    def update(self, used: set[str], options: Callable[[str], Mapping[str, Any]]) -> None:
+        """Adam on the parameters in used; options gives AdamUpdate's other fields by name."""
+        updates = []
+        for name, param in self.params.items():
+            if name in used:
+                updates.append(self.precision.update(param.grad.reshape(-1), self._buffers[name], **options(name)))
+        adam_steps(updates)
+        for name in used & self.params.keys():
+            torch.autograd.graph.increment_version(self.params[name])    # kernels write behind autograd's back
+
+    # ------------------------------------------------------------------- state
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """(kind -> fp32 values in the parameter's shape, on the host) of the master (PARAM) and both moments."""
+        buffers = self._buffers[name]
+        values = {PARAM: self.precision.read_master(buffers), EXP_AVG: buffers[EXP_AVG], EXP_AVG_SQ: buffers[EXP_AVG_SQ]}
+        return {kind: each.to("cpu", copy=True).view(self.shapes[name]) for kind, each in values.items()}
+
+    @torch.no_grad()
+    def write(self, kind: str, name: str, values: torch.Tensor) -> None:
+        """Puts the master (kind PARAM) or a moment back; values of its shape, any floating dtype."""
+        flat = values.to(self._devices[name], torch.float32).reshape(-1)
+        if kind == PARAM:
+            self.precision.write_master(flat, self._buffers[name])
+        else:
+            self._buffers[name][kind].copy_(flat)

@@ -1,0 +1,116 @@
+"""The largest model of a machine, for this engine and for the layouts it is compared with, beside what was published.
+
+Nothing here is fitted to the published figures: they are printed next to what the formulas say, with the assumptions.
+"""
+
+from dataclasses import dataclass, replace
+
+from pstar.planner.gpt_shape import MODELS, GptShape
+from pstar.planner.machines import MACHINES, Machine
+from pstar.planner.predict import MODES, Job, predict
+
+STRATEGIES = ("patrickstar", "patrickstar-margin", "zero-offload", "ddp", "ddp-fp32-grads")
+"""patrickstar: this engine in any mode. patrickstar-margin: without the modes `full` and `disk`, that is, near holds states
+only in the room that all parameters together leave, as PatrickStar's section 8.2 has it.
+
+zero-offload: Ren et al. 2021. Each GPU holds all 16-bit parameters, 2 bytes each, and the gradients of one layer on their
+way out; the hosts hold, each once, 16-bit gradients and fp32 master and moments, 14 bytes.
+ddp: 16-bit parameters and gradients, fp32 master and moments on every GPU, 16 bytes a parameter; 18 with fp32 gradients."""
+
+ENGINE = STRATEGIES[:2]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A machine and the largest model that was reported for it."""
+
+    machine: str
+    width: GptShape
+    """The published model: its width is kept, its number of layers is searched."""
+    patrickstar: float
+    """Parameters."""
+    deepspeed: str
+    """What the same source says of DeepSpeed ZeRO-3 with offload on the machine."""
+
+
+# PatrickStar: Fang et al., IEEE TPDS 2023 (arXiv 2108.05818) and the README of Tencent/PatrickStar, whose words about
+# DeepSpeed are "over twice as large as DeepSpeed" (v0.4.3) and "over 6x larger than DeepSpeed v0.5.7".
+PUBLISHED = (
+    Published("yard", MODELS["18B"], 18e9, "below 9"),
+    Published("superpod", MODELS["68B"], 68e9, "below 11.3"),
+    Published("superpod-4", MODELS["175B"], 175e9, "none given"),
+)
+
+
+def fits(shape: GptShape, machine: Machine, strategy: str, job: Job) -> bool:
+    """Whether the model trains on the machine under one of STRATEGIES, by bytes alone."""
+    if strategy == "patrickstar":
+        return predict(shape, machine, job).fits
+    if strategy == "patrickstar-margin":
+        return predict(shape, machine, job, MODES[:3]).fits
+    params = shape.num_params
+    near = machine.usable_gpu_bytes - shape.activation_bytes(job.batch, job.seq_len, 2, job.recompute)
+    if strategy == "zero-offload":
+        layer = max(sum(numel for _, numel in module.parameters) for module in shape.modules())
+        return 2 * params + 2 * layer <= near and 14 * params <= machine.usable_host_bytes * machine.num_gpus
+    if strategy in ("ddp", "ddp-fp32-grads"):
+        return (16 if strategy == "ddp" else 18) * params <= near
+    raise ValueError(f"strategy is {strategy!r}; one of {', '.join(STRATEGIES)}")
+
+
+def largest_model(machine: Machine, strategy: str, width: GptShape, job: Job | None = None) -> GptShape | None:
+    """The deepest GPT of a width (layers of `width` are ignored) that fits; None where not even one layer does.
+
+    With this engine it fits with a chunk size that was searched for a model of about this depth.
+
+    16 bit is bf16 where the machine's GPUs have it, else fp16; batch 1 of 1024 tokens with full recomputation by default.
+    """
+    job = job or Job(precision="bf16" if machine.has_bf16 else "fp16")
+
+    # No layout holds more parameters than all bytes divided by 12, less than any of them takes: a start from above.
+    everything = machine.num_gpus * (machine.usable_gpu_bytes + machine.usable_host_bytes + machine.usable_disk_bytes)
+    layer = replace(width, layers=2).num_params - replace(width, layers=1).num_params
+    low, high = 0, everything // (12 * layer) + 1    # low fits, high does not
+    # One search for a chunk size, of a model of about the right depth; then a trial packs only once.
+    middling = replace(width, layers=max(1, everything // (20 * layer)))
+    rough = replace(job, chunk_elems=predict(middling, machine, job).layout.chunk_elems) if strategy in ENGINE else job
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(replace(width, layers=middle), machine, strategy, rough):
+            low = middle
+        else:
+            high = middle
+    return replace(width, layers=low) if low else None
+
+
+def paper_rows() -> list[dict[str, object]]:
+    """One row a published machine: parameters in billions by strategy, and what was published."""
+    rows = []
+    for entry in PUBLISHED:
+        machine = MACHINES[entry.machine]
+        row: dict[str, object] = {"machine": machine.name, "precision": "bf16" if machine.has_bf16 else "fp16"}
+        for strategy in STRATEGIES:
+            shape = largest_model(machine, strategy, _narrow(entry.width, strategy))
+            row[strategy] = shape.num_params / 1e9 if shape else 0.0
+        rows.append(row | {"published": entry.patrickstar / 1e9, "published DeepSpeed": entry.deepspeed})
+    return rows
+
+
+def _narrow(width: GptShape, strategy: str) -> GptShape:
+    """Data parallelism reaches 2 billion parameters: in layers as wide as those of the largest models that is one layer or
+    none, so it is asked for width 2048."""
+    return MODELS["1B"] if strategy.startswith("ddp") else width
+
+
+ASSUMPTIONS = (
+    "Batch 1 of 1024 tokens a GPU, full recomputation, vocabulary 50257, the published model's width (2048 for data "
+    "parallelism); the depth is searched.",
+    "Reserved: 1 GiB and 5 % of each GPU, 8 GiB of each node and 2 GiB for each process.",
+    "V100 has no bf16: this engine's fp16 keeps a separate gradient and an fp32 master, 16 bytes a parameter where "
+    "PatrickStar's shared slot takes 14, as does this engine's bf16.",
+    "Published figures are of runs, not bounds of memory: 175 billion is the model that was wanted, not the largest.",
+    "pstar fills near with optimizer states where far is too small; by margin only, near holds states in the room that all "
+    "parameters and gradients leave, which for these models is none: then the host's bytes alone decide.",
+    "ZeRO-Offload's layout is counted without its own buffers and fragments, so it is an upper bound; what was "
+    "published of DeepSpeed is ZeRO-3 with offload as it ran.",
+)

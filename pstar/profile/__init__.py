@@ -1,0 +1,1 @@
+"""What a run did, recorded, cut, exported and drawn."""

@@ -1,0 +1,154 @@
+"""What follows from a recording: when stages and copies ended, levels over time, a cut to some steps. Pure functions."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from pstar.errors import ProfileError
+from pstar.profile.recording import TIERS, BlockEvent, Key, Recording, Stage
+
+
+class Interval(NamedTuple):
+    """A name that held from begin to end, in seconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+class Life(NamedTuple):
+    """A block had copies in these tiers (in the order near, far, disk) from begin to end."""
+
+    tiers: tuple[str, ...]
+    begin: float
+    end: float
+    num_bytes: int
+
+
+FIRST_KINDS = ("param", "gathered", "grad", "grad_full")
+"""Kinds of blocks in the order in which pictures show them; the optimizer's come after these."""
+
+
+def in_order(keys: Iterable[Key]) -> list[Key]:
+    """Block keys as pictures show them: parameters, gradients, then the optimizer's kinds by name."""
+    order = {kind: place for place, kind in enumerate(FIRST_KINDS)}
+    return sorted(keys, key=lambda key: (order.get(key[0], len(order)), key))
+
+
+def tier_order(tier: str) -> tuple[int, str]:
+    """Sorts near before far before disk before any other."""
+    return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)
+
+
+def stages(recording: Recording) -> list[Interval]:
+    """The stages with their ends."""
+    last = Stage(recording.end, "")
+    pairs = pairwise([*recording.stages, last])
+    return [Interval(stage.name, stage.at, after.at) for stage, after in pairs if stage.at < after.at]
+
+
+def used_levels(recording: Recording, tier: str) -> list[tuple[float, int]]:
+    """[(from this moment on, bytes used in the tier)]; empty when nothing was reported."""
+    return [(sample.at, sample.num_bytes) for sample in recording.used if sample.tier == tier]
+
+
+def non_model_levels(recording: Recording) -> list[tuple[float, int]]:
+    """[(from this moment on, bytes near that are no chunks)]; empty when nothing was reported."""
+    return [(sample.at, sample.num_bytes) for sample in recording.non_model]
+
+
+def lives(recording: Recording) -> dict[Key, list[Life]]:
+    """Where each block's copies were, as intervals without a gap of the same tiers; a time without any copy has none.
+
+    A copy that leaves without having entered was there from the recording's begin.
+    """
+    copies: dict[Key, dict[str, int]] = {}
+    began: dict[Key, float] = {}
+    found: dict[Key, list[Life]] = {}
+    for event in _with_first_entries(recording):
+        key = (event.kind, event.number)
+        held = copies.setdefault(key, {})
+        _end_life(found.setdefault(key, []), held, began.get(key, event.at), event.at)
+        began[key] = event.at
+        if event.num_bytes is None:
+            held.pop(event.tier, None)
+        else:
+            held[event.tier] = event.num_bytes
+    for key, held in copies.items():
+        _end_life(found[key], held, began[key], recording.end)
+    return {key: found[key] for key in in_order(found)}
+
+
+def cut(recording: Recording, first: int, last: int) -> Recording:
+    """The recording from the begin of step `first` to the end of step `last`, times as before.
+
+    What began earlier or ends later is clipped; levels, copies and the stage at the begin are carried over. Raises
+    ProfileError, naming the steps that there are, when one of the two is not among them.
+    """
+    numbers = [step.number for step in recording.steps]
+    for number in (first, last):
+        if number not in numbers:
+            there = f"the steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
+            raise ProfileError(f"rank {recording.rank} has {there}; step {number} is not among them")
+    begin = recording.steps[numbers.index(first)].at
+    after = numbers.index(last) + 1
+    end = recording.steps[after].at if after < len(numbers) else recording.end
+
+    tiers = {sample.tier for sample in recording.used}
+    used = [sample for tier in sorted(tiers, key=tier_order)
+            for sample in _levels_from([s for s in recording.used if s.tier == tier], begin, end)]
+    return replace(
+        recording, begin=begin, end=end,
+        spans=tuple(span._replace(begin=max(span.begin, begin), end=min(span.end, end))
+                    for span in recording.spans if span.end > begin and span.begin < end),
+        used=tuple(sorted(used, key=lambda sample: sample.at)),
+        non_model=tuple(_levels_from(recording.non_model, begin, end)),
+        blocks=tuple(_blocks_from(recording, begin, end)),
+        stages=tuple(_without_repeats(_levels_from(recording.stages, begin, end))),
+        steps=tuple(step for step in recording.steps if begin <= step.at < end),
+    )
+
+
+def _with_first_entries(recording: Recording) -> list[BlockEvent]:
+    """The recording's block events, and before them an entry for each copy whose first event is that it leaves."""
+    first: dict[tuple, BlockEvent] = {}
+    for event in recording.blocks:
+        first.setdefault((event.kind, event.number, event.tier), event)
+    missing = [event._replace(at=recording.begin, num_bytes=0) for event in first.values() if event.num_bytes is None]
+    return [*missing, *recording.blocks]
+
+
+def _end_life(found: list[Life], held: dict[str, int], begin: float, end: float) -> None:
+    """Writes down that the copies lasted until now; a longer life with the same tiers grows."""
+    tiers = tuple(sorted(held, key=tier_order))
+    if not tiers or begin == end:
+        return
+    if found and found[-1].tiers == tiers and found[-1].end == begin:
+        begin = found.pop().begin
+    found.append(Life(tiers, begin, end, max(held.values())))
+
+
+def _levels_from(samples: Iterable, begin: float, end: float) -> list:
+    """Samples of one thing between begin and end, the last one before begin moved there."""
+    samples = list(samples)
+    before = [sample for sample in samples if sample.at <= begin]
+    return [sample._replace(at=begin) for sample in before[-1:]] + [s for s in samples if begin < s.at < end]
+
+
+def _without_repeats(found: list[Stage]) -> list[Stage]:
+    return [stage for index, stage in enumerate(found) if index == 0 or found[index - 1].name != stage.name]
+
+
+def _blocks_from(recording: Recording, begin: float, end: float) -> list[BlockEvent]:
+    held: dict[tuple, BlockEvent] = {}
+    later = []
+    for event in _with_first_entries(recording):
+        place = (event.kind, event.number, event.tier)
+        if event.at > begin:
+            later.append(event)
+        elif event.num_bytes is None:
+            held.pop(place, None)
+        else:
+            held[place] = event._replace(at=begin)
+    return [*held.values(), *(event for event in later if event.at < end)]

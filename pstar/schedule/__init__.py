@@ -1,0 +1,1 @@
+"""Numbers: the trace of a step's moments, next uses, and which block is evicted."""

@@ -1,0 +1,356 @@
+"""When each block is needed next, and which one leaves when room is short: pure functions of numbers, no tensors.
+
+Training repeats itself: every step touches the same blocks in the same order. So the first step is recorded as a list of
+*moments*, one key each, and from then on the future is known (PatrickStar, section 8.1). Knowing it, the best victim is
+the block whose next use lies farthest ahead (Belady 1966); the trace is a cycle, so after the last moment comes the first.
+Where blocks differ in size, and some must be copied out and others not, the distance is weighed with the bytes that the
+eviction moves. Before the future is known, or where it is not wanted, the least recently used block leaves, or the first
+that came.
+
+With each moment the trace keeps the peak of what else lies near (activations): what is left of near for blocks then.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from pstar.errors import ConfigError, StateError
+
+Key = Hashable
+NEVER = float("inf")
+POLICIES = ("next_use", "lru", "fifo")
+MOST_TRACES = 8
+"""Traces kept, one for each shape of the inputs: training on a few lengths in turn records each once."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A block that may leave a tier.
+
+    num_bytes: what its leaving frees. store_bytes: what must be copied out for that; 0 for a clean block. came: when it came
+    into the tier, on any clock.
+    """
+
+    key: Key
+    num_bytes: int = 1
+    store_bytes: int = 0
+    came: int = 0
+
+
+class Trace:
+    """One step's accesses, as a cycle.
+
+    accesses: the keys in order. peaks: for each moment the most bytes of other things near, from it to the next one.
+    positions: for each key the sorted moments at which it is touched. stretches: (key, largest peak, first moment) without
+    those touches that repeat one of the two keys before them: backward turns from a group's parameters to its gradients and
+    back for every parameter. stretch_of: the number of each moment's stretch.
+    """
+
+    def __init__(self, accesses: Sequence[Key], peaks: Sequence[int] = ()):
+        self.accesses = tuple(accesses)
+        self.peaks = tuple(peaks) or (0,) * len(self.accesses)
+        self.positions: dict[Key, list[int]] = {}
+        for moment, key in enumerate(self.accesses):
+            self.positions.setdefault(key, []).append(moment)
+        self.stretches: list[tuple[Key, int, int]] = []
+        self.stretch_of: list[int] = []
+        for moment, (key, peak) in enumerate(zip(self.accesses, self.peaks, strict=True)):
+            if key in [stretch[0] for stretch in self.stretches[-2:]]:
+                last, most, first = self.stretches[-1]
+                self.stretches[-1] = last, max(most, peak), first
+            else:
+                self.stretches.append((key, peak, moment))
+            self.stretch_of.append(len(self.stretches) - 1)
+
+    def __len__(self) -> int:
+        return len(self.accesses)
+
+    def next_use(self, key: Key, moment: int) -> float:
+        """The first moment after `moment` at which key is touched, counted on into the next step; NEVER if never."""
+        positions = self.positions.get(key)
+        if not positions:
+            return NEVER
+        index = bisect_right(positions, moment)
+        return positions[index] if index < len(positions) else positions[0] + len(self.accesses)
+
+    def bring_forward(self, key: Key, moment: int) -> None:
+        """Key is touched at `moment`, and what was to come from there until its own turn one moment later each. Nothing
+        where one of these is touched at other moments too."""
+        turn = next((turn for turn in self.positions.get(key, ()) if turn >= moment), moment)
+        keys = self.accesses[moment : turn + 1]
+        if turn == moment or any(len(self.positions[each]) > 1 for each in keys):
+            return
+        self.accesses = (*self.accesses[:moment], key, *keys[:-1], *self.accesses[turn + 1 :])
+        for at, each in enumerate(self.accesses[moment : turn + 1], moment):
+            self.positions[each] = [at]
+            _, peak, first = self.stretches[self.stretch_of[at]]
+            self.stretches[self.stretch_of[at]] = each, peak, first
+
+
+class Peaks(Protocol):
+    """What is asked of pstar.chunks.peak_watch.PeakWatch."""
+
+    def take_peak(self) -> int:
+        """The most bytes of other things near since it was asked last."""
+
+    def agree(self, peaks: list[int]) -> list[int]:
+        """Makes of this rank's peaks those of all ranks, which must decide alike."""
+
+
+class Schedule:
+    """Records the first step, follows the trace afterwards, and names the victims of eviction.
+
+    A step is begun by begin_step, walked by touch, ended by end_step. A touch that differs from the trace means that the
+    step is not the one that was recorded (a skipped layer): the trace is thrown away at once, and the next whole step is
+    recorded anew. A step with inputs of another shape (its signature) has a trace of its own. Accesses outside a step
+    (evaluation) move only the clock of least-recent use.
+
+    Args:
+        policy: one of POLICIES.
+        uses: the keys of the trace that mean a use of a block: its own, or those under which several blocks are used.
+        peaks: measures what else lies near while a step is recorded; None where nobody wants to know.
+    """
+
+    def __init__(self, policy: str = "next_use", uses: Callable[[Key], Iterable[Key]] = lambda key: (key,),
+                 peaks: Peaks | None = None):
+        if policy not in POLICIES:
+            raise ConfigError(f"eviction_policy is {policy!r}; choose one of {', '.join(POLICIES)}")
+        self.policy = policy
+        self.trace: Trace | None = None
+        self.num_traced = self.num_steps = 0
+        self.just_recorded = False
+        """Whether the step that was ended last was recorded."""
+        self._uses, self._watch = uses, peaks
+        self._traces: dict[Hashable, Trace] = {}
+        self._signature: Hashable = None
+        self._recording: list[Key] | None = None
+        self._peaks: list[int] = []
+        self._moment = -1
+        self._in_step = False
+        self._paused = False
+        self._clock = 0
+        self._last_use: dict[Key, int] = {}
+        self.last: Key | None = None
+        """What was touched last, where touching it again would tell nothing new."""
+
+    @property
+    def in_step(self) -> bool:
+        return self._in_step
+
+    @property
+    def recording(self) -> bool:
+        """Whether this step is being recorded."""
+        return self._in_step and self._recording is not None
+
+    @property
+    def moment(self) -> int:
+        """Number of the access that the trace is at; -1 before the first and while a step is recorded."""
+        return self._moment
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes of other things near from this moment to the next; None where that is not known."""
+        known = self._in_step and not self._paused and self.trace is not None and self._moment >= 0
+        return self.trace.peaks[self._moment] if known else None
+
+    def follow(self, trace: Trace, signature: Hashable = None) -> None:
+        """Takes a trace as known, as if a step with that signature had been recorded."""
+        self._traces[signature] = trace
+
+    def begin_step(self, signature: Hashable = None) -> None:
+        """A step begins. signature: the shapes of its inputs, or whatever else makes a step another one."""
+        if self._in_step:
+            raise StateError("begin_step inside a step: the step before it was not ended by optimizer.step()")
+        self._in_step, self.last = True, None
+        self._moment = -1
+        self._signature = signature
+        self.trace = self._traces.get(signature)
+        self._recording = [] if self.trace is None else None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Accesses inside (an evaluation between two steps, or in the middle of one) are not part of the step."""
+        before, self._paused, self.last = self._paused, True, None
+        try:
+            yield
+        finally:
+            self._paused, self.last = before, None
+
+    def touch(self, key: Key) -> None:
+        """Key is needed now. Touching the same key again and again is one moment."""
+        self._clock += 1
+        self._last_use[key] = self._clock
+        self.last = key
+        if not self._in_step or self._paused:
+            return
+        if self._recording is not None:
+            if not self._recording or self._recording[-1] != key:
+                self.end_moment()
+                self._recording.append(key)
+        elif self.trace is not None:
+            if self._moment >= 0 and self.trace.accesses[self._moment] == key:
+                return
+            self._moment += 1
+            if self._moment >= len(self.trace) or self.trace.accesses[self._moment] != key:
+                self.forget()
+
+    def in_its_turn(self, key: Key) -> None:
+        """Key will be touched next, whatever the trace names next: it is free to come before that, and from now on does."""
+        if self._in_step and not self._paused and self.trace is not None:
+            self.trace.bring_forward(key, self._moment + 1)
+
+    def prefetched(self, key: Key) -> None:
+        """Key was brought before its moment: counts as used, or LRU evicts it."""
+        self._last_use[key] = self._clock
+
+    def end_moment(self) -> None:
+        """The peak since the last moment belongs to it. May be called more than once for a moment."""
+        peak = self._watch.take_peak() if self._watch is not None else 0
+        if self._recording:
+            if len(self._peaks) < len(self._recording):
+                self._peaks.append(peak)
+            else:
+                self._peaks[-1] = max(self._peaks[-1], peak)
+
+    def upcoming(self, kind: str) -> tuple[Key, tuple[Key, ...]] | None:
+        """(the next key (kind, ...) of this step after the current moment, the keys touched before it).
+
+        None where that is not known: outside a step, without a trace, and where none follows in this step.
+        """
+        if not self._in_step or self._paused or self.trace is None:
+            return None
+        first = self._moment + 1
+        for moment in range(first, len(self.trace)):
+            if self.trace.accesses[moment][0] == kind:
+                return self.trace.accesses[moment], self.trace.accesses[first:moment]
+        return None
+
+    def next_keys(self, num: int) -> list[Key]:
+        """The next `num` different keys of this step; empty where that is not known."""
+        found: list[Key] = []
+        if self._in_step and not self._paused and self.trace is not None:
+            accesses = self.trace.accesses
+            for moment in range(self._moment + 1, len(accesses)):
+                if len(found) == num:
+                    break
+                if accesses[moment] not in found:
+                    found.append(accesses[moment])
+        return found
+
+    @property
+    def stretch(self) -> int:
+        """Which of the trace's stretches this moment belongs to; -1 where that is not known."""
+        if not self._in_step or self._paused or self.trace is None:
+            return -1
+        return self.trace.stretch_of[max(0, self._moment)]
+
+    def coming(self) -> Iterator[tuple[Key, int, int]]:
+        """(key, bytes of other things near at most, moment) of the stretches of the trace from this one on, around the end
+        of the step to this one again, where moments are counted on; nothing where they are not known."""
+        first = self.stretch
+        if first >= 0:
+            yield from self.trace.stretches[first:]
+            for key, peak, moment in self.trace.stretches[:first]:
+                yield key, peak, moment + len(self.trace)
+
+    def next_use(self, key: Key) -> float:
+        """The moment at which a block is used next, counted on into the next step; NEVER where no trace knows it."""
+        if self.trace is None:
+            return NEVER
+        return min((self.trace.next_use(use, self._moment) for use in self._uses(key)), default=NEVER)
+
+    def is_in_next_step(self, moment: float) -> bool:
+        """Whether a moment that was counted on lies behind the end of this step."""
+        return self.trace is not None and moment >= len(self.trace)
+
+    def first_use(self, key: Key) -> float:
+        """The moment of this step at which a key was touched first, or will be; NEVER where that is not known."""
+        if self._recording is not None:
+            return self._recording.index(key) if key in self._recording else NEVER
+        return self.trace.positions.get(key, (NEVER,))[0] if self.trace is not None else NEVER
+
+    def end_step(self) -> None:
+        """The step is over: what was recorded becomes the trace; a trace not walked to its end is forgotten."""
+        if self._recording is not None and self._in_step:
+            self.end_moment()
+            peaks = self._peaks
+            if self._watch is not None and self._recording:
+                peaks = self._watch.agree(peaks)
+            self.trace = Trace(self._recording, peaks) if self._recording else None
+            if self.trace is not None:
+                if len(self._traces) >= MOST_TRACES:
+                    del self._traces[next(iter(self._traces))]
+                self._traces[self._signature] = self.trace
+            self.num_traced += 1
+        elif self.trace is not None and self._moment + 1 != len(self.trace):
+            self.forget()
+        self.just_recorded = self._recording is not None
+        self.num_steps += 1
+        self._recording, self._peaks = None, []
+        self._in_step, self.last = False, None
+        self._moment = -1
+
+    def forget(self) -> None:
+        """Throws the trace away; the next whole step of these shapes is recorded."""
+        self._traces.pop(self._signature, None)
+        self.trace = None
+        self._recording = None
+
+    def forget_all(self) -> None:
+        """Throws all traces away, of whatever shapes."""
+        self._traces.clear()
+        self.forget()
+
+    def known_peaks(self) -> list[int]:
+        """The bytes of other things near, at all moments of all traces."""
+        return [peak for trace in self._traces.values() for peak in trace.peaks]
+
+    def victim(self, candidates: Iterable[Candidate]) -> Key | None:
+        """Which of the candidates leaves; None where there are none. Ties go to the first in the order given."""
+        candidates = list(candidates)
+        if not candidates:
+            return None
+        if self.policy == "fifo":
+            return min(candidates, key=lambda candidate: candidate.came).key
+        if self.policy == "next_use" and self.trace is not None:
+            return max(candidates, key=self._worth).key
+        return min(candidates, key=lambda candidate: self._last(candidate.key)).key
+
+    def _worth(self, candidate: Candidate) -> tuple[float, int]:
+        """How good it is that a block leaves: how long it frees its bytes, for each byte that goes out or comes back.
+
+        Among those that are never used again the one that need not be copied, and then the largest, goes first.
+        """
+        distance = self.next_use(candidate.key) - self._moment
+        if distance == NEVER:
+            return NEVER, candidate.num_bytes - candidate.store_bytes
+        return distance * candidate.num_bytes / (candidate.num_bytes + candidate.store_bytes), 0
+
+    def _last(self, key: Key) -> int:
+        return max((self._last_use.get(use, 0) for use in (key, *self._uses(key))), default=0)
+
+
+def count_loads(accesses: Sequence[Key], room: int | Sequence[int], policy: str = "next_use", num_steps: int = 3) -> int:
+    """Loads in the last of num_steps repetitions of accesses, with room for `room` blocks of equal size.
+
+    room: a constant, or one number for each access. This is the engine's own Schedule run on numbers alone: what a page or
+    a test says about loads comes from here. For n chunks touched forward and then backward and constant room it is
+    2 * (n - room) with next_use and lru alike.
+    """
+    rooms = [room] * len(accesses) if isinstance(room, int) else room
+    schedule, resident, loads, clock = Schedule(policy), {}, 0, 0    # key -> when it came
+    for _ in range(num_steps):
+        schedule.begin_step()
+        loads = 0
+        for key, most in zip(accesses, rooms, strict=True):
+            schedule.touch(key)
+            came = resident.pop(key, None)
+            while len(resident) >= most:
+                del resident[schedule.victim(Candidate(other, came=since) for other, since in resident.items())]
+            clock += 1
+            loads += came is None
+            resident[key] = clock if came is None else came
+        schedule.end_step()
+    return loads
