@@ -324,3 +324,6 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Te
     "a frozen table": (Frozen, whole),
     "two forwards in a step": (TiedByLinear, two_forwards),
 }
+
+# The pattern whose buffers torch multiplies with a weight. The engine leaves buffers in fp32, so it cannot run in 16 bit.
+FLOATING_BUFFERS = "weight norm and spectral norm"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import pstar
 from tests import borrowers, toy
-from tests.borrowers import PATTERNS
+from tests.borrowers import FLOATING_BUFFERS, PATTERNS
 from tests.harness import RankFailure
 
 STEPS = 4
@@ -63,7 +63,7 @@ def test_a_borrowed_parameter_follows_one_process(ranks, pattern, near, prefetch
                          ids=str)
 @pytest.mark.parametrize("pattern", MEANS)
 def test_placement_changes_no_bit_of_what_is_borrowed(ranks, pattern, keys):
-    if "bf16" in keys and pattern == "weight norm and spectral norm":
+    if "bf16" in keys and pattern == FLOATING_BUFFERS:
         pytest.skip("spectral norm keeps vectors in buffers, which the engine leaves in fp32")
     first, second = (ranks(2).run(case, pattern, keys | more)[0]
                      for more in ({"near_budget": "min", "prefetch": 0}, {"near_budget": "100%"}))

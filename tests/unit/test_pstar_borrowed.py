@@ -18,7 +18,7 @@ import pstar
 from pstar.chunks import borrowed, hooks
 from pstar.chunks.borrowed import Idle
 from tests import borrowers, toy
-from tests.borrowers import PATTERNS, Deep, TiedByLinear, rows, whole
+from tests.borrowers import FLOATING_BUFFERS, PATTERNS, Deep, TiedByLinear, rows, whole
 
 STEPS = 4
 
@@ -60,9 +60,6 @@ def test_a_borrowed_parameter_gives_the_bits_of_plain_pytorch(pattern, near, pre
     if pattern != "a borrow in every other step":
         assert model.schedule.num_traced == 1, "every step after the first follows the trace"
     assert model.near.peak_bytes <= model.near.budget_bytes
-
-
-FLOATING_BUFFERS = "weight norm and spectral norm"    # which torch multiplies with a weight, and the engine leaves in fp32
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if pattern != FLOATING_BUFFERS])
