@@ -180,9 +180,7 @@ class Gradients:
                 residency.send_far(("grad", spec.group))
                 self._let_go(spec.group)
             return
-        reductions = residency.under_way.reductions
-        while reductions:
-            reductions[0].finish()
+        residency.under_way.finish_reductions()
         self.log.reduce(spec.index)
         full = residency.ensure(unit.grad_key, NEAR)
         for slot in spec.slots:
@@ -196,7 +194,7 @@ class Gradients:
         else:
             handle = self.collectives.reduce_mean(full, spec.owner)
         unit.move(Grads.REDUCING)
-        reductions.append(Reduction(self, unit, handle, pins))
+        residency.under_way.reductions.append(Reduction(self, unit, handle, pins))
 
     def finish_reduction(self, reduction: Reduction) -> None:
         """A unit's gradients are reduced: this rank's piece goes to where the update will be."""

@@ -5,9 +5,9 @@ on disk, or in several places with equal content; a block that is equal in a slo
 copy. Blocks in use are pinned and are never victims. Some blocks are *derived* (a gathered group): they live near only and
 are dropped.
 
-Copies go on in the background (mover.py). The books are kept when a copy is begun: a block that leaves is gone from near at
-once, its bytes are valid far when the copy has ended, and its buffer may be taken again by whoever waits for that. So what
-lies where follows from what is asked for alone, not from the speed of a link, and where ranks ask alike they decide alike.
+Copies go on in the background (copy_queue.py). The books are kept when a copy is begun: a block that leaves is gone from
+near at once, its bytes are valid far when the copy has ended, and its buffer may be taken again by whoever waits for that.
+So what lies where follows from what is asked for alone, not from the speed of a link, and where ranks ask alike they decide alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,9 +56,12 @@ class UnderWay:
             return False
         while self.gathers:
             self.gathers[0].finish()
+        self.finish_reductions()
+        return True
+
+    def finish_reductions(self) -> None:
         while self.reductions:
             self.reductions[0].finish()
-        return True
 
 
 class Residency:
