@@ -5,7 +5,7 @@
         ...
         run.log(step, loss=loss, lr=lr, grad_norm=grad_norm)
         if run.evaluate_now(step):
-            run.log_evaluation(step, evaluate(model, valid, ranks))
+            run.log_evaluation(step, evaluate_model(model, valid, ranks))
         if run.save_now(step):
             run.save(step, weights, moments)
     run.finish(weights)
@@ -28,7 +28,7 @@ import torch
 from gpt2_chinese.checkpoint.trained_model import load_model
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.distributed.ranks import Ranks
-from gpt2_chinese.distributed.socket_bytes import between, tcp_bytes
+from gpt2_chinese.distributed.socket_bytes import Counts, between, tcp_bytes
 from gpt2_chinese.errors import RunError, fail
 from gpt2_chinese.files import display, write_json
 from gpt2_chinese.generate.decoding import generate
@@ -86,7 +86,7 @@ class Run:
         self._lost_in_a_row = 0
         self._row: dict[str, Any] = {}
         self._progress: Progress | None = None
-        self._traffic: tuple[int, int] | None = None
+        self._traffic: Counts | None = None
         self._step_start = time.perf_counter()
         self._start = time.perf_counter()
         if ranks.is_main:

@@ -14,8 +14,8 @@ Where nothing is borrowed the cost is one assignment of a class when a parameter
 A few callers never ask the class of a tensor: torch.vmap, scripted functions, functions of an extension. They would compute
 with the placeholder. torch.vmap asks for the number of dimensions first, and is refused there. Of all others, what they
 save for backward is refused (Hooks._pack), and so is the gradient of a parameter that no forward was given in this step
-(`used`). What is left, an operation that saves nothing of a parameter that others use too, makes the loss NaN where the
-parameter is not near; pstar.modules.not_finite then names the module.
+(`used`). One case remains: such an operation saves nothing, and other modules use the parameter too. It makes the loss NaN
+where the parameter is not near, and not_finite.py names the module.
 
 A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps the memory that it looks at, see Residency._leave.
 """

@@ -1,8 +1,8 @@
 """The record of a unit: what one collective brings together, and where its parameters and gradients are in this step.
 
 A *unit* (layout/layout.py) is a group of chunks, p pieces that an all-gather fills; or, to save memory, one chunk that its
-owner broadcasts. All that the engine knows of a unit beside its bytes stands in its UnitRecord; which change of state may
-follow which stands in LEGAL.
+owner broadcasts. Its UnitRecord holds all that the engine knows of it besides its bytes; LEGAL lists the changes of state
+that a unit may make.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ are dropped.
 
 Copies go on in the background (copy_queue.py). The books are kept when a copy is begun: a block that leaves is gone from
 near at once, its bytes are valid far when the copy has ended, and its buffer may be taken again by whoever waits for that.
-So what lies where follows from what is asked for alone, not from the speed of a link, and where ranks ask alike they decide alike.
+So what lies where follows from what is asked for alone, not from the speed of a link, and where ranks ask alike they decide
+alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
