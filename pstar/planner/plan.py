@@ -25,7 +25,6 @@ from pstar.modules.lazy_init import build
 from pstar.modules.scope import mode_of, used_by
 from pstar.numerics.precision import Precision
 
-
 Uses = Mapping[str, Sequence[str]]
 """The name of each module, and the names of the parameters that its forward uses."""
 
@@ -102,7 +101,7 @@ class Plan:
         return chosen, budget, next(need for layout, need, _ in needs if layout is chosen)
 
     def _make_room_to_stream(self) -> None:
-        """Raises the least near budget to what the streamed update of one group needs; BudgetError where that is not given."""
+        """Makes room for the streamed update of one group. Raises BudgetError where the near budget is smaller."""
         config, streaming = self.config, smallest_streaming_budget(self.layout, self.costs)
         if config.near_budget == "min":
             self.near_budget = max(self.near_budget, streaming)

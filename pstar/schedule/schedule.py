@@ -118,7 +118,7 @@ class Recording:
             self.keys.append(key)
 
     def end_moment(self) -> None:
-        """Gives the last moment the peak since the one before it. A second call raises the moment's peak, never lowers it."""
+        """Gives the last moment the peak since the one before it. A second call can only raise it."""
         peak = self._watch.take_peak() if self._watch is not None else 0
         if len(self._peaks) < len(self.keys):
             self._peaks.append(peak)
