@@ -244,7 +244,7 @@ def environment(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     assert tmp_path / ".venv" == module.VENV
     monkeypatch.setattr(module, "PROJECT", "pretended-project")
-    monkeypatch.setattr(module, "PACKAGE", "pretended_package")
+    monkeypatch.setattr(module, "PACKAGES", ("pretended_package",))
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "pretended_package").mkdir()
     (tmp_path / "pretended_package" / "__init__.py").write_text("raise AssertionError('imported')")
