@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
+from command_line import parser_of
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 from turns import in_turns
 
@@ -287,9 +288,7 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="memory_speed.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("memory_speed.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, one link, 2 rounds of 2 steps")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 10; with --quick 2)")
     parser.add_argument("--steps", type=int, help="steps of a process in a round (default: 4; with --quick 2)")

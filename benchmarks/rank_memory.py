@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of
 from facts import bullets, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
@@ -173,9 +174,7 @@ def report(results: dict[str, list[dict]], activations: int, options: argparse.N
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="rank_memory.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("rank_memory.sh", __doc__)
     parser.add_argument("--nproc", type=int, default=4, help="processes (default: 4)")
     parser.add_argument("--layers", type=int, default=8, help="of 7 million parameters each (default: 8)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
