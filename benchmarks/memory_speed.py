@@ -43,6 +43,7 @@ from typing import Any
 import ranks
 from command_line import parser_of
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from processes import started
 from turns import in_turns
 
 HERE = Path(__file__).resolve().parent
@@ -139,10 +140,8 @@ class Runner:
         self.name, self.losses, self.rounds = name, [], []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "pstar", "gpt2_chinese.model.gpt2"])    # imported once for all
-        self._pipe, there = context.Pipe()
-        self.processes = [context.Process(target=work, args=(size, kind, config or {}, there), daemon=True)]
-        self.processes[0].start()
-        there.close()
+        process, self._pipe = started(context, work, size, kind, config or {})
+        self.processes = [process]
 
     def run(self, steps: int) -> dict:
         self._pipe.send(steps)

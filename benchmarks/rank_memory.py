@@ -29,6 +29,7 @@ from typing import Any
 
 from command_line import parser_of
 from facts import bullets, versions, when_and_how
+from processes import started
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -127,19 +128,12 @@ def measure_rank(rank: int, num_ranks: int, layers: int, keys: dict, folder: str
 def run(target: Any, jobs: list[tuple]) -> list[Any]:
     """What each of the processes sends."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for job in jobs:
-        here, there = context.Pipe()
-        process = context.Process(target=target, args=(*job, there), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
+    workers = [started(context, target, *job) for job in jobs]
     try:
-        answers = [pipe.recv() for pipe in pipes]
+        answers = [pipe.recv() for _, pipe in workers]
     except EOFError:
         raise SystemExit("error: a process ended; see above for the reason") from None
-    for process in processes:
+    for process, _ in workers:
         process.join(20)
     return answers
 

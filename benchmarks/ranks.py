@@ -29,6 +29,7 @@ from typing import Any
 
 from command_line import parser_of
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from processes import started
 from turns import in_turns
 
 HERE = Path(__file__).resolve().parent
@@ -220,11 +221,8 @@ class Team:
         self.contender, self.pipes, self.processes = contender, [], []
         num_ranks = 1 if contender.one_process else num_ranks
         for rank in range(num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=work, args=(contender.name, rank, num_ranks, folder, there), daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
+            process, pipe = started(context, work, contender.name, rank, num_ranks, folder)
+            self.pipes.append(pipe)
             self.processes.append(process)
 
     def run(self, steps: int) -> tuple[float, float, float | None]:

@@ -32,6 +32,7 @@ import contenders  # noqa: E402
 import torch  # noqa: E402
 from command_line import parser_of  # noqa: E402
 from facts import bullets, num_cores, versions, when_and_how  # noqa: E402
+from processes import started  # noqa: E402
 from turns import in_turns  # noqa: E402
 
 VOCAB, SEQ_LEN, WARM_UP_STEPS = 21128, 1024, 2
@@ -108,10 +109,7 @@ class Alive:
         if error:
             return
         context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=contenders.work_on, args=(name, work, there), daemon=True)
-        self._process.start()
-        there.close()
+        self._process, self._pipe = started(context, contenders.work_on, name, work)
 
     def run(self, steps: int) -> list[dict]:
         """What each step took and told; nothing more once there was an error."""
