@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from durable.files import replacing
-
 REPO = Path(__file__).resolve().parents[1]
 # What commands of pages name, and what that imports.
 SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "durable", "scripts", "benchmarks")
@@ -125,5 +123,6 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, per_process=True) as staging:
-        staging.write_text(text, encoding="utf-8")
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
