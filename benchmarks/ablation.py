@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,9 +272,7 @@ def draw_speed_up(points: dict[str, dict[int, float]], cores: int, path: Path) -
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="ablation.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("ablation.sh", __doc__)
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--quick", action="store_true", help="1 and 2 processes, one round, 12 steps")
     parser.add_argument("--chapters", default="", help="their first two digits, 00,02 (default: all that are there)")

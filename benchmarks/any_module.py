@@ -29,7 +29,6 @@ def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tu
     """(largest relative gap of a loss, parameters, near memory as a share of the model data, what the start said)."""
     import torch
 
-    from pstar.numerics.grad_norm import clip_grad_norm_
     from tests import toy
 
     torch.manual_seed(0)
@@ -39,20 +38,8 @@ def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tu
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, optimizer = toy.build(model_func, near_budget="min")
-    worst = 0.0
-    for step in range(STEPS):
-        torch.manual_seed(step)  # of dropout
-        expected = loss_of(plain, step)
-        adamw.zero_grad()
-        expected.backward()
-        clip_grad_norm_(trained, toy.CLIP)
-        adamw.step()
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        model.backward(loss)
-        optimizer.step()
-        worst = max(worst, abs(loss.item() / expected.item() - 1))
+    losses = toy.losses_of_both(plain, adamw, model, optimizer, loss_of, STEPS)
+    worst = max(abs(loss / expected - 1) for expected, loss in losses)
     num_params = sum(param.numel() for param in plain.parameters())
     plainly = any("lazy start" in str(warning.message) for warning in caught)
     return worst, num_params, model.near.budget_bytes / (16 * num_params), "plain" if plainly else "lazy"

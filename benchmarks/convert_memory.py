@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from command_line import parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
@@ -118,9 +119,7 @@ def report(results: dict[str, list[Run]], argv: list[str]) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="convert_memory.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("convert_memory.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="small inputs of one format")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write (default: results/)")
     return parser.parse_args(argv)

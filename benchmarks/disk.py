@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
+from command_line import parser_of  # noqa: E402
 from turns import in_turns  # noqa: E402
 
 from pstar.errors import PstarError  # noqa: E402
@@ -161,9 +162,7 @@ def file_system_of(folder: Path) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="disk.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("disk.sh", __doc__)
     parser.add_argument("--disk-path", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk in question")
     parser.add_argument("--mib", type=int, default=1024, help="MiB that each contender writes (default: 1024)")
     parser.add_argument("--chunk-mib", type=int, default=32, help="MiB of a chunk (default: 32)")

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from command_line import parser_of
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 from rank_memory import reset_peak, run, status, warm_up
 
@@ -152,9 +153,7 @@ def report(size: dict[str, int], results: dict[str, dict], others: float, argv: 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="disk_model.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("disk_model.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, not with near and far alone")
     parser.add_argument("--disk-path", type=Path, help="a folder on a local disk (default: where temporary files go)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")

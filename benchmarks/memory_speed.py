@@ -41,7 +41,9 @@ from pathlib import Path
 from typing import Any
 
 import ranks
+from command_line import parser_of
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from processes import started
 from turns import in_turns
 
 HERE = Path(__file__).resolve().parent
@@ -138,10 +140,8 @@ class Runner:
         self.name, self.losses, self.rounds = name, [], []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "pstar", "gpt2_chinese.model.gpt2"])    # imported once for all
-        self._pipe, there = context.Pipe()
-        self.processes = [context.Process(target=work, args=(size, kind, config or {}, there), daemon=True)]
-        self.processes[0].start()
-        there.close()
+        process, self._pipe = started(context, work, size, kind, config or {})
+        self.processes = [process]
 
     def run(self, steps: int) -> dict:
         self._pipe.send(steps)
@@ -287,9 +287,7 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="memory_speed.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("memory_speed.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, one link, 2 rounds of 2 steps")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 10; with --quick 2)")
     parser.add_argument("--steps", type=int, help="steps of a process in a round (default: 4; with --quick 2)")

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
 from rank_memory import reset_peak, run, status, warm_up
 
@@ -171,9 +172,7 @@ def report(size: dict[str, int], results: dict[str, dict], argv: list[str]) -> s
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="plan_memory.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("plan_memory.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, one of the modes")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)

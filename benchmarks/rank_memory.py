@@ -27,7 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of
 from facts import bullets, versions, when_and_how
+from processes import started
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -126,19 +128,12 @@ def measure_rank(rank: int, num_ranks: int, layers: int, keys: dict, folder: str
 def run(target: Any, jobs: list[tuple]) -> list[Any]:
     """What each of the processes sends."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for job in jobs:
-        here, there = context.Pipe()
-        process = context.Process(target=target, args=(*job, there), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
+    workers = [started(context, target, *job) for job in jobs]
     try:
-        answers = [pipe.recv() for pipe in pipes]
+        answers = [pipe.recv() for _, pipe in workers]
     except EOFError:
         raise SystemExit("error: a process ended; see above for the reason") from None
-    for process in processes:
+    for process, _ in workers:
         process.join(20)
     return answers
 
@@ -173,9 +168,7 @@ def report(results: dict[str, list[dict]], activations: int, options: argparse.N
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="rank_memory.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("rank_memory.sh", __doc__)
     parser.add_argument("--nproc", type=int, default=4, help="processes (default: 4)")
     parser.add_argument("--layers", type=int, default=8, help="of 7 million parameters each (default: 8)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")

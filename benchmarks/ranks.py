@@ -27,7 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from processes import started
 from turns import in_turns
 
 HERE = Path(__file__).resolve().parent
@@ -219,11 +221,8 @@ class Team:
         self.contender, self.pipes, self.processes = contender, [], []
         num_ranks = 1 if contender.one_process else num_ranks
         for rank in range(num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=work, args=(contender.name, rank, num_ranks, folder, there), daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
+            process, pipe = started(context, work, contender.name, rank, num_ranks, folder)
+            self.pipes.append(pipe)
             self.processes.append(process)
 
     def run(self, steps: int) -> tuple[float, float, float | None]:
@@ -328,9 +327,7 @@ def report(found: list[Contender], options: argparse.Namespace, others: float, a
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="ranks.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("ranks.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="4 rounds of 3 steps")
     parser.add_argument("--nproc", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 12; with --quick 4)")

@@ -10,7 +10,6 @@ Writes a table and a figure below benchmarks/results/.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from ablation import ROOT, WARM_UP_STEPS, Result, Variant, hardware, run_once
+from command_line import parser_of
 from facts import bullets, when_and_how
 
 
@@ -87,9 +87,7 @@ def draw(results: dict[str, Result], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Runs all of them once and writes the results."""
-    parser = argparse.ArgumentParser(prog="staleness.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("staleness.sh", __doc__)
     parser.add_argument("--bounds", type=lambda text: [int(b) for b in text.split(",")], default=[1, 4, 16],
                         help="server steps that weights may be behind (default: 1,4,16)")  # fmt: skip
     parser.add_argument("--slow-worker-s", type=float, default=1.0, help="seconds rank 1 idles in each step (default: 1)")

@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from command_line import parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
@@ -91,9 +92,7 @@ def report(results: list[dict[str, float]], argv: list[str]) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="tokenise_memory.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("tokenise_memory.sh", __doc__)
     parser.add_argument("--megabytes", type=int, nargs=2, default=(10, 500), metavar=("SMALL", "LARGE"),
                         help="sizes of the corpora (default: 10 500)")
     parser.add_argument("--quick", action="store_true", help="1 and 4 MB")

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from command_line import parser_of
 from facts import bullets, num_cores, versions, when_and_how
 
 HERE = Path(__file__).resolve().parent
@@ -190,9 +191,7 @@ def pays(argv: list[str]) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="zero.sh", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("zero.sh", __doc__)
     parser.add_argument("--nproc", default="1,2,4", help="numbers of processes, with commas (default: 1,2,4)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)

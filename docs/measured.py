@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "scripts", "benchmarks")  # what commands of pages name
+# What commands of pages name, and what that imports.
+SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "durable", "scripts", "benchmarks")
 GENERATED = REPO / "docs" / "_generated"
 
 PROFILED = "07_patrickstar"
@@ -32,8 +33,8 @@ PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-
 PROFILE_STEPS = "1-2"
 PROFILE = GENERATED / "profile.json"
 PICTURES = ("near.png", "blocks.png")
-SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "data/**/*.json", "cache/vocab.txt", "docs/measured.py",
-           f"chapters/{PROFILED}/*.py")  # fmt: skip
+SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "durable/**/*.py", "data/**/*.json", "cache/vocab.txt",
+           "docs/measured.py", f"chapters/{PROFILED}/*.py")  # fmt: skip
 
 
 def circumstances() -> dict[str, Any]:

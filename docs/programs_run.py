@@ -47,7 +47,7 @@ def command_of(name: str) -> str:
 def outputs() -> dict[str, str]:
     """What each program printed; runs all of them when one has changed, or what they import."""
     digest = hashlib.sha256(f"{sys.version} {importlib.metadata.version('torch')}".encode())
-    packages = [path for name in ("gpt2_chinese", "pstar") for path in sorted((REPO / name).glob("**/*.py"))]
+    packages = [path for name in ("gpt2_chinese", "pstar", "durable") for path in sorted((REPO / name).glob("**/*.py"))]
     for path in [Path(__file__), *sorted(PROGRAMS.glob("*.py")), *packages]:
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     key = digest.hexdigest()

@@ -77,3 +77,9 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises the UserError."""
         raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")
+
+
+def command_parser(prog: str, description: str | None, usage: str | None = None) -> OneLineParser:
+    """A OneLineParser that shows the description as it is written, and takes whole flags only."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return OneLineParser(prog=prog, usage=usage, description=description, formatter_class=raw, allow_abbrev=False)

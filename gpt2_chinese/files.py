@@ -1,15 +1,13 @@
-"""Reading what a user gave a path of, and writing files that are complete or absent.
+"""Reading what a user gave a path of.
 
 Whatever a path leads to, the answer comes at once: a value, or a UserError of one line.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,35 +97,3 @@ def display(path: Path) -> Path:
     """A path as the user would type it: relative to the working directory when it lies below it."""
     path, here = Path(path).resolve(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Gives the block NAME.tmp next to `path` to write to, and renames it to `path` when the block has ended.
-
-    Raises:
-        OSError: what the block or the renaming raised; NAME.tmp is removed.
-    """
-    staging = path.with_name(path.name + ".tmp")
-    try:
-        yield staging
-        os.replace(staging, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            staging.unlink()
-        raise
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes readable JSON, complete or not at all."""
-    with replacing(path) as staging:
-        staging.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-
-
-def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
+from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
 from gpt2_chinese.model.config import ModelConfig
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, VocabularyFile
 
@@ -231,13 +231,8 @@ def dashed(name: str) -> str:
 
 def _parse(cls: type[Settings], program_file: str, description: str | None, argv: list[str]) -> dict[str, Any]:
     """The flags on the command line, as arguments of `cls`."""
-    parser = OneLineParser(
-        prog=f"train.sh ({Path(program_file).resolve().parent.name})",
-        usage="bash train.sh [FLAGS]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    program = f"train.sh ({Path(program_file).resolve().parent.name})"
+    parser = command_parser(program, description, "bash train.sh [FLAGS]")
     hints = typing.get_type_hints(cls)
     for name, f in cls.flags().items():
         kind, meta = _kind(hints[name]), f.metadata

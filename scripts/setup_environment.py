@@ -25,7 +25,7 @@ from moving_line import run_with_progress, say
 
 REPO = Path(__file__).resolve().parents[1]
 PROJECT = "gpt2-chinese-patrickstar"
-PACKAGE = "gpt2_chinese"
+PACKAGES = ("gpt2_chinese", "pstar", "durable")
 VENV = REPO / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 # In the folder from its first moment on: only what this script made does it ever remove.
@@ -83,11 +83,12 @@ def choose_python(extras: set[str]) -> str:
 
 def what_is_missing(extras: set[str]) -> list[str]:
     """Names what the running interpreter's environment lacks, without importing it (importing torch is slow)."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        return [f"the package {PACKAGE}"]
-    if REPO not in Path(spec.origin).resolve().parents:
-        return [f"this checkout ({PACKAGE} there is {Path(spec.origin).parent})"]
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            return [f"the package {package}"]
+        if REPO not in Path(spec.origin).resolve().parents:
+            return [f"this checkout ({package} there is {Path(spec.origin).parent})"]
     try:
         requirements = importlib.metadata.requires(PROJECT) or []
     except importlib.metadata.PackageNotFoundError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -127,16 +129,10 @@ def build(model_func=Toy, **keys) -> tuple[pstar.Engine, pstar.optim.chunked_ada
     return pstar.initialize_engine(model_func, 0, config(**keys))
 
 
-def compare(model_func, loss_of, num_steps: int, before=lambda model, step: None, **keys) -> pstar.Engine:
-    """Trains plainly and with the engine, by default in the least near memory; asserts equal losses and weights.
-
-    loss_of(module or engine, step) gives a step's loss; before(module or engine, step) is called at each step.
-    """
-    torch.manual_seed(0)
-    plain = model_func()
-    params = list(plain.parameters())    # frozen ones, too: they may be thawed later
-    oracle = adamw(params, lr=LR, weight_decay=WEIGHT_DECAY)
-    model, optimizer = build(model_func, **{"near_budget": "min"} | keys)
+def losses_of_both(plain, oracle, model, optimizer, loss_of, num_steps: int,
+                   before=lambda model, step: None) -> Iterator[tuple[float, float]]:
+    """Trains `plain` with the optimizer `oracle`, and the engine, with the same dropout; yields both losses of each step."""
+    params = [param for group in oracle.param_groups for param in group["params"]]
     for step in range(num_steps):
         torch.manual_seed(step)
         oracle.zero_grad()
@@ -151,7 +147,22 @@ def compare(model_func, loss_of, num_steps: int, before=lambda model, step: None
         loss = loss_of(model, step)
         model.backward(loss)
         optimizer.step()
-        assert loss.item() == expected.item(), f"step {step}"
+        yield expected.item(), loss.item()
+
+
+def compare(model_func, loss_of, num_steps: int, before=lambda model, step: None, **keys) -> pstar.Engine:
+    """Trains plainly and with the engine, by default in the least near memory; asserts equal losses and weights.
+
+    loss_of(module or engine, step) gives a step's loss; before(module or engine, step) is called at each step.
+    """
+    torch.manual_seed(0)
+    plain = model_func()
+    params = list(plain.parameters())    # frozen ones, too: they may be thawed later
+    oracle = adamw(params, lr=LR, weight_decay=WEIGHT_DECAY)
+    model, optimizer = build(model_func, **{"near_budget": "min"} | keys)
+    losses = losses_of_both(plain, oracle, model, optimizer, loss_of, num_steps, before)
+    for step, (expected, loss) in enumerate(losses):
+        assert loss == expected, f"step {step}"
     weights, _ = model.gather_state()
     for name, value in plain.named_parameters():
         assert torch.equal(weights[name], value), name

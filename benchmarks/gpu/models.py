@@ -30,7 +30,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 import contenders  # noqa: E402
 import torch  # noqa: E402
+from command_line import parser_of  # noqa: E402
 from facts import bullets, num_cores, versions, when_and_how  # noqa: E402
+from processes import started  # noqa: E402
 from turns import in_turns  # noqa: E402
 
 VOCAB, SEQ_LEN, WARM_UP_STEPS = 21128, 1024, 2
@@ -107,10 +109,7 @@ class Alive:
         if error:
             return
         context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=contenders.work_on, args=(name, work, there), daemon=True)
-        self._process.start()
-        there.close()
+        self._process, self._pipe = started(context, contenders.work_on, name, work)
 
     def run(self, steps: int) -> list[dict]:
         """What each step took and told; nothing more once there was an error."""
@@ -187,9 +186,7 @@ def page(runs: dict[str, dict]) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a wrong one is one line and status 2."""
-    parser = argparse.ArgumentParser(prog="models.py", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    parser = parser_of("models.py", __doc__)
     parser.add_argument("--billions", type=float, default=1.5, help="parameters (default: 1.5)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step (default: 8)")
     parser.add_argument("--rounds", type=int, default=5, help="steps that are counted (default: 5)")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from durable.files import write_json
 from gpt2_chinese.checkpoint.model_state import BYTES_EACH, check_finite, save_tensors
 from gpt2_chinese.checkpoint.sealed_folder import check_space, put_in_place, seal
-from gpt2_chinese.files import write_json
 from gpt2_chinese.model.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from durable import folders
+from durable.files import flush, write_json
 from gpt2_chinese.errors import RunError
-from gpt2_chinese.files import flush, write_json
 
 MANIFEST = "manifest.json"
 SLACK_BYTES = 1 << 20  # configuration, state, manifest, and a disk's own book-keeping
@@ -25,8 +25,7 @@ SLACK_BYTES = 1 << 20  # configuration, state, manifest, and a disk's own book-k
 def seal(folder: Path) -> None:
     """Writes the manifest of a folder and flushes all of it to the disk."""
     below = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
-    files = [path for path in below if path.is_file()]
-    entries = {f.relative_to(folder).as_posix(): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in files}
+    entries = {path.relative_to(folder).as_posix(): folders.digest(path) for path in below if path.is_file()}
     write_json(folder / MANIFEST, {"files": entries, "sha256": _digest_of(entries)})
     for path in [*below, folder / MANIFEST, folder]:
         flush(path)
@@ -47,13 +46,11 @@ def damage(path: Path) -> str | None:
         entries = manifest["files"]
         if manifest["sha256"] != _digest_of(entries):
             return f"{MANIFEST} does not match its own checksum"
-        for name, entry in entries.items():
+        for name in entries:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 return f"{MANIFEST} names {name}, outside of the folder"
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (path / name).stat().st_size != entry["bytes"] or _digest(path / name) != entry["sha256"]:
-                return f"{name} does not match its checksum"
+        if wrong := folders.first_damage(path, entries):
+            return " ".join(wrong)
         about = "state.json" if "state.json" in entries else "run.json"
         of_weights = [name for name in entries if name.startswith("parts/") or name == "pytorch_model.bin"]
         weights = of_weights[0] if of_weights else "model.safetensors"
@@ -89,13 +86,8 @@ def put_in_place(staging: Path, target: Path) -> None:
     old = target.with_name(f"{target.name}.old")
     if target.exists() and old.exists() and damage(target) is not None and damage(old) is None:
         shutil.rmtree(target)  # a kill had come between the two renames, and what stands there came later, in pieces
-    elif target.exists():
-        shutil.rmtree(old, ignore_errors=True)  # where both are whole, the older one may be half gone for a moment
-        os.rename(target, old)
-    os.rename(staging, target)
-    flush(target.parent)
+    folders.put_in_place(staging, target, old)  # where both are whole, the older one may be half gone for a moment
     _found_whole[target] = _look(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
@@ -113,11 +105,6 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 def _megabytes(number: int) -> str:
     return f"{number / 1e6:,.1f} MB"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _digest_of(entries: Any) -> str:

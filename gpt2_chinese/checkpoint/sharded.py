@@ -14,27 +14,19 @@ Tensors are read one by one, when they are asked for. What lies where is up to t
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from durable.boxes import boxes
+from durable.distributed_checkpoint import Reader, last_line, quiet
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.errors import RunError, UserError
 
@@ -63,8 +55,7 @@ class Tensors(Mapping[str, torch.Tensor]):
             return self._more[name]
         there = self._names[name]
         wanted = {there: torch.empty(self._known[there].size)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with quiet():
             dcp.load(wanted, storage_reader=self._reader, no_dist=True)
         return wanted[there]
 
@@ -89,41 +80,6 @@ def read_parts(folder: Path) -> tuple[Tensors, Tensors]:
     return Tensors(reader, weights, {}), Tensors(reader, moments, counts)
 
 
-class Reader(dcp.FileSystemReader):
-    """DCP's reader. Its metadata are a pickle: only the classes that belong there are let in, so it cannot run code."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the folder."""
-        with open(Path(self.path) / ".metadata", "rb") as stream:
-            metadata = _Unpickler(stream).load()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    METADATA = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-                "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
-    ALLOWED = {("torch", "Size"), ("torch", "float32"), ("torch", "uint8"), ("torch.serialization", "_get_layout"),
-               ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
-               ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-               *(("torch.distributed.checkpoint.metadata", name) for name in METADATA)}  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # so the first releases of Python 3.11 pickle a member of an enum
-            return self._member
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"its metadata name {module}.{name}, which does not belong there")
-        return super().find_class(module, name)
-
-    @staticmethod
-    def _member(enum: Any, name: str) -> Any:
-        if enum is not _MEM_FORMAT_ENCODING:
-            raise pickle.UnpicklingError("its metadata name builtins.getattr, which does not belong there")
-        return enum[name]
-
-
 # ---- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -143,11 +99,10 @@ class Part:
     @classmethod
     def run(cls, shape: tuple[int, ...] | torch.Size, start: int, values: torch.Tensor) -> Part:
         """A run of the flattened tensor: the elements from `start` on, values (n,), as flat shards hold them."""
-        boxes = {}
-        for offsets, sizes in boxes_of_run(tuple(shape), start, values.numel()):
-            number = math.prod(sizes)
-            boxes[offsets], values = values[:number].view(sizes), values[number:]
-        return cls(shape, boxes)
+        found = {}
+        for box in boxes(shape, start, values.numel()):
+            found[box.offsets], values = values[: box.numel].view(box.sizes), values[box.numel :]
+        return cls(shape, found)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         kind, properties = WriteItemType.SHARD, TensorProperties(dtype=torch.float32)
@@ -157,31 +112,6 @@ class Part:
             index = MetadataIndex(name, torch.Size(offsets))
             items.append(WriteItem(index, kind, tensor_data=TensorWriteData(chunk, properties, self.shape)))
         return items
-
-
-def boxes_of_run(shape: tuple[int, ...], start: int, number: int) -> list[tuple[Offsets, tuple[int, ...]]]:
-    """A run of a flattened tensor as boxes (offsets, sizes), in order: a torn first row, whole rows, a torn last row.
-
-    shape (4, 6), start 3, 12 elements:   . . . a a a      three boxes: (1, 3) at (0, 3), (1, 6) at (1, 0), (1, 3) at (2, 0)
-                                          b b b b b b
-                                          c c c . . .
-    """
-    if not number:
-        return []
-    if len(shape) < 2:
-        return [((start,) * len(shape), (number,) * len(shape))]
-    row = math.prod(shape[1:])
-    found = []
-    while number:
-        first, inside = divmod(start, row)
-        if inside == 0 and number >= row:
-            length = number // row * row
-            found.append(((first, *[0] * (len(shape) - 1)), (length // row, *shape[1:])))
-        else:
-            length = min(number, row - inside)
-            found += [((first, *o), (1, *s)) for o, s in boxes_of_run(shape[1:], inside, length)]
-        start, number = start + length, number - length
-    return found
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -212,21 +142,15 @@ def write_parts(folder: Path, parts: Mapping[str, Part], steps: Mapping[str, int
         folder.mkdir(parents=True)
     ranks.barrier()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with quiet():
             dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(folder), planner=_Planner(False, False),
                      process_group=ranks.group, no_dist=ranks.group is None)  # fmt: skip
     except CheckpointException as error:  # which is no Exception, and carries the tracebacks of all ranks
-        raise OSError(_cause(error)) from None
+        rank, failure = min(error.failures.items())
+        raise OSError(f"rank {rank}: {last_line(failure[0])}") from None
     if ranks.is_main:
         (folder / "state.json").write_text(json.dumps({"steps": dict(steps)}), encoding="utf-8")
     ranks.barrier()
-
-
-def _cause(error: CheckpointException) -> str:
-    """What the first rank that failed said, in one line."""
-    rank, failure = min(error.failures.items())
-    return f"rank {rank}: {(str(failure[0]).strip().splitlines() or [type(failure[0]).__name__])[-1]}"
 
 
 def write_whole(file: Path, weights: Mapping[str, Part], ranks: Ranks) -> None:

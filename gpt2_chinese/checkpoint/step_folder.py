@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from durable.files import flush, write_json
 from gpt2_chinese.checkpoint.find import PARTS, candidates, read_state
 from gpt2_chinese.checkpoint.model_state import BYTES_EACH, check_finite, save_tensors
 from gpt2_chinese.checkpoint.sealed_folder import check_space, damage, is_whole, listed, put_in_place, seal
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.files import flush, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

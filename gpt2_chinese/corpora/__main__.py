@@ -18,7 +18,7 @@ from typing import Any
 
 from gpt2_chinese.corpora.convert import ENCODINGS, convert
 from gpt2_chinese.corpora.detect import ALL_FORMATS
-from gpt2_chinese.errors import OneLineParser, exit_on_user_error
+from gpt2_chinese.errors import OneLineParser, command_parser, exit_on_user_error
 
 
 def _number(kind: type, least: float, most: float = float("inf")) -> Any:
@@ -37,8 +37,7 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = OneLineParser(prog="python -m gpt2_chinese.corpora", description=__doc__, allow_abbrev=False,
-                        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    top = command_parser("python -m gpt2_chinese.corpora", __doc__)
     commands = top.add_subparsers(required=True, dest="command", parser_class=OneLineParser)
     command = commands.add_parser("convert", help="convert to array-JSON", allow_abbrev=False, description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip

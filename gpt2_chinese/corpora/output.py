@@ -13,12 +13,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+from durable.files import flush
+from durable.folders import put_in_place, remove
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.files import flush
 
 PARTS = ("train", "valid")
 OURS = {*PARTS, "report.json"}
@@ -49,7 +49,7 @@ class OutputFolder:
             os.close(self._lock)
             raise UserError(f"--output {self.final} is being written by another conversion: wait for it")
         for leftover in self.staging.iterdir():
-            _remove(leftover)
+            remove(leftover)
 
     def _check(self, overwrite: bool) -> None:
         if self.old.is_dir() and not self.final.exists():
@@ -70,17 +70,12 @@ class OutputFolder:
         for path in sorted(self.staging.rglob("*"), reverse=True):
             flush(path)
         flush(self.staging)
-        _remove(self.old)
-        if self.final.exists():
-            os.rename(self.final, self.old)
-        os.rename(self.staging, self.final)
-        flush(self.final.parent)
-        _remove(self.old)
+        put_in_place(self.staging, self.final, self.old)
         os.close(self._lock)
 
     def discard(self) -> None:
         """Removes what was written."""
-        _remove(self.staging)
+        remove(self.staging)
         os.close(self._lock)
 
 
@@ -114,10 +109,3 @@ class Shards:
             self._stream.write(b"\n]\n")
             self._stream.close()
             self._stream = None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

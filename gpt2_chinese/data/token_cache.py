@@ -24,9 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
+from durable.files import write_flushed
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.data.sealed_json import file_digests, sealed, unsealed
-from gpt2_chinese.data.token_shards import tokenise, write_whole
+from gpt2_chinese.data.token_shards import tokenise
 from gpt2_chinese.errors import UserError, notice
 from gpt2_chinese.locks import open_lock, try_lock, wait_for_lock
 from gpt2_chinese.vocabulary.profiles import VocabularyFile, read_vocabulary
@@ -146,7 +147,7 @@ def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyF
     if cache_key(corpus, vocabulary) != path.stem:
         raise UserError(f"the corpus {corpus} was changed while it was read: start again")
     os.replace(folder / "whole.bin", path)
-    write_whole(path.with_suffix(".json"), sealed({**header, "key": path.stem, "dtype": dtype.name}))
+    write_flushed(path.with_suffix(".json"), sealed({**header, "key": path.stem, "dtype": dtype.name}))
     if (made := _open(path)) is None:
         raise UserError(f"the token cache {path} does not read back as written: is the disk sound?")
     return made

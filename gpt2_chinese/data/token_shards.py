@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from durable.files import write_flushed
 from gpt2_chinese.corpus import corpus_files, read_paragraphs, stretches
 from gpt2_chinese.data.sealed_json import block_digests, sealed, unsealed
 from gpt2_chinese.errors import UserError, notice
-from gpt2_chinese.files import replacing
 from gpt2_chinese.progress import ByteProgress
 from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
@@ -111,8 +111,8 @@ def _make(
     part |= dict(zip(SUMS, (documents, characters, len(ids), unknown), strict=True))
     if documents:
         path = folder / f"{number:06d}.bin"
-        write_whole(path, data)
-        write_whole(path.with_suffix(".json"), sealed(part))
+        write_flushed(path, data)
+        write_flushed(path.with_suffix(".json"), sealed(part))
     return part
 
 
@@ -125,13 +125,3 @@ def _copied(folder: Path, parts: list[dict[str, Any]], stream: Any) -> Iterator[
             raise UserError(f"{path} changed after it was written: start again; if it happens again, the disk is unsound")
         stream.write(data)
         yield data
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file, complete or not at all; its content is on the disk before its name."""
-    with replacing(path) as staging:
-        staging.unlink(missing_ok=True)  # another user's, who was killed
-        with staging.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_chinese.files import replacing
+from durable.files import replacing
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE_VARIABLE = "GPT2_CHINESE_STOP_FILE"  # set by a launcher of ours

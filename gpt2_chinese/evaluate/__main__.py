@@ -13,19 +13,14 @@ import os
 from pathlib import Path
 
 from gpt2_chinese.corpus import corpus_files
-from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
+from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
 from gpt2_chinese.evaluate.perplexity import KINDS, evaluate_corpora, plot, table, write
 from gpt2_chinese.settings import ROOT
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked as far as it goes without torch. Raises UserError."""
-    parser = OneLineParser(
-        prog="python -m gpt2_chinese.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("python -m gpt2_chinese.evaluate", __doc__)
     add = parser.add_argument
     add("--model", required=True, help="a run, its final/, a checkpoint, or a Hugging Face folder")
     add("--vocab", type=Path, help="vocabulary (default: the model's own)")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from durable.files import replacing
 from gpt2_chinese.corpus import corpus_files, read_file
 from gpt2_chinese.data.token_cache import load_tokens
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.files import replacing
 from gpt2_chinese.vocabulary.profiles import VocabularyFile
 
 if TYPE_CHECKING:

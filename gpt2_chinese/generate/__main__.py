@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_chinese.checkpoint.trained_model import load_model, pick_device
-from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
+from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
 from gpt2_chinese.generate.sampling import Sampling
 from gpt2_chinese.generate.writer import Writer, interact, read_prompts, run
 
@@ -24,12 +24,7 @@ PROMPT = "今天天气"
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="generate.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("generate.sh", __doc__)
 
     def add(flag: str, default: Any, help: str, **more: Any) -> None:
         shown = "" if default is None or default is False else f" (default: {default})"

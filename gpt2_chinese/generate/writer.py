@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from durable.files import replacing
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.files import replacing
 from gpt2_chinese.generate.sampling import Sampling, generator_of
 
 if TYPE_CHECKING:

@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
+from durable.files import write_json
 from gpt2_chinese.checkpoint.trained_model import load_model
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.distributed.socket_bytes import Counts, between, tcp_bytes
 from gpt2_chinese.errors import RunError, fail
-from gpt2_chinese.files import display, write_json
+from gpt2_chinese.files import display
 from gpt2_chinese.generate.decoding import generate
 from gpt2_chinese.generate.sampling import Sampling, generator_of
 from gpt2_chinese.progress import Progress

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from durable.files import replacing
 from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
-from gpt2_chinese.files import replacing
 from gpt2_chinese.vocabulary.fit import describe, measure
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, PROFILES
 from gpt2_chinese.vocabulary.training import KINDS, train, train_bpe

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from durable.files import write_json
 from gpt2_chinese.errors import library_errors
-from gpt2_chinese.files import write_json
 from gpt2_chinese.vocabulary.profiles import BEGIN, END, OWN, PROFILE_KEY, VocabularyFile, read_vocabulary
 
 if TYPE_CHECKING:

@@ -8,19 +8,16 @@
         manifest.json                               size and SHA-256 of each file above
 
 A parameter lies in chunks as runs of its flattened elements. DCP knows boxes; a run is at most 2n - 1 boxes of a tensor of n
-dimensions (layout.boxes). So any other number of ranks, chunk size, ownership or precision reads what it needs, DCP's own
+dimensions (durable.boxes). So any other number of ranks, chunk size, ownership or precision reads what it needs, DCP's own
 tools read it too, and no rank ever holds more than one group of chunks beside its own.
 
 Complete or absent: written to a folder beside, flushed, renamed. DCP reads a flipped byte without a word, hence the
 manifest. Its metadata are a pickle: only the classes that it needs are let in, so a checkpoint cannot run code.
 """
 
-import hashlib
 import json
 import os
-import pickle
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,18 +26,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from durable.boxes import Box, boxes
+from durable.distributed_checkpoint import ForeignClass, Reader, last_line, quiet
+from durable.files import flush
+from durable.folders import digest, first_damage, put_in_place
 from pstar.checkpoint.state import PREFIXES, read_piece, write_span
 from pstar.errors import CheckpointError
-from pstar.layout.layout import Box, Span, boxes
+from pstar.layout.layout import Span
 from pstar.numerics.precision import PARAM
 from pstar.optim.chunked_adam import ChunkedAdam
 
@@ -151,8 +150,9 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
 
     def write_parts() -> None:
         writer, planner = dcp.FileSystemWriter(beside), SavePlanner(False, False)
-        _quietly(lambda: dcp.save(_parts(optimizer, buffers), storage_writer=writer, planner=planner,
-                                  no_dist=ranks.alone, process_group=ranks.host_group))
+        with quiet():
+            dcp.save(_parts(optimizer, buffers), storage_writer=writer, planner=planner, no_dist=ranks.alone,
+                     process_group=ranks.host_group)
 
     outside = optimizer.outside
     own_steps = {outside.own_key(name) if name in outside.params else name: n for name, n in optimizer.steps.items()}
@@ -172,15 +172,15 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
         if ranks.rank == 0:
             (beside / MANIFEST).write_text(json.dumps({k: v for each in digests for k, v in each.items()}), encoding="utf-8")
             for name in (STATE, MANIFEST, "."):
-                _flush(beside / name)
-            _replace(beside, path)
+                flush(beside / name)
+            put_in_place(beside, path, beside.with_name(f"{beside.name}.old"))
 
     try:
         _together(ranks, f"make {beside}", begin)
         _together(ranks, "write its part of the checkpoint", write_parts)
         names = ranks.from_rank_0(_together(ranks, f"write {beside / STATE}", write_state))
         mine = names[ranks.rank :: ranks.num_ranks]
-        digests = _together(ranks, "read the checkpoint back", lambda: {name: _digest(beside / name) for name in mine})
+        digests = _together(ranks, "read the checkpoint back", lambda: {name: digest(beside / name) for name in mine})
         digests = ranks.from_all(digests)
         _together(ranks, f"finish {path}", lambda: seal(digests))
     finally:
@@ -202,7 +202,7 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     _together(ranks, f"read {path}", lambda: _verify(path, ranks.rank, ranks.num_ranks))
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     reader = Reader(path)
-    known = set(reader.read_metadata().state_dict_metadata)
+    known = names_in(reader)
     outside = optimizer.outside
     own_keys = {name: outside.own_key(name) if name in outside.params else name for name in optimizer.steps}
     missing = [key for key in own_keys.values() if NAMES[PARAM] + key not in known]
@@ -246,48 +246,21 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     return state["extra"]
 
 
-def _read(reader: "Reader", tensors: dict[str, Any], path: Path) -> None:
+def names_in(reader: Reader) -> set[str]:
+    """The names of all that a checkpoint holds. Raises CheckpointError for metadata that name what does not belong there."""
+    try:
+        return set(reader.read_metadata().state_dict_metadata)
+    except ForeignClass as error:
+        raise CheckpointError(f"the checkpoint's metadata name {error.name}, which does not belong there: refused") from None
+
+
+def _read(reader: Reader, tensors: dict[str, Any], path: Path) -> None:
     """Fills tensors and Parts, by name. Raises CheckpointError."""
     try:
-        _quietly(lambda: dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(False, False), no_dist=True))
+        with quiet():
+            dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(False, False), no_dist=True)
     except (Exception, CheckpointException) as error:    # a ValueError for a shape, an OSError of the disk
-        raise CheckpointError(f"{path} cannot be read into this model: {_last_line(error)}") from error
-
-
-class Reader(dcp.FileSystemReader):
-    """DCP's reader, which lets only the classes into its metadata that belong there."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the checkpoint. Raises CheckpointError for a pickle that names anything else."""
-        with open(Path(self.path) / ".metadata", "rb") as stream:
-            metadata = _Unpickler(stream).load()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    ALLOWED = {("torch", "Size"), ("torch.serialization", "_get_layout"),
-               ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
-               ("torch.distributed.checkpoint.filesystem", "_StorageInfo")} | {
-        ("torch.distributed.checkpoint.metadata", name) for name in (
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta",
-            "_MEM_FORMAT_ENCODING")} | {
-        ("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):    # so the first releases of Python 3.11 pickle a member of an enum
-            return self._member
-        if (module, name) not in self.ALLOWED:
-            raise CheckpointError(f"the checkpoint's metadata name {module}.{name}, which does not belong there: refused")
-        return super().find_class(module, name)
-
-    @staticmethod
-    def _member(enum: Any, name: str) -> Any:
-        if enum is not _MEM_FORMAT_ENCODING:
-            raise CheckpointError("the checkpoint's metadata name builtins.getattr, which does not belong there: refused")
-        return enum[name]
+        raise CheckpointError(f"{path} cannot be read into this model: {last_line(error)}") from error
 
 
 def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -336,18 +309,11 @@ def _together(ranks: Any, what: str, act: Callable[[], Any]) -> Any:
     try:
         result = act()
     except (Exception, CheckpointException) as error:    # DCP's own is no Exception
-        said = _last_line(error)
+        said = last_line(error)
     failed = [(rank, line) for rank, line in enumerate(ranks.from_all(said)) if line]
     if failed:
         raise CheckpointError(f"rank {failed[0][0]} could not {what}: {failed[0][1]}")
     return result
-
-
-def _last_line(error: BaseException) -> str:
-    """The cause in one line; DCP's own exceptions carry the tracebacks of all ranks."""
-    for inner in getattr(error, "failures", {}).values():
-        return _last_line(inner[0] if isinstance(inner, tuple) else inner)
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _verify(path: Path, rank: int, num_ranks: int) -> None:
@@ -356,39 +322,8 @@ def _verify(path: Path, rank: int, num_ranks: int) -> None:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not {STATE, ".metadata"} <= set(manifest):
             raise ValueError("a manifest that vouches for nothing")
-        entries = sorted(manifest.items())[rank::num_ranks]
-        wrong = [name for name, entry in entries if not (path / name).is_file() or _digest(path / name) != entry]
+        wrong = first_damage(path, dict(sorted(manifest.items())[rank::num_ranks]))
     except (OSError, ValueError, AttributeError):
         raise CheckpointError(f"{path} is no complete checkpoint: its {MANIFEST} is missing or unreadable") from None
     if wrong:
         raise CheckpointError(f"{path} is damaged: {wrong[0]} does not match its checksum")
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _replace(beside: Path, path: Path) -> None:
-    """Renames the finished folder into its place; what stood there is moved away first, then removed."""
-    old = beside.with_name(f"{beside.name}.old")
-    if path.exists():
-        os.rename(path, old)
-    os.rename(beside, path)
-    _flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _quietly(act: Callable[[], Any]) -> None:
-    """DCP warns at each call of one process that it is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        act()

@@ -10,13 +10,12 @@ import ctypes
 import hashlib
 import importlib.util
 import logging
-import os
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from durable.files import replacing
 from pstar.kernels.build import HERE, BuildError, cache_folder
 from pstar.kernels.cpu import AdamChunk, chunk_of
 from pstar.kernels.quantize import code_tables
@@ -100,10 +99,8 @@ def compile_cubin(nvrtc: ctypes.CDLL, architecture: str, kinds: tuple[int, int, 
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     if cached:
-        handle, beside = tempfile.mkstemp(prefix=cached.stem, suffix=".tmp", dir=cached.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(code.raw)
-        os.replace(beside, cached)
+        with replacing(cached, per_process=True) as staging:
+            staging.write_bytes(code.raw)
     return code.raw
 
 

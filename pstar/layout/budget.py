@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pstar.layout.layout import Layout, Unit
+from pstar.layout.layout import Layout, ModuleSpec, Unit, candidate_layouts
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,20 @@ def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
     """The largest chunk with which two groups, one with its gradients, fit into the near budget."""
     per_elem = 2 * costs.param * num_ranks + costs.grad * (num_ranks + (num_ranks > 1))
     return near_budget // per_elem
+
+
+def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, near_budget: int | None, ownership: str,
+                 communication: str) -> list[Layout]:
+    """The layouts that chunk size auto chooses from. near_budget None sets no limit.
+
+    At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
+    """
+    params = sum(size for module in modules for _, size in module.parameters)
+    chunks_a_group = num_ranks if ownership == "whole" and communication == "group" else 1
+    most = min(params // (4 * chunks_a_group), 64 * 2**20)
+    if near_budget is not None:
+        most = min(most, largest_chunk_elems(near_budget, num_ranks, costs) * num_ranks // chunks_a_group)
+    return candidate_layouts(modules, num_ranks, most, ownership)
 
 
 def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",

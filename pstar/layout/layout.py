@@ -19,7 +19,6 @@ equal pieces: there the owner of a piece holds a part of the parameter.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from pstar.errors import ConfigError
 
@@ -266,41 +265,3 @@ def least_waste(layouts: Sequence[Layout], fits: Callable[[Layout], bool] = lamb
 def search_chunk_size(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None) -> int:
     """The chunk size whose chunks waste least, at most max_elems."""
     return least_waste(candidate_layouts(modules, num_ranks, max_elems)).chunk_elems
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangular part of a tensor that is one run of its flattened elements."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    """Its first element in the flattened tensor."""
-
-    @property
-    def numel(self) -> int:
-        return prod(self.sizes)
-
-
-def boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
-    """The run of `numel` elements from `start` on of a flattened tensor, as boxes in order; at most 2n - 1 in n dimensions.
-
-    In two dimensions: what is left of the first row, the whole rows, the beginning of the last one.
-    """
-    if numel == 0:
-        return []
-    if len(shape) <= 1:
-        return [Box((start,), (numel,), start) if shape else Box((), (), 0)]
-    row = prod(shape[1:])
-    first, last = -(-start // row), (start + numel) // row    # the whole rows are [first, last)
-
-    def inside(index: int, begin: int, end: int) -> list[Box]:
-        parts = boxes(shape[1:], begin - index * row, end - begin)
-        return [Box((index, *part.offsets), (1, *part.sizes), part.start + index * row) for part in parts]
-
-    if first > last:    # all of it lies in one row
-        return inside(last, start, start + numel)
-    found = inside(first - 1, start, first * row) if start < first * row else []
-    if first < last:
-        found.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]), first * row))
-    return found + (inside(last, last * row, start + numel) if last * row < start + numel else [])

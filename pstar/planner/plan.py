@@ -9,15 +9,15 @@ from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError
 from pstar.layout.budget import (
     Costs,
+    auto_layouts,
     homes_by,
     homes_for_capacity,
-    largest_chunk_elems,
     model_data_bytes,
     smallest_far_budget,
     smallest_near_budget,
     smallest_streaming_budget,
 )
-from pstar.layout.layout import Layout, ModuleSpec, align, candidate_layouts, least_waste, make_layout
+from pstar.layout.layout import Layout, ModuleSpec, align, least_waste, make_layout
 from pstar.memory.disk import check_disk_path
 from pstar.memory.tier import parse_bytes
 from pstar.modules.host_embedding import compute_embeddings_far
@@ -188,14 +188,11 @@ class Plan:
             whole = sum(align(size) for spec in specs for _, size in spec.parameters)    # a larger chunk is padding
             chunk = min(config.default_chunk_size, max(whole, 1))
             return [make_layout(specs, chunk, num_ranks, config.ownership)]
-        params = sum(size for spec in specs for _, size in spec.parameters)
-        chunks_a_group = num_ranks if config.ownership == "whole" and config.communication == "group" else 1
-        # At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
-        most = min(params // (4 * chunks_a_group), 64 * 2**20)
+        near = None
         if config.near_budget not in ("auto", "min"):
+            params = sum(size for spec in specs for _, size in spec.parameters)
             near = parse_bytes(config.near_budget, self.costs.total * params)
-            most = min(most, largest_chunk_elems(near, num_ranks, self.costs) * num_ranks // chunks_a_group)
-        return candidate_layouts(specs, num_ranks, most, config.ownership)
+        return auto_layouts(specs, num_ranks, self.costs, near, config.ownership, config.communication)
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,

@@ -19,13 +19,13 @@ from pstar.config import Config
 from pstar.errors import ConfigError
 from pstar.layout.budget import (
     Costs,
+    auto_layouts,
     homes_by,
     homes_for_capacity,
-    largest_chunk_elems,
     smallest_far_budget,
     smallest_near_budget,
 )
-from pstar.layout.layout import Layout, candidate_layouts, least_waste, make_layout
+from pstar.layout.layout import Layout, least_waste, make_layout
 from pstar.planner.adam_choice import AdamChoice, Speeds, adam_traffic_bytes, choose_adam
 from pstar.planner.gpt_shape import GptShape
 from pstar.planner.machines import Machine
@@ -144,14 +144,11 @@ def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: in
 
     Where nothing fits into near_budget it is the layout that needs least.
     """
-    modules, params = shape.modules(), shape.num_params
+    modules = shape.modules()
     if job.chunk_elems != "auto":
-        layouts = [make_layout(modules, min(job.chunk_elems, params), num_ranks, job.ownership)]
+        layouts = [make_layout(modules, min(job.chunk_elems, shape.num_params), num_ranks, job.ownership)]
     else:
-        chunks_a_group = num_ranks if job.ownership == "whole" and job.communication == "group" else 1
-        most = min(params // (4 * chunks_a_group), 64 * 2**20,
-                   largest_chunk_elems(near_budget, num_ranks, costs) * num_ranks // chunks_a_group)
-        layouts = candidate_layouts(modules, num_ranks, most, job.ownership)
+        layouts = auto_layouts(modules, num_ranks, costs, near_budget, job.ownership, job.communication)
     uses = shape.uses()
     needs: dict[int, tuple[int, str]] = {}
 

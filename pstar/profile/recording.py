@@ -6,10 +6,8 @@ is traced, the second is the first one that follows the trace, and the rest look
 After that the profile is *closed*: reports are answered at the cost of one comparison and nothing is kept.
 """
 
-import contextlib
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from durable.files import replacing
 from pstar.errors import ArgumentError, ProfileError
 
 FORMAT, VERSION = "pstar profile", 1
@@ -225,14 +224,11 @@ class Profile:
 
 def write_beside(path: Path, content: bytes) -> None:
     """Writes a file beside its place and renames it. Raises ProfileError, naming the file, where that fails."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(content)
-        os.replace(beside, path)
+        with replacing(path, per_process=True) as staging:
+            staging.write_bytes(content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise ProfileError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 

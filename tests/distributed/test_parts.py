@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gpt2_chinese.checkpoint.sharded import Part, boxes_of_run, read_parts, write_parts, write_whole
+from durable.boxes import boxes
+from gpt2_chinese.checkpoint.sharded import Part, read_parts, write_parts, write_whole
 from gpt2_chinese.distributed.ranks import Ranks
 
 
@@ -24,7 +25,7 @@ def test_a_run_is_cut_into_boxes_in_order(shape):
     for start in range(tensor.numel()):
         for number in range(tensor.numel() - start + 1):
             part = Part.run(shape, start, tensor.flatten()[start : start + number])
-            assert len(part.boxes) == len(boxes_of_run(shape, start, number)) <= max(1, 2 * len(shape) - 1)
+            assert len(part.boxes) == len(boxes(shape, start, number)) <= max(1, 2 * len(shape) - 1)
             for offsets, values in part.boxes.items():
                 place = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
                 assert torch.equal(tensor[place], values)

@@ -17,30 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import pstar
-from pstar.layout.layout import boxes
+from durable.distributed_checkpoint import Reader
+from durable.folders import digest
 from tests import toy
 
 STEPS, MORE = 3, 10
-
-
-# ---- boxes
-
-
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_boxes_are_the_run_in_order(shape, data):
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    start = data.draw(st.integers(0, whole.numel() - 1))
-    numel = data.draw(st.integers(1, whole.numel() - start))
-    found = boxes(shape, start, numel)
-    parts = [whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] for box in found]
-    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), torch.arange(start, start + numel))
-    assert [int(part.reshape(-1)[0]) for part in parts] == [box.start for box in found]
-    assert [part.shape for part in parts] == [box.sizes for box in found] and len(found) <= max(1, 2 * len(shape) - 1)
 
 
 # ---- resuming
@@ -189,14 +173,12 @@ class Payload:
 
 
 def test_metadata_cannot_run_code(saved, tmp_path, monkeypatch):
-    from pstar.checkpoint.sharded import _digest
-
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "checkpoint"
     shutil.copytree(saved[0], path)
     (path / ".metadata").write_bytes(pickle.dumps(Payload()))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest[".metadata"] = _digest(path / ".metadata")
+    manifest[".metadata"] = digest(path / ".metadata")
     (path / "manifest.json").write_text(json.dumps(manifest))
     model, _, _ = build(SMALL)
     with pytest.raises(pstar.CheckpointError, match="posix.mkdir, which does not belong there"):
@@ -206,7 +188,7 @@ def test_metadata_cannot_run_code(saved, tmp_path, monkeypatch):
 
 def test_metadata_of_an_early_python_311_are_read(saved, tmp_path, monkeypatch):
     """Debian 12's, say: it pickles a member of an enum as getattr(its class, its name), and no other getattr is let in."""
-    from pstar.checkpoint.sharded import Reader
+    from pstar.checkpoint.sharded import names_in
 
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     known = Reader(saved[0]).read_metadata()
@@ -216,7 +198,7 @@ def test_metadata_of_an_early_python_311_are_read(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(Payload, "__reduce__", lambda self: (getattr, (torch.Size, "count")))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Payload()))
     with pytest.raises(pstar.CheckpointError, match="builtins.getattr, which does not belong there"):
-        Reader(tmp_path).read_metadata()
+        names_in(Reader(tmp_path))
 
 
 def test_the_checkpoint_of_another_model_is_refused(saved):

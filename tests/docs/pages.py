@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("zh", "en")
 SHELL_BLOCK = re.compile(r"^( *)```(?:bash|sh)\b[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 OTHER_BLOCK = re.compile(r"^( *)(`{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
-PLACES = ("chapters/", "gpt2_chinese/", "pstar/", "data/", "cache/", "docs/", "tests/", "scripts/")
+PLACES = ("chapters/", "gpt2_chinese/", "pstar/", "durable/", "data/", "cache/", "docs/", "tests/", "scripts/")
 MADE = ("cache/tokens/", "docs/_generated")  # by runs, and by building the pages
 
 

@@ -19,8 +19,8 @@ LEAST = 12  # letters that a template must say itself
 def templates() -> list[re.Pattern[str]]:
     """Every string of the code as a pattern, in which what is filled in may be anything."""
     found = set()
-    for path in [*ROOT.glob("gpt2_chinese/**/*.py"), *ROOT.glob("pstar/**/*.py"), *ROOT.glob("chapters/*/**/*.py"),
-                 *ROOT.glob("scripts/*.py")]:  # fmt: skip
+    folders = ("gpt2_chinese/**", "pstar/**", "durable/**", "chapters/*/**", "scripts")
+    for path in [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 # A folder, and what no file in it may import.
 FORBIDDEN = {
+    "durable": ("gpt2_chinese", "pstar", "chapters", "tests"),
     "gpt2_chinese": ("pstar", "chapters", "tests"),
     "pstar": ("gpt2_chinese", "chapters", "tests", "transformers"),
 }
@@ -86,10 +87,19 @@ GPT2_ROWS = {
     "__init__": 10,
 }
 
-# The only places where torch.distributed appears, besides the technique files of chapters; the last one of each package
-# reads, in pstar also writes, checkpoints in the format of torch.distributed.checkpoint, and makes no collective of its own.
+DURABLE_ROWS = {
+    "boxes": 0,
+    "distributed_checkpoint": 0,
+    "files": 0,
+    "folders": 1,
+    "__init__": 2,
+}
+
+# The only places where torch.distributed appears, besides the technique files of chapters; those of checkpoints read or
+# write the format of torch.distributed.checkpoint, and make no collective of their own.
 KNOWS_RANKS = ("gpt2_chinese/distributed/ranks.py", "gpt2_chinese/distributed/torchrun.py",
-               "gpt2_chinese/checkpoint/sharded.py", "pstar/comm/collectives.py", "pstar/checkpoint/sharded.py")
+               "gpt2_chinese/checkpoint/sharded.py", "pstar/comm/collectives.py", "pstar/checkpoint/sharded.py",
+               "durable/distributed_checkpoint.py")
 # The same for Horovod: 03 and 04 share the ranks that horovodrun starts, as the others share those of torchrun.py.
 KNOWS_HOROVOD = ("gpt2_chinese/distributed/horovod_launcher.py", "gpt2_chinese/distributed/horovod_ranks.py")
 
@@ -167,7 +177,7 @@ def is_or_below(name: str, module: str) -> bool:
 
 
 def forbidden_imports(repo: Path) -> list[str]:
-    """The two packages know neither each other nor the chapters."""
+    """gpt2_chinese and pstar know neither each other nor the chapters; durable, which both use, knows none of them."""
     return [
         f"{file}:{line}: {folder} must not import {name}"
         for folder, modules in FORBIDDEN.items()
@@ -198,7 +208,7 @@ def chapters_that_reach_out(repo: Path) -> list[str]:
 def strangers_to_ranks(repo: Path) -> list[str]:
     """torch.distributed and horovod appear in KNOWS_RANKS, KNOWS_HOROVOD and in the technique files of chapters only."""
     problems = []
-    for folder in ("gpt2_chinese", "pstar", "chapters"):
+    for folder in ("durable", "gpt2_chinese", "pstar", "chapters"):
         for file in python_files(repo, folder):
             for library, known in (("torch.distributed", KNOWS_RANKS), ("horovod", KNOWS_HOROVOD)):
                 if file.as_posix() in known or (folder == "chapters" and file.name != "train.py"):
@@ -211,7 +221,8 @@ def strangers_to_ranks(repo: Path) -> list[str]:
 
 def rooms_out_of_order(repo: Path) -> list[str]:
     """Inside a package imports go down the rows of its rooms, by full names, and its files make no circle."""
-    return _out_of_order(repo, "gpt2_chinese", GPT2_ROWS) + _out_of_order(repo, "pstar", PSTAR_ROWS)
+    packages = {"durable": DURABLE_ROWS, "gpt2_chinese": GPT2_ROWS, "pstar": PSTAR_ROWS}
+    return [problem for package, rows in packages.items() for problem in _out_of_order(repo, package, rows)]
 
 
 def _out_of_order(repo: Path, package: str, rows: dict[str, int]) -> list[str]:

@@ -30,7 +30,7 @@ def test_the_repository_keeps_to_the_floor_plan(check):
 
 def test_the_checks_have_something_to_read():
     """Each part that is there is seen, so that no rule holds only because it looked in the wrong place."""
-    for folder in ("gpt2_chinese", "pstar", "tests", "scripts"):
+    for folder in ("durable", "gpt2_chinese", "pstar", "tests", "scripts"):
         assert floor_plan.code_files(REPO, folder), folder
     for chapter in (REPO / "chapters").glob("[0-9][0-9]_*"):
         names = [path.name for path in floor_plan.python_files(REPO, f"chapters/{chapter.name}")]
@@ -82,6 +82,10 @@ def test_a_good_example_is_green(tmp_path):
     write(tmp_path, "pstar/chunks/hooks.py", "import torch\nfrom pstar.chunks.unit import Unit\n")
     own = "class Unit:\n    def __init__(self, f):\n        self.f, self.g = f, lambda: 0\n    def use(self, tier):\n"
     write(tmp_path, "pstar/chunks/unit.py", own + "        tier.peak = self.use(tier)\n        tier.kind = 'near'\n")
+    write(tmp_path, "durable/distributed_checkpoint.py", "import torch.distributed.checkpoint\n")
+    write(tmp_path, "durable/files.py")
+    write(tmp_path, "durable/folders.py", "from durable.files import flush\n")
+    write(tmp_path, "pstar/checkpoint/sharded.py", "from durable.folders import digest\n")
     write(tmp_path, "chapters/02_ddp/train.py", "import torch\nfrom ddp import f\nimport gpt2_chinese\n" + "#\n" * 197)
     write(tmp_path, "chapters/02_ddp/ddp.py", "import torch.distributed as dist\n" + "#\n" * 299)
     write(tmp_path, "chapters/07_patrickstar/train.py", "import pstar\n")
@@ -96,6 +100,11 @@ def test_a_good_example_is_green(tmp_path):
         ("gpt2_chinese/model/gpt2.py", "def f():\n    from pstar import engine", "gpt2.py:2: gpt2_chinese must not import"),
         ("gpt2_chinese/model/gpt2.py", "import importlib\nimportlib.import_module('chapters.x')", "not import chapters.x"),
         ("pstar/engine.py", "from gpt2_chinese.model import GPT2LMHeadModel", "pstar must not import gpt2_chinese"),
+        ("durable/files.py", "from pstar.errors import PstarError", "durable must not import pstar.errors"),
+        ("durable/files.py", "def f():\n    import gpt2_chinese.errors", "files.py:2: durable must not import gpt2_chinese"),
+        ("durable/files.py", "from durable.folders import digest", "files (row 0) must not import folders (row 1)"),
+        ("durable/files.py", "import torch.distributed", "files.py:1: torch.distributed does not belong here"),
+        ("durable/news.py", "", "unknown room of durable; add it to the table"),
         ("pstar/kernels/adam.py", "import transformers", "pstar must not import transformers"),
         ("chapters/02_ddp/train.py", "from server import Server", "must not import server.Server, which is another's"),
         ("chapters/02_ddp/train.py", "import sys\nsys.path.insert(0, '../01_server')", "must not use sys.path"),
@@ -148,6 +157,7 @@ def test_a_bad_example_is_red(tmp_path, path, text, said):
     write(tmp_path, "pstar/engine.py", "from pstar import optim")
     write(tmp_path, "pstar/optim/chunked_adam.py")
     write(tmp_path, "pstar/comm/shared_memory.py", "from pstar.comm import collectives")
+    write(tmp_path, "durable/folders.py", "import hashlib")
     write(tmp_path, "chapters/01_parameter_server/server.py")
     write(tmp_path, "gpt2_chinese/run/run.py")
     write(tmp_path, "gpt2_chinese/checkpoint/find.py")

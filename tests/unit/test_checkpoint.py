@@ -108,6 +108,7 @@ def test_a_damaged_one_is_passed_over_aloud(tmp_path: Path, capsys: pytest.Captu
 KILLED = """
 import os, shutil, signal, sys, torch
 from pathlib import Path
+from durable import folders
 from gpt2_chinese.checkpoint import sealed_folder, step_folder
 left = int(sys.argv[2])
 def counted(function):
@@ -123,6 +124,7 @@ step_folder.save_tensors = counted(step_folder.save_tensors)
 for name in ("write_json", "flush"):
     setattr(sealed_folder, name, counted(getattr(sealed_folder, name)))
     setattr(step_folder, name, getattr(sealed_folder, name))
+folders.flush = sealed_folder.flush
 shutil.rmtree = counted(shutil.rmtree)
 os.rename = counted(os.rename)
 step_folder.save(Path(sys.argv[1]), 2, {"a": torch.ones(5)}, {"step.a": torch.ones(())}, {"model": {}})

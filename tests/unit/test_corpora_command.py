@@ -279,7 +279,7 @@ print("kills", number)
 
 def test_a_killed_conversion_leaves_all_or_nothing(tmp_path: Path) -> None:
     """Before any change of the disk, with and without an earlier output: what a chapter would take is whole."""
-    given = write(tmp_path / "in.jsonl", wiki_lines(120))
+    given = write(tmp_path / "in.jsonl", wiki_lines(140))
     command = [sys.executable, "-c", EVERY_KILL, str(given), str(tmp_path / "out")]
     where = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=HANGS_S)

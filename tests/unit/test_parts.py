@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from gpt2_chinese import files
+from durable import files
 from gpt2_chinese.checkpoint import find, sealed_folder
 from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.checkpoint.sharded import read_parts

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -244,7 +245,7 @@ def environment(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     assert tmp_path / ".venv" == module.VENV
     monkeypatch.setattr(module, "PROJECT", "pretended-project")
-    monkeypatch.setattr(module, "PACKAGE", "pretended_package")
+    monkeypatch.setattr(module, "PACKAGES", ("pretended_package",))
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "pretended_package").mkdir()
     (tmp_path / "pretended_package" / "__init__.py").write_text("raise AssertionError('imported')")
@@ -267,6 +268,17 @@ def test_an_active_environment_is_used_when_it_holds_all(environment, capsys):
 def test_the_package_of_another_checkout_does_not_count(environment, monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "REPO", tmp_path / "other")
     assert "this checkout" in environment.what_is_missing(set())[0]
+
+
+def test_an_installation_from_before_a_package_was_added_does_not_count(environment, monkeypatch):
+    monkeypatch.setattr(environment, "PACKAGES", ("pretended_package", "newer_package"))
+    assert environment.what_is_missing(set()) == ["the package newer_package"]
+
+
+def test_all_packages_of_the_project_are_looked_for():
+    included = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    names = ", ".join(f'"{pattern.removesuffix("*")}"' for pattern in included)
+    assert f"\nPACKAGES = ({names})\n" in (REPO / "scripts" / "setup_environment.py").read_text()
 
 
 def test_a_python_without_venv_names_the_debian_package(environment, monkeypatch):
