@@ -69,7 +69,7 @@ def planned(size: dict[str, int], config: dict) -> dict[str, int]:
         return predict(shape, machine, job)
 
     answer = ask(config.get("offload_activations", False))
-    if answer.layout != plan.layout or answer.near_groups != len(plan.near_homes):
+    if answer.layout != plan.layout or answer.near_groups != len(plan.near_state_groups):
         raise SystemExit("error: pstar.planner.predict expects other chunks than the engine makes")
     return {"near": answer.near_bytes, "far": answer.far_bytes, "far chunks": ask(False).far_bytes,
             "activations": answer.activation_bytes, "params": answer.num_params}  # fmt: skip

@@ -308,11 +308,11 @@ class Engine(torch.nn.Module):
 
     def memory_table(self) -> list[tuple[str, str]]:
         """(name, value) rows for people: what the tiers held at most, and what the last step moved, on this rank."""
-        near_homes = sum(tier == NEAR for tier in self._chunks.tiers.states_tier)
+        num_near = sum(tier == NEAR for tier in self._chunks.tiers.states_tier)
         rows = self.memory_plan()
         for tier in filter(None, (self.near, self.far, self.disk)):
             rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
-        rows.append(("Adam", f"{near_homes} groups updated near, {len(self.layout.groups) - near_homes} far"))
+        rows.append(("Adam", f"{num_near} groups updated near, {len(self.layout.groups) - num_near} far"))
         rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES
                  if self.disk is not None or DISK not in kind]
         return rows

@@ -42,7 +42,7 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     schedule = Schedule(config.eviction_policy, units.uses_of, watch)
     parameters = Parameters(units, params, plan.param_dtype, device, schedule)
     residency = Residency(near, far, collectives.ledger, schedule, parameters, disk, movers, profile)
-    tiers = UpdateTiers(layout, plan.near_homes, streamed)
+    tiers = UpdateTiers(layout, plan.near_state_groups, streamed)
     room = NearRoom(plan, near, tiers, watch)
     log = CollectiveLog(collectives, device)
     unsharding = Unsharding(parameters, residency, collectives, log)

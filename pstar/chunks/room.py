@@ -71,4 +71,4 @@ class NearRoom:
 
     def groups_that_fit(self, margin: int) -> Collection[int]:
         """The groups whose optimizer states fit near, if chunks have `margin` bytes there."""
-        return self.plan.homes(margin)
+        return self.plan.choose_near_states(margin)

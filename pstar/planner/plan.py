@@ -1,4 +1,4 @@
-"""What follows from a model's shapes and a configuration, before any memory is taken: layout, budgets, bytes a parameter."""
+"""Layout, budgets and bytes a parameter, from a model's shapes and a configuration, before any memory is allocated."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +9,10 @@ from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError
 from pstar.layout.budget import (
     Costs,
-    homes_by,
-    homes_for_capacity,
+    choose_near_states,
     largest_chunk_elems,
     model_data_bytes,
+    near_states_for_capacity,
     smallest_far_budget,
     smallest_near_budget,
     smallest_streaming_budget,
@@ -27,15 +27,15 @@ from pstar.numerics.precision import Precision
 
 
 class Plan:
-    """What follows from a model's shapes and a configuration, before any memory is taken.
+    """The layout and budgets for a model's shapes and a configuration, before any memory is allocated.
 
     Args:
-        module: the model; on the meta device is enough.
+        module: the model; the meta device suffices.
         config: a checked configuration.
         num_ranks: p.
-        default_near_bytes: the near budget where the configuration says auto; None means all model data.
+        default_near_bytes: the near budget if the configuration says auto; None means all model data.
 
-    Raises ConfigError, and BudgetError when no module-sized working set fits into the near budget.
+    Raises ConfigError, and BudgetError if a budget is too small.
     """
 
     def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None):
@@ -71,7 +71,7 @@ class Plan:
         self.layout = least_waste(fitting)
         self.near_budget = least if config.near_budget == "min" else self._near_bytes(self.layout)
         self.least_near = next(need for layout, need, _ in needs if layout is self.layout)
-        """Bytes near with which every module can run: chunks need them whatever else is near."""
+        """Bytes of near with which every module can run: chunks need them in any case."""
         streaming = smallest_streaming_budget(self.layout, self.costs)
         if config.far_states == "stream":
             if config.near_budget == "min":
@@ -87,28 +87,29 @@ class Plan:
             except ConfigError as error:
                 raise ConfigError(f"near_memory is {config.near_memory!r}; give bytes, as 12GiB, or auto") from error
         whole = model_data_bytes(self.layout, self.costs)
-        self.near_homes = []
-        if config.optimizer.params.use_hybrid_adam and config.near_memory == "auto":    # else the margin is measured first
-            self.near_homes = self.homes(self.near_budget)
+        self.near_state_groups = []
+        if config.optimizer.params.use_hybrid_adam and config.near_memory == "auto":    # else a step measures the margin
+            self.near_state_groups = self.choose_near_states(self.near_budget)
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
-        least_far = smallest_far_budget(self.layout, self.near_homes, self.costs,
+        least_far = smallest_far_budget(self.layout, self.near_state_groups, self.costs,
                                         self.accumulates or config.find_unused_parameters)
         if config.disk_path is not None:
             check_disk_path(Path(config.disk_path))
             least_far = streaming
-        self.stays_near = (num_ranks == 1 and self.near_memory is None and len(self.near_homes) == len(self.layout.groups)
-                           and self.near_budget >= whole and config.profile is None and not config.offload_activations)
-        """Whether nothing ever leaves near, so that nobody need be told what is in use."""
+        all_near = len(self.near_state_groups) == len(self.layout.groups)
+        self.stays_near = (num_ranks == 1 and self.near_memory is None and all_near and self.near_budget >= whole
+                           and config.profile is None and not config.offload_activations)
+        """Whether no block is ever evicted from near, so that modules need not acquire their parameters."""
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
         may_fill = config.optimizer.params.use_hybrid_adam and config.near_memory == "auto"
         if self.far_budget is not None and self.far_budget < least_far and may_fill:
-            # Far alone is too small: near takes states in place of parameters, which then travel.
+            # Far alone is too small: near takes states instead of parameters, which are then copied and evicted.
             working = smallest_near_budget(self.layout, uses, self.costs, config.communication)[0]
-            homes = homes_for_capacity(self.layout, self.near_budget, working, self.costs)
-            least_full = smallest_far_budget(self.layout, homes, self.costs,
+            near_groups = near_states_for_capacity(self.layout, self.near_budget, working, self.costs)
+            least_full = smallest_far_budget(self.layout, near_groups, self.costs,
                                              self.accumulates or config.find_unused_parameters, grads_wait_far=True)
             if least_full < least_far:
-                self.near_homes, least_far = homes, least_full
+                self.near_state_groups, least_far = near_groups, least_full
         if self.far_budget is not None and self.far_budget < least_far:
             raise BudgetError(
                 f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of {num_ranks} "
@@ -117,13 +118,13 @@ class Plan:
             )
         self.activation_room = None if self.far_budget is None else self.far_budget - least_far
 
-    def homes(self, room: int) -> list[int]:
-        """The groups whose states live near where chunks have `room` bytes there."""
+    def choose_near_states(self, room: int) -> list[int]:
+        """The groups whose optimizer states are in near, if chunks have `room` bytes there."""
         layout, costs = self.layout, self.costs
-        near = homes_by(self.config.near_states, layout, room, costs, self.config.communication, self.least_near,
+        near = choose_near_states(self.config.near_states, layout, room, costs, self.config.communication, self.least_near,
                         self.config.prefetch)
         if self.config.far_states == "stream" and len(near) < len(layout.groups):
-            # States at home never leave: what is streamed must fit beside them.
+            # States in near never leave it: one streamed group must fit in addition to them.
             left = room - smallest_streaming_budget(layout, costs)
             while near and costs.states * sum(layout.groups[index].piece_elems for index in near) > left:
                 near.pop()
@@ -136,7 +137,7 @@ class Plan:
         return parse_bytes(self.config.near_budget, whole)
 
     def _candidates(self, specs: list[ModuleSpec], num_ranks: int) -> list[Layout]:
-        """The layout of the chunk size that was asked for, or layouts to choose from."""
+        """The layout of the configured chunk size, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
             whole = sum(align(size) for spec in specs for _, size in spec.parameters)    # a larger chunk is padding
@@ -144,7 +145,7 @@ class Plan:
             return [make_layout(specs, chunk, num_ranks, config.ownership)]
         params = sum(size for spec in specs for _, size in spec.parameters)
         chunks_a_group = num_ranks if config.ownership == "whole" and config.communication == "group" else 1
-        # At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
+        # At least four groups, so that one can be copied while another is in use, and at most 64 Mi elements a chunk.
         most = min(params // (4 * chunks_a_group), 64 * 2**20)
         if config.near_budget not in ("auto", "min"):
             near = parse_bytes(config.near_budget, self.costs.total * params)
@@ -154,9 +155,9 @@ class Plan:
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,
                 num_ranks: int = 1) -> Plan:
-    """Checks a configuration against a model before any process is started: builds the model without memory where it can.
+    """Checks a configuration against a model before any process is started; builds the model without memory if possible.
 
-    Raises what initialize_engine would raise.
+    Raises the errors that initialize_engine would raise.
     """
     module, config = build(model_func)[0], load_config(config)
     if config.use_cpu_embedding:
