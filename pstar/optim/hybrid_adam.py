@@ -74,7 +74,7 @@ class HybridAdam(torch.optim.Optimizer):
             closure: computes the loss anew and returns it.
             grad_scale: a factor for every gradient: clip factor / loss scale. An fp32 tensor of one element is read by the
                 kernels, so the host does not wait for a GPU to compute it.
-            skip: an fp32 tensor of one element: unless it is 0, no tensor is written. The step is counted in any case.
+            skip: an fp32 tensor of one element: if it is not 0, no tensor is written. The step is counted in any case.
         """
         loss = None
         if closure is not None:
