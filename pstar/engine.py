@@ -176,8 +176,8 @@ class Engine(torch.nn.Module):
         except torch.OutOfMemoryError as error:
             self._stop_watching()
             self._hooks.abandon()
-            raise BudgetError(f"{self.device}: out of memory beside {format_bytes(self.near.used_bytes)} of chunks: give a "
-                              "smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing or "
+            raise BudgetError(f"{self.device}: out of memory with {format_bytes(self.near.used_bytes)} of chunks in near: give "
+                              "a smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing or "
                               f"offload_activations ({str(error).splitlines()[0]})") from error
         except BaseException:
             self._stop_watching()

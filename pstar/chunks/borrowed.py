@@ -149,7 +149,7 @@ class Lender:
                 self.chunks.acquire((name,))
             except BudgetError as error:
                 raise BudgetError(f"{_operation(func)} in {_module()} borrows parameter {name} of another module, and near "
-                                  f"has no room for it beside the module's own: {error}") from None
+                                  f"has no room for it in addition to the module's parameters: {error}") from None
 
 
 class Idle(torch.nn.Parameter):
@@ -202,7 +202,7 @@ def _lender(param: Idle) -> tuple[Lender, str]:
     found, name = param.__dict__.get("_pstar_lender", (lambda: None, "of an engine that is being built"))
     lender = found()
     if lender is None:
-        raise StateError(f"parameter {name} has no bytes: nobody has its engine any more")
+        raise StateError(f"parameter {name} has no bytes: its engine was deleted")
     return lender, name
 
 

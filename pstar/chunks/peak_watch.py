@@ -44,7 +44,7 @@ class PeakWatch:
         return self._live.take_peak() if self._live is not None else 0
 
     def agree(self, peaks: list[int]) -> list[int]:
-        """The maximum over all ranks of each peak: all ranks must decide alike."""
+        """The maximum over all ranks of each peak: all ranks must make the same decisions."""
         every = self.collectives.from_all(peaks)
         if len({len(each) for each in every}) == 1:
             return [max(each) for each in zip(*every, strict=True)]

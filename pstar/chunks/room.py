@@ -63,8 +63,8 @@ class NearRoom:
         if self.near_memory - most < self.least_bytes:
             raise BudgetError(
                 f"near_memory {format_bytes(self.near_memory)} is too small: activations take up to {format_bytes(most)} "
-                f"beside chunks, which need {format_bytes(self.least_bytes)}: give at least {most + self.least_bytes} "
-                "bytes, a smaller micro-batch, activation checkpointing or offload_activations")
+                f"and chunks need {format_bytes(self.least_bytes)}: give at least {most + self.least_bytes} bytes, "
+                "a smaller micro-batch, activation checkpointing or offload_activations")
         if not self.plan.config.optimizer.params.use_hybrid_adam:
             return None
         return min(self.near.budget_bytes, self.near_memory - most)

@@ -18,7 +18,7 @@ MODE_WORDS = {
     "hybrid": "hybrid: parameters stay near, optimizer states near as far as there is room",
     "far": "far: optimizer states in host memory, parameters travel",
     "full": "full: near is filled with optimizer states because far is too small, parameters travel",
-    "disk": "disk: what host memory cannot hold lies on disk",
+    "disk": "disk: model data that host memory cannot hold are on disk",
 }
 
 
@@ -38,15 +38,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="activation checkpointing (default: on)")
     parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
-                        help="what backward needs waits in host memory meanwhile (default: off)")
+                        help="keep activations in host memory until backward (default: off)")
     parser.add_argument("--near-states", choices=("margin", "fill"), default="margin",
-                        help="optimizer states on the GPU: beside all parameters and gradients, or instead of some "
-                        "(default: margin)")
+                        help="optimizer states on the GPU: in addition to all parameters and gradients, or instead of "
+                        "some (default: margin)")
     parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto (default)")
     parser.add_argument("--measure", action="store_true", help="take the speeds of link, GPU memory and host Adam from this "
                         "machine, measured now, instead of the table's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--paper", action="store_true", help="print the largest models beside the published ones")
+    parser.add_argument("--paper", action="store_true", help="print the largest models next to the published ones")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -69,7 +69,7 @@ def _known(plan: Plan, device: torch.device) -> str:
     if not config.optimizer.params.use_hybrid_adam:
         return "use_hybrid_adam is false"
     if config.overlap_update:
-        return "overlap_update runs it beside the next forward"    # only the host can do that
+        return "overlap_update runs the update during the next forward"    # only the host can do that
     # Near and far are the same memory and processor here: streaming only adds copies. That is also true with a simulated
     # link, but then speeds are measured and printed, to show the choice without a GPU.
     if device.type == "cpu" and not config.simulated_link:

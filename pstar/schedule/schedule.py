@@ -95,7 +95,7 @@ class Peaks(Protocol):
         """The most bytes of activations in near since the last call."""
 
     def agree(self, peaks: list[int]) -> list[int]:
-        """The maximum over all ranks of each peak: all ranks must decide alike."""
+        """The maximum over all ranks of each peak: all ranks must make the same decisions."""
 
 
 class Schedule:
