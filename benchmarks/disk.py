@@ -6,8 +6,8 @@ bash benchmarks/disk.sh --quick                          # 64 MiB, to see that i
 Plain works like `dd`: one file of the same length, written and read front to back, 1 MiB a call, with O_DIRECT or without.
 Every write ends with fdatasync, so its bytes are on the disk, with or without the page cache. Before every read the file is
 dropped from the page cache. All contenders write and read once a round, in an order that rotates. A share is the median over
-the rounds of (time of plain / time of the tier) in the same round, so that other work of the disk affects both equally. A
-disk with an internal cache reads more slowly than measured here if the state is larger than that cache.
+the rounds of (time of plain / time of the tier) in the same round: other work of the disk affects both equally. A disk with
+an internal cache reads more slowly than measured here if the state is larger than that cache.
 """
 
 from __future__ import annotations

@@ -176,9 +176,9 @@ class Engine(torch.nn.Module):
         except torch.OutOfMemoryError as error:
             self._stop_watching()
             self._hooks.abandon()
-            raise BudgetError(f"{self.device}: out of memory with {format_bytes(self.near.used_bytes)} of chunks in near: give "
-                              "a smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing or "
-                              f"offload_activations ({str(error).splitlines()[0]})") from error
+            raise BudgetError(f"{self.device}: out of memory with {format_bytes(self.near.used_bytes)} of chunks in near: "
+                              "give a smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing "
+                              f"or offload_activations ({str(error).splitlines()[0]})") from error
         except BaseException:
             self._stop_watching()
             self._hooks.abandon()

@@ -24,8 +24,8 @@ from pstar.memory.tier import Ledger, Tier
 
 KIND = "activation"
 
-# Below this size a tensor stays near. One copy costs some ten microseconds whatever its size, the time in which a link of 10
-# GB/s moves 100 KB, and small tensors do not fill a memory.
+# Below this size a tensor stays near: small tensors do not fill a memory. One copy costs some ten microseconds whatever its
+# size, the time in which a link of 10 GB/s moves 100 KB.
 LEAST_BYTES = 64 * 1024
 
 # A view of a storage more than four times its size stays near: other tensors use the rest (a batch is a view of the corpus),

@@ -1,7 +1,7 @@
 """Prefetch: blocks are copied to near before they are needed, by three rules.
 
-1. The next `prefetch` keys of the trace are copied even if other blocks must be evicted, as long as those are needed later
-   (so they would have been evicted anyway). This stops at the next gradient that is still to be created: it gets the room
+1. The next `prefetch` keys of the trace are copied even if other blocks must be evicted, as long as those are needed later.
+   (They would have been evicted anyway.) This stops at the next gradient that is still to be created: it gets the room
    first, and when it leaves near, the keys after it can use the room.
 2. Beyond these keys, parameters are copied in the order of their use, into room that stays free until that use. Room for
    gradients that will be created before it, and for activations, is subtracted first. The order continues into the next
@@ -10,8 +10,8 @@
    Without rule 2 a link that is too slow for rule 1 would be idle whenever the model computes something long.
 3. With several ranks the next unit is gathered ahead, if near has room for it next to all that is used before it.
 
-By rules 2 and 3 a step moves no byte that it would not have moved anyway. By rule 1 it may, if near has room for so few
-groups that the group in use, which cannot leave yet, would have been the better victim.
+By rules 2 and 3 a step moves no byte that it would not have moved anyway. By rule 1 it may, if near has room for few groups:
+the group in use, which cannot leave yet, may be the better victim.
 
 When a copy begins depends on the trace and the budget only, never on the speed of a link or a rank: the ranks must agree.
 """
@@ -79,8 +79,8 @@ class Prefetch:
         if one and (stretch := self.schedule.stretch) not in (-1, self._filled):
             self._filled = stretch
             before, self._departures = self._departures, residency.departures
-            # Since the last stretch, room or copyable parameters are new only if a block has left near, if this is an update
-            # (its group can be copied then), or if activations are measured (they may have been freed).
+            # There may be new room only if a block has left near, or if activations are measured (they may have been freed).
+            # There may be new parameters to copy only if this is an update: its group can be copied then.
             updates = self.schedule.trace.accesses[moment][0] == "adam"
             if before != residency.departures or updates or self.room.watch is not None:
                 self._fill()

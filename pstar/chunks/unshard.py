@@ -1,8 +1,8 @@
 """Unsharding: copies a unit's bytes to near, by a gather from all ranks or, with one process, from a slower tier.
 
-With one process a unit's near buffer is its ("param", u) block. With p ranks each rank keeps its own piece in ("param", g),
-and the near buffer is ("gathered", u), which is dropped when it is evicted. The ranks must agree about evictions, so all
-have the same blocks in near: blocks are created on all ranks at the same moments.
+With one process a unit's near buffer is its ("param", u) block. With p ranks each rank keeps its piece in ("param", g). The
+near buffer is then ("gathered", u), which is dropped when it is evicted. The ranks must agree about evictions, so all have
+the same blocks in near: blocks are created on all ranks at the same moments.
 """
 
 from dataclasses import dataclass

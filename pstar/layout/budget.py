@@ -38,8 +38,8 @@ def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], co
     """(bytes, module): the least near budget with which every module can run, and the module that needs it.
 
     uses: for each module the names of its own parameters, tied ones in every module that uses them. A module's working set
-    is every unit (group, or chunk) with a parameter of the module or of a module that contains it (in use at the same time).
-    In backward the gradients of one of these units are added.
+    is every unit (group, or chunk) with one of its parameters. Units of the modules that contain it are in use at the same
+    time, and count too. In backward the gradients of one of these units are added.
     """
     units = layout.units(communication)
     unit_of = {slot.name: unit.index for unit in units for slot in unit.slots}

@@ -3,7 +3,7 @@
 The file grows as needed and does not shrink: training needs the same space again in every step, and other programs could
 take space that was returned. A released extent becomes a gap, and neighbouring gaps are merged. A new extent takes the
 smallest gap that holds it. Without one it takes several gaps, and the file grows by the missing bytes. So the file is never
-longer than the extents that were in use at once, and any free bytes can be used, in whatever order extents were released.
+longer than the extents that were in use at once. All free bytes can be used, in whatever order extents were released.
 
     file   | extent | padding | gap      | extent, first piece | extent | padding | extent, second piece | padding |
 

@@ -1,8 +1,8 @@
 """Embeddings computed in host memory, where their tables stay: only the rows of a batch cross the link.
 
-In near a whole table of V rows is needed for the B * T rows that a batch looks up, and its gradient is as large as the table
-(PatrickStar, section 8.2). Here lookup, gradient and update are computed in far. (B, T, H) is copied to near in forward, and
-its gradient back in backward.
+A batch looks up B * T rows, but near must hold the whole table of V rows, and a gradient as large as the table (PatrickStar,
+section 8.2). Here lookup, gradient and update are computed in far. (B, T, H) is copied to near in forward, and its gradient
+back in backward.
 A table that another module uses too, for example a tied head, is needed in near anyway and stays in its chunk.
 """
 

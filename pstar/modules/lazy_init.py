@@ -2,9 +2,9 @@
 
 `record` runs model_func on the meta device and records every operation on a tensor. `Recipe.replay` runs the operations
 again, on real tensors and in the same order. So the random generator gives each parameter the same numbers as a plain start
-with the same seed. A parameter is handed over, and its memory freed, when its last operation is done. Values that are
-overwritten later (torch initialises a layer when it is made, most models once more at the end) are computed only if that
-draws random numbers, into temporary memory.
+with the same seed. A parameter is handed over, and its memory freed, when its last operation is done. Many values are
+overwritten later: torch initialises a layer when it is made, most models once more at the end. Such values are computed only
+if that draws random numbers, into temporary memory.
 """
 
 from __future__ import annotations

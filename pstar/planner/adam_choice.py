@@ -1,7 +1,7 @@
 """Chooses who updates groups whose states are in far: the host, the GPU, or both. Pure numbers.
 
-Exact clipping needs all gradients before the first update, so the update is a separate phase, in which the host's cores and
-the link are both free. The host computes Adam at the speed of its memory (or of its cores), or the states are streamed
+Exact clipping needs all gradients before the first update. So the update is a separate phase, in which the host's cores and
+the link are both free. Either the host computes Adam at the speed of its memory or its cores, or the states are streamed
 through the GPU at the speed of the link. Both read and write the same host memory, so doing both at once gains only the
 bandwidth that one of them leaves unused.
 """

@@ -275,8 +275,8 @@ def _near_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs
 def moved_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs: Costs, job: Job) -> dict[str, int]:
     """Bytes that one rank moves in a step after the first, as the engine's ledger counts them.
 
-    With room in near for R of T elements of parameters, forward and backward copy each of the other T - R to near twice
-    (2(n - C) loads in the notation of the pages). Parameters that were updated in far are copied in forward in any case.
+    Near has room for R of T elements of parameters. Forward and backward copy each of the other T - R to near twice:
+    2(n - C) loads in the notation of the pages. Parameters that were updated in far are copied in forward in any case.
     With p ranks all T are gathered after an update, and (p - 1) / p of each comes from other ranks.
     """
     ranks, total = layout.num_ranks, layout.total_elems
