@@ -1,12 +1,12 @@
 """The ablation: the same work through chapters 00 to 04 and 07, a table and two figures below benchmarks/results/.
 
-bash benchmarks/ablation.sh                     # every chapter that is there, at 1, 2 and 4 processes, three rounds
+bash benchmarks/ablation.sh                     # every chapter in this checkout, at 1, 2 and 4 processes, three rounds
 bash benchmarks/ablation.sh --quick             # a few minutes: 1 and 2 processes, one round, a few steps
 bash benchmarks/ablation.sh --chapters 00,02 --nproc 1,2,4,8 --model-config small
 
-Rounds are interleaved (every program once, then all again) and medians are taken, so that a machine that others use too
-slows all down alike. Only ratios within one table mean anything. A speed-up is given between runs that do the same work
-only: same global batch, vocabulary, length, precision, seed, model and corpus; otherwise the table says what differs.
+Rounds are interleaved (every program once, then all again) and medians are taken, so that other work on the machine slows
+all programs down equally. Only ratios within one table are comparable. A speed-up is given only between runs with the same
+work: same global batch, vocabulary, length, precision, seed, model and corpus; otherwise the table says what differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SAME_WORK = ("batch_size", "vocab", "vocab_size", "seq_len", "precision", "seed"
              "lr", "warmup_steps", "weight_decay", "clip_grad_norm", "max_steps", "device")  # fmt: skip
 WARM_UP_STEPS = 3  # left out of the times
 
-# What rank 0 sends and receives in a step, in units of the gradients' bytes, for p processes; and how that is written.
+# (bytes that rank 0 sends in a step, bytes that it receives, the formula as text), in units of the gradients' bytes, for p
+# processes.
 RING = (lambda p: 2 * (p - 1) / p, lambda p: 2 * (p - 1) / p, "2 (p-1)/p each way")
 SERVER = (lambda p: p - 1, lambda p: p - 1, "(p-1) each way")
 CHUNKS = (lambda p: 3 * (p - 1) / p, lambda p: 3 * (p - 1) / p, "3 (p-1)/p each way, and the chunks' padding")
@@ -41,16 +42,16 @@ NONE = (lambda p: 0, lambda p: 0, "none")
 
 @dataclass
 class Variant:
-    """One line of the ablation: a chapter with flags of its own."""
+    """One line of the ablation: a chapter with flags."""
 
     chapter: str
     name: str
     flags: tuple[str, ...] = ()
     formula: tuple[Any, Any, str] = RING
     precision: str = "fp32"
-    sent_bits: int = 32  # of a gradient on its way
+    sent_bits: int = 32  # bits of one element of a gradient in messages
     one_process: bool = False
-    same_curve: bool = True  # False: the stated exceptions to the law of the curve
+    same_curve: bool = True  # False: its loss curve may differ from chapter 00's
     runs: list[Result] = field(default_factory=list)
 
 
@@ -75,7 +76,7 @@ VARIANTS = (
 
 @dataclass
 class Result:
-    """One finished run, read from what it left behind."""
+    """One finished run, read from its output folder."""
 
     nproc: int
     config: dict[str, Any]
@@ -89,27 +90,27 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of a global batch over the median step; an asynchronous step uses only the part of it that is there."""
+        """Tokens of a global batch over the median step; an asynchronous step uses only the gradients that have arrived."""
         share = (self.mean("num_gradients") or self.nproc) / self.nproc
         return share * self.config["batch_size"] * self.config["seq_len"] / self.step_s
 
     def mean(self, key: str) -> float | None:
-        """Mean over the steps after the first ones; None where it was not measured."""
+        """Mean over the steps after the first ones; None if it was not measured."""
         values = [row[key] for row in self.rows[min(WARM_UP_STEPS, len(self.rows) - 1) :] if row.get(key) is not None]
         return statistics.fmean(values) if values else None
 
 
 class DifferentWork(ValueError):
-    """Two runs that must not be compared by their speed."""
+    """Two runs did different work: their speeds must not be compared."""
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Names of the settings that make two runs different work."""
+    """Names of the settings of SAME_WORK in which two runs differ."""
     return [name for name in SAME_WORK if ours.get(name) != theirs.get(name)]
 
 
 def speed_up(ours: Result, base: Result) -> float:
-    """How many times the tokens per second of `base`.
+    """The tokens per second of `ours` divided by those of `base`.
 
     Raises:
         DifferentWork: the runs did not do the same work; the message names what differs.
@@ -120,12 +121,12 @@ def speed_up(ours: Result, base: Result) -> float:
 
 
 def base_of(result: Result, bases: list[Result]) -> Result | None:
-    """The run of chapter 00 that did the same work, else its first one, with which the result cannot be compared."""
+    """The run of chapter 00 with the same work; else its first run, for which speed_up raises DifferentWork."""
     return next((base for base in bases if not differences(result.config, base.config)), bases[0] if bases else None)
 
 
 def read_result(folder: Path, nproc: int) -> Result:
-    """What a run left below its --output-dir."""
+    """Reads a run's result from its --output-dir."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     about = json.loads((folder / "final" / "run.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -133,7 +134,7 @@ def read_result(folder: Path, nproc: int) -> Result:
 
 
 def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: Path) -> Result | str:
-    """Runs a chapter's train.sh; the result, or the line that says why there is none."""
+    """Runs a chapter's train.sh; returns the result, or the line that says why there is none."""
     work = ["--max-steps", options.steps, "--eval-every", options.steps, "--save-every", options.steps, "--log-every", 1,
             "--model-config", options.model_config, "--seed", options.seed, "--precision", variant.precision,
             "--nproc", nproc, "--resume", "never", "--output-dir", folder]  # fmt: skip
@@ -158,11 +159,11 @@ def median_result(results: list[Result]) -> Result:
     return sorted(results, key=lambda result: result.tokens_per_s)[len(results) // 2]
 
 
-# ---- what it was run on -------------------------------------------------------------------------------------------------
+# ---- the machine --------------------------------------------------------------------------------------------------------
 
 
 def hardware() -> list[tuple[str, str]]:
-    """The machine and the versions; nothing that names it."""
+    """The processor, accelerators and versions, without the machine's name."""
     import torch
 
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -181,7 +182,7 @@ def mib(num_bytes: float | None) -> str:
 
 
 def lines_of(variants: list[Variant], failures: list[tuple[str, int, str]]) -> list[str]:
-    """The markdown table, and below it what did not run."""
+    """The Markdown table, and below it the runs that failed."""
     medians = {(v.chapter, v.name, n): median_result([r for r in v.runs if r.nproc == n])
                for v in variants for n in sorted({r.nproc for r in v.runs})}  # fmt: skip
     bases = [result for (chapter, _, _), result in medians.items() if chapter == "00_single"]
@@ -249,7 +250,7 @@ def draw(variants: list[Variant], folder: Path) -> None:
 
 
 def draw_speed_up(points: dict[str, dict[int, float]], cores: int, path: Path) -> None:
-    """points: label -> {processes: speed-up}; where there are more processes than cores the ground is grey."""
+    """points: label -> {processes: speed-up}; the background is grey for more processes than cores."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -271,7 +272,7 @@ def draw_speed_up(points: dict[str, dict[int, float]], cores: int, path: Path) -
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("ablation.sh", __doc__)
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--quick", action="store_true", help="1 and 2 processes, one round, 12 steps")
@@ -295,7 +296,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Runs everything and writes the results; 1 when nothing ran."""
+    """Runs everything and writes the results; returns 1 if no run succeeded."""
     options = parse(argv)
     wanted = options.chapters.split(",") if options.chapters else []
     variants = [v for v in VARIANTS if (ROOT / "chapters" / v.chapter / "train.sh").exists()

@@ -1,11 +1,11 @@
-"""Adam on the CPU against its peers and against the memory's speed.
+"""Adam on the CPU against other implementations and against the memory's bandwidth.
 
     python benchmarks/adam.py                                 # 50 million elements: about a minute, 4 GB
     python benchmarks/adam.py --numel 5000000 --rounds 5      # a quick look
 
-Every contender is timed once a round, in an order that rotates from round to round; what is reported is the median over
-rounds of its ratio to the stream kernel of the SAME round, so that what else the machine does hits all alike. Writes
-benchmarks/results/adam.md and adam.png. DeepSpeed's CPUAdam takes part where it is installed.
+Every contender is timed once a round, in an order that rotates from round to round. Reported is the median over rounds of
+its ratio to the stream kernel of the SAME round, so that other work on the machine affects all equally. Writes
+benchmarks/results/adam.md and adam.png. DeepSpeed's CPUAdam takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARM_UP = 2
 
 
 class Contender:
-    """A name, the bytes of memory traffic an update needs for each parameter, what to compare with, and how to run it."""
+    """A name, the memory traffic of an update in bytes a parameter, the stream to compare with, and a function to time."""
 
     def __init__(self, name: str, bytes_per_param: int, stream: str, run: Callable[[], object]):
         self.name, self.bytes_per_param, self.stream, self.run = name, bytes_per_param, stream, run
@@ -43,7 +43,7 @@ class Contender:
 
 
 def contenders(numel: int) -> list[Contender]:
-    """All that can run here. Those of one layout share their arrays."""
+    """All contenders that can run here. Those with the same layout share their arrays."""
     threads = torch.get_num_threads()
     param, grad, exp_avg, exp_avg_sq = (torch.rand(numel) for _ in range(4))
     grad16 = (grad - 0.5).to(torch.bfloat16)
@@ -76,7 +76,7 @@ def contenders(numel: int) -> list[Contender]:
         found.append(Contender("DeepSpeed CPUAdam", 28, "fp32", deepspeed.step))
 
     def chain() -> None:
-        """What a mixed-precision optimizer without a kernel for it does: unpack, update, pack."""
+        """The steps of a mixed-precision optimizer without a fused kernel: unpack, update, pack."""
         grad.copy_(grad16)
         fused.step()
         copy16.copy_(param)
@@ -93,7 +93,7 @@ def contenders(numel: int) -> list[Contender]:
 
 
 def compile_stream() -> ctypes.CDLL:
-    """stream.cpp for this machine."""
+    """Compiles stream.cpp for this machine."""
     compiler = find_compiler()
     if compiler is None or not cpu.paths():
         sys.exit("error: this benchmark needs a C++ compiler")
@@ -105,7 +105,7 @@ def compile_stream() -> ctypes.CDLL:
 
 def torch_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
                 options: dict) -> torch.optim.AdamW:
-    """With moments that are given, so that all contenders work on the same pages of memory."""
+    """torch's AdamW with the given moments, so that all contenders use the same pages of memory."""
     leaf = torch.nn.Parameter(param)
     leaf.grad = grad
     optimizer = torch.optim.AdamW([leaf], **OPTIONS, **options)
@@ -125,7 +125,7 @@ def deepspeed_adam(param: torch.Tensor, grad: torch.Tensor) -> torch.optim.Optim
 
 
 def measure(found: list[Contender], rounds: int) -> float:
-    """Times every contender once a round. Returns the number of cores that other processes used meanwhile."""
+    """Times every contender once a round. Returns the number of cores that other programs used meanwhile."""
     busy, own, begin = busy_seconds(), time.process_time(), time.perf_counter()
     for contender in in_turns(found, rounds + WARM_UP):
         at = time.perf_counter()
@@ -138,7 +138,7 @@ def measure(found: list[Contender], rounds: int) -> float:
 
 
 def ratio(first: Contender, second: Contender) -> float:
-    """How many times as fast the second is: the median of the rounds."""
+    """Seconds of the first divided by seconds of the second: the median of the rounds."""
     return statistics.median(a / b for a, b in zip(first.seconds, second.seconds, strict=True))
 
 

@@ -1,12 +1,12 @@
-"""Models and forwards that nobody prepared for pstar, beside torch's AdamW on one process, in the least near memory.
+"""Models and forwards that were not written for pstar, compared with torch's AdamW on one process, in the least near memory.
 
 bash benchmarks/any_module.sh          # a minute
 
 The models, patterns and operations are those of the tests (tests/unit/test_pstar_zoo.py, tests/borrowers.py,
 tests/unit/test_pstar_borrowed.py), in fp32, a few steps each, gradients clipped. The gap is the largest relative difference
-of a loss. It is not 0 because torch and pstar round differently inside Adam; with the same Adam the tests hold equal bits.
-The last table counts the calls that lending adds to a step and times one of each: their sum is far below what two runs of
-the same step differ by.
+of a loss. It is not 0 because torch and pstar round differently inside Adam; with the same Adam the tests check equal bits.
+The last table counts the calls that lending adds to a step, and times one call of each kind. Their sum is far below the
+difference between two runs of the same step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, GOAL, WORDS, LAYERS = 4, 1e-6, 150, 12
 
 
 def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tuple[float, int, float, str]:
-    """(largest relative gap of a loss, parameters, near memory as a share of the model data, what the start said)."""
+    """(largest relative gap of a loss, parameters, near memory as a share of the model data, "lazy" or "plain" start)."""
     import torch
 
     from tests import toy
@@ -100,7 +100,7 @@ def shortened(error: Exception) -> str:
 
 
 def lending() -> Iterator[str]:
-    """What a step with LAYERS layers spends on lending when nothing is borrowed: calls a step times seconds a call."""
+    """The time of lending in a step with LAYERS layers that borrows nothing: calls a step times seconds a call."""
     import statistics
     import time
     import timeit
@@ -157,7 +157,7 @@ def opened(lender: Any) -> None:
 
 
 def mark(worst: float) -> str:
-    """The gap; marked where it is above the goal."""
+    """The gap; marked if it is above the goal."""
     return f"{worst:.1e}, **off**" if worst > GOAL else f"{worst:.1e}" if worst else "0"
 
 

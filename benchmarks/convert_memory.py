@@ -3,8 +3,8 @@
 bash benchmarks/convert_memory.sh                     # 10 MB and 500 MB of each format: about four minutes, 1.5 GB of disk
 bash benchmarks/convert_memory.sh --quick             # 2 MB and 8 MB of one format, to see that it runs
 
-The inputs are made from the shipped corpus: its sentences, permuted anew for each item, so that nearly every item is new to
-the search for duplicates. Each conversion is a process of its own; its peak is the kernel's count for it (ru_maxrss).
+The inputs are random permutations of the shipped corpus's sentences, so that the search for duplicates finds almost none.
+Each conversion runs in a separate process; its peak is the kernel's count for that process (ru_maxrss).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sentences() -> list[str]:
 
 
 def items(size: int) -> Iterator[list[str]]:
-    """Items, each a list of sentences, until they have `size` bytes in all."""
+    """Items, each a list of sentences, until they have `size` bytes in total."""
     known, chance, made = sentences(), random.Random(0), 0
     while made < size:
         item = chance.sample(known, chance.randint(2, 12))
@@ -58,7 +58,7 @@ def items(size: int) -> Iterator[list[str]]:
 
 
 def write_input(path: Path, form: str, size: int) -> int:
-    """Writes `size` bytes of text in a format; returns the bytes of the whole, unpacked."""
+    """Writes `size` bytes of text in a format; returns the uncompressed bytes of the file."""
     opened = gzip.open(path, "wb", compresslevel=1) if form.endswith(".gz") else path.open("wb")  # noqa: SIM115
     written = 0
     with opened as stream:
@@ -78,7 +78,7 @@ def write_input(path: Path, form: str, size: int) -> int:
 
 
 def measure(form: str, size: int) -> Run:
-    """Converts an input of `size` bytes in a process of its own."""
+    """Converts an input of `size` bytes in a separate process."""
     with tempfile.TemporaryDirectory(prefix="convert_memory_") as folder:
         given, output = Path(folder, f"input.{form}"), Path(folder, "output")
         text_bytes = write_input(given, form, size)
@@ -118,7 +118,7 @@ def report(results: dict[str, list[Run]], argv: list[str]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("convert_memory.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="small inputs of one format")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write (default: results/)")

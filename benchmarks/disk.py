@@ -3,11 +3,11 @@
 bash benchmarks/disk.sh --disk-path /mnt/nvme            # 1 GiB in chunks of 32 MiB: a few minutes on a slow disk
 bash benchmarks/disk.sh --quick                          # 64 MiB, to see that it runs
 
-Plain is what `dd` does: one file of the same length, written and read front to back, 1 MiB a call, with O_DIRECT or without.
-Every writer ends with fdatasync: its bytes are on the disk then, whether or not they went through the page cache. Before
-every read the cache forgets the file. All contenders write and read once a round, in an order that rotates; a share is the
-median over the rounds of (time of plain / time of the tier), in the same round, so that what else the disk does hits both.
-A disk with a cache of its own reads more slowly than this says once the state is larger than that cache.
+Plain works like `dd`: one file of the same length, written and read front to back, 1 MiB a call, with O_DIRECT or without.
+Every write ends with fdatasync, so its bytes are on the disk, with or without the page cache. Before every read the file is
+dropped from the page cache. All contenders write and read once a round, in an order that rotates. A share is the median over
+the rounds of (time of plain / time of the tier) in the same round: other work of the disk affects both equally. A disk with
+an internal cache reads more slowly than measured here if the state is larger than that cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLAIN_BYTES = MIB
 
 
 class Contender:
-    """Writes and reads one set of buffers; seconds by what it did."""
+    """Writes and reads one set of buffers; keeps the seconds of each."""
 
     def __init__(self, name: str, direct: bool):
         self.name, self.direct = name, direct
@@ -60,7 +60,7 @@ class Contender:
             os.fdatasync(file)
 
     def forget(self) -> None:
-        """The page cache drops what it holds of the file."""
+        """Drops the file from the page cache."""
         for file in self.files():
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -82,7 +82,7 @@ class TierContender(Contender):
             self.tier.read(extent, each)
 
     def files(self) -> list[int]:
-        return [self.tier._buffered]    # the file's; sync and advice are about the file, not about a descriptor
+        return [self.tier._buffered]    # fdatasync and fadvise act on the file, whichever descriptor is given
 
 
 class PlainContender(Contender):
@@ -94,7 +94,7 @@ class PlainContender(Contender):
         self.file = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
         os.close(handle)
         os.unlink(path)
-        os.posix_fallocate(self.file, 0, num_bytes)    # as the tier's
+        os.posix_fallocate(self.file, 0, num_bytes)    # reserved, like the tier's file
         self.num_bytes, self.block = num_bytes, mmap.mmap(-1, PLAIN_BYTES)
         self.block.write(os.urandom(PLAIN_BYTES))
 
@@ -151,7 +151,7 @@ def report(found: list[Contender], num_bytes: int, options: argparse.Namespace, 
 
 
 def file_system_of(folder: Path) -> str:
-    """'ext4': of the longest mount point above the folder."""
+    """The file system of the folder's mount point, for example 'ext4'."""
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:
@@ -161,7 +161,7 @@ def file_system_of(folder: Path) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("disk.sh", __doc__)
     parser.add_argument("--disk-path", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk in question")
     parser.add_argument("--mib", type=int, default=1024, help="MiB that each contender writes (default: 1024)")
@@ -180,7 +180,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints and writes; 2 where the folder cannot be used."""
+    """Measures, prints and writes; returns 2 if the folder cannot be used."""
     options = parse(argv)
     try:
         check_disk_path(options.disk_path)
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> int:
         num_chunks = options.mib // options.chunk_mib
         buffers = [host.allocate(options.chunk_mib * MIB, torch.uint8, "test") for _ in range(num_chunks)]
         for number, each in enumerate(buffers):
-            each.random_(256, generator=torch.Generator().manual_seed(number))    # nothing that a disk could make smaller
+            each.random_(256, generator=torch.Generator().manual_seed(number))    # bytes that a disk cannot compress
         found: list[Contender] = [TierContender(options.disk_path, buffers, direct) for direct in kinds]
         found += [PlainContender(options.disk_path, options.mib * MIB, direct) for direct in kinds]
         measure(found, options.rounds)

@@ -1,15 +1,15 @@
-"""A model whose data fit into no memory that they are given: a little near, a little far, the rest on disk.
+"""A model whose data exceed near and far together: the rest is on disk.
 
 bash benchmarks/disk_model.sh                         # 500 million parameters, 8 GB of model data; several minutes
 bash benchmarks/disk_model.sh --disk-path /mnt/nvme
 bash benchmarks/disk_model.sh --quick                 # 5 million parameters, budgets in proportion
 
 Three processes, one after the other, train the same GPT on the same random tokens: with everything in host memory (near
-holds all, nothing moves), with near and far alone, and with near, far and disk. Their losses must be the same, bit for bit.
-Blocks are recomputed in backward. The peak is the kernel's count for the whole process (VmHWM), start included, and is held
-against interpreter + near budget + far budget + activations. The interpreter is what the process takes after a toy model was
-trained, so that all code is loaded; activations are counted in the first process (Schedule.known_peaks). Written bytes may
-still be in the page cache where the folder's file system has no direct I/O; the page says which it was.
+holds all, no bytes move), with near and far alone, and with near, far and disk. Their losses must be the same, bit for bit.
+Blocks are recomputed in backward. The peak is the kernel's count for the whole process (VmHWM), start included. It is
+compared with interpreter + near budget + far budget + activations. Interpreter: the process's memory after training a toy
+model, so that all code is loaded. Activations are counted in the first process (Schedule.known_peaks). Without direct I/O
+written bytes may still be in the page cache; the page says whether the file system has it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def modes(quick: bool, folder: str) -> dict[str, dict]:
 
 
 def num_params(size: dict[str, int]) -> int:
-    """Of a GPT-2 with a tied head."""
+    """Parameters of a GPT-2 with a tied head."""
     width = size["n_embd"]
     layers = size["n_layer"] * (12 * width**2 + 13 * width)
     return layers + (size["vocab_size"] + size["n_positions"] + 2) * width
@@ -74,7 +74,7 @@ def make_model(size: dict[str, int]) -> Any:
 
 
 def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
-    """Sends what STEPS steps of a process of its own did and took; bytes."""
+    """Trains STEPS steps in this process, and sends losses, seconds and bytes."""
     import torch
 
     import pstar
@@ -95,7 +95,7 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
         loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         model.backward(loss)
         optimizer.step()
-        model._residency.movers.drain()    # what is still being written belongs to the step
+        model._residency.movers.drain()    # writes in the background count for the step
         found["seconds"].append(time.perf_counter() - begin)
         found["losses"].append(float(loss.detach()))
     tiers = [tier for tier in (model.near, model.far, model.disk) if tier is not None]
@@ -152,7 +152,7 @@ def report(size: dict[str, int], results: dict[str, dict], others: float, argv: 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("disk_model.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, not with near and far alone")
     parser.add_argument("--disk-path", type=Path, help="a folder on a local disk (default: where temporary files go)")
@@ -166,7 +166,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Measures and writes; 1 where the losses differ."""
+    """Measures and writes; returns 1 if the losses differ."""
     options = parse(argv)
     size, results = SMALL if options.quick else FULL, {}
     others = 0.0
@@ -188,7 +188,7 @@ def main(argv: list[str]) -> int:
 
 
 def children_seconds() -> float:
-    """Seconds that this process and those it has ended have worked."""
+    """CPU seconds of this process and of its ended children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -1,4 +1,4 @@
-"""What every page of numbers says about the machine: its processor, cores, versions, the time; nothing that names it."""
+"""The facts on every page of numbers: processor, cores, versions, date and command; not the machine's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def num_cores() -> int:
 
 
 def processor() -> str:
-    """The name of the processor, or its architecture where the system does not say."""
+    """The name of the processor, or its architecture if the system does not give the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -24,7 +24,7 @@ def processor() -> str:
 
 
 def versions(**more: str) -> str:
-    """torch, what else is given (its name and version), Python."""
+    """The versions of torch, of `more` ({name: version}), and of Python, as text."""
     import torch
 
     found = {"torch": torch.__version__} | more | {"Python": platform.python_version()}
@@ -32,7 +32,7 @@ def versions(**more: str) -> str:
 
 
 def when_and_how(script: str, argv: list[str], program: str = "bash") -> list[tuple[str, str]]:
-    """(name, fact) of the date and of the command that makes the page again."""
+    """(name, fact) of the date, and of the command that renews the page."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return [("date", now), ("command", f"`{shlex.join([program, f'benchmarks/{script}', *argv])}`")]
 
@@ -43,9 +43,9 @@ def bullets(facts: list[tuple[str, str]]) -> list[str]:
 
 
 def busy_seconds() -> float:
-    """Seconds that all cores together have worked since the start of the machine; time that a host took away included.
+    """CPU seconds of all cores together since the machine's start, steal time of a virtual machine's host included.
 
-    0 where the system does not say.
+    0 if the system does not count them.
     """
     try:
         fields = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]

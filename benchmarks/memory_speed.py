@@ -1,30 +1,31 @@
-"""The price of chunks where everything fits, and what prefetching hides of a slow link where it does not. One process.
+"""The cost of chunks if everything fits, and how much of a slow link prefetch hides if it does not. One process.
 
 bash benchmarks/memory_speed.sh                       # about ten minutes
 bash benchmarks/memory_speed.sh --quick               # a small model, to see that it runs
 bash benchmarks/memory_speed.sh --only link --near 20%
 
-Everything fits: pstar with all model data near against the loop that everybody writes, with torch's fused AdamW.
+Everything fits: pstar with all model data in near against a plain training loop with torch's fused AdamW.
 
-A slow link: near holds a part, and one core less than there are computes, for here it is a processor that copies, where a
-GPU has copy engines. The batch is twice that of the first table: what Python needs for each module is the same for any
-batch, it is the first table's business, and no part of what a link is waited for. Copies take as long as over a link of a
-given speed (simulated_link), which is chosen so that the transfers of a step take a given multiple of its compute time.
-Compute is the step with everything near, transfer the bytes of the busier direction divided by the speed, and a step is
-reported as a share of the longer of the two. That bound lets loads run at any time of a step. But no update begins before
-the last gradient is there: only their norm says whether the step is made at all, and how much it is clipped. So what was
-updated far comes back after backward, and has forward alone to hide in, a third of the computation. Hence a second bound,
-what any exact schedule takes at least with this placement: backward, and then forward or the load of all that was updated
-far, whichever is longer. With all states far the first bound can be met while transfers take up to a third of the computing,
-and by no exact schedule beyond; how near a step comes to the second one is the engine's own doing.
+A slow link: near holds a part of the model data. One core does not compute: it copies, as a GPU's copy engines do. The batch
+is twice that of the first table: Python's time for each module does not depend on the batch, and it is no wait for a link.
+Copies take as long as over a link of a given speed (simulated_link). The speed is chosen so that the transfers of a step
+take a given multiple of its compute time. Compute is the step with everything in near; transfer is the bytes of the busier
+direction divided by the speed. A step is reported as a share of the longer of the two.
 
-With near filled (near_states) the states of the first groups stay near, and the parameters of the others come twice a step.
-That moves more bytes, but spreads them over both directions and over all passes. And who moves more has a longer bound, so
-that the share alone flatters: look at the seconds as well, which each row gives against prefetch 0 in the same round.
+That bound allows loads at any time of a step. But no update can begin before the last gradient has arrived: the norm of all
+gradients decides whether the step is skipped, and how much it is clipped. So parameters that were updated in far are loaded
+after backward, and only forward can hide that, a third of the computation. Hence a second bound, the least time of any exact
+schedule with this placement: backward, and then the longer of forward and the load of all that was updated in far. With all
+states in far, the first bound can be reached only if transfers take up to a third of the computation. The gap between a step
+and the second bound is due to the engine alone.
 
-Each table goes to a file of its own, memory_fits.md and memory_link.md: --only renews one and leaves the other.
+With near filled (near_states) the states of the first groups stay in near, and the parameters of the others are loaded twice
+a step. That moves more bytes, but spreads them over both directions and all passes. A variant that moves more has a longer
+bound, so its share alone looks too good: compare the seconds too, which each row gives against prefetch 0 in the same round.
 
-All processes of a table stay alive and work in turns, in an order that rotates; a number is the median over the rounds of
+Each table has a separate file, memory_fits.md and memory_link.md: --only renews one of them.
+
+All processes of a table stay alive and work in turns, in an order that rotates. A number is the median over the rounds of
 the ratio to another process in the SAME round. All variants of pstar must compute the same losses, bit for bit.
 """
 
@@ -49,9 +50,9 @@ from turns import in_turns
 HERE = Path(__file__).resolve().parent
 FULL = ranks.MODEL | {"batch": ranks.BATCH, "threads": num_cores()}
 SMALL = {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 300, "batch": 2,
-         "threads": 1}    # so small a model gains nothing from more
+         "threads": 1}    # so small a model is not faster with more
 LINK_VOCABULARY = 4096
-"""Of the model behind the link, the shipped vocabulary's: 21128 rows would be a third of a model 256 wide, in one chunk."""
+"""Of the second table's model, as in the shipped vocabulary: 21128 would be a third of a model 256 wide, in one chunk."""
 LINKS = (0.125, 0.25, 0.5, 1.0, 2.0)
 """Transfer time of a step in compute times."""
 VARIANTS = {"0": {"prefetch": 0}, "2": {"prefetch": 2},
@@ -77,7 +78,7 @@ def make_model(size: dict[str, int]) -> Any:
 
 
 def plain_steps(size: dict[str, int], keep: bool) -> Callable[..., dict]:
-    """A training step of torch alone. keep: freed memory is kept for the next step, as pstar does."""
+    """A training step of torch alone. keep: keep freed memory for the next step, as pstar does."""
     from pstar.memory.tier import keep_freed_memory
 
     if keep:
@@ -87,7 +88,7 @@ def plain_steps(size: dict[str, int], keep: bool) -> Callable[..., dict]:
 
 
 def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
-    """A training step of the engine; tells also how long it waited, and what it moved."""
+    """A training step of the engine; also returns the seconds that it waited and the bytes that it moved."""
     import pstar
     from pstar.memory.tier import FAR
 
@@ -110,12 +111,12 @@ def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
         told |= {f"bytes {short}": model.ledger.step_bytes[way] for short, way in WAYS.items()}
         return told | {"bytes": max(told["bytes in"], told["bytes out"])}
 
-    step.finish = model._residency.movers.drain    # an update may go on: it belongs to these steps, not to the next process
+    step.finish = model._residency.movers.drain    # updates in the background count for these steps
     return step
 
 
 def work(size: dict[str, int], kind: str, config: dict, pipe: Connection) -> None:
-    """Answers every number of steps with what a step took, means over them, and with all losses."""
+    """Receives numbers of steps; sends the means of a step's seconds and bytes over them, and all losses."""
     sys.path.insert(0, str(HERE.parent))
     import torch
 
@@ -134,7 +135,7 @@ def work(size: dict[str, int], kind: str, config: dict, pipe: Connection) -> Non
 
 
 class Runner:
-    """A process that trains when it is told to."""
+    """A process that trains the number of steps that run() asks for."""
 
     def __init__(self, name: str, size: dict[str, int], kind: str, config: dict | None = None):
         self.name, self.losses, self.rounds = name, [], []
@@ -161,7 +162,7 @@ class Runner:
 
 
 def measure(runners: list[Runner], rounds: int, steps: int) -> float:
-    """Fills the rounds of all runners, and ends them. Returns the number of cores that others used meanwhile."""
+    """Fills the rounds of all runners, and ends them. Returns the number of cores that other programs used meanwhile."""
     for runner in runners:
         runner.run(WARM_UP_STEPS)
     busy, own, begin = busy_seconds(), ranks.own_seconds(runners), time.perf_counter()
@@ -175,7 +176,7 @@ def measure(runners: list[Runner], rounds: int, steps: int) -> float:
 
 
 def same_losses(runners: list[Runner]) -> None:
-    """Ends the program where two of them differ in a bit."""
+    """Exits with an error if a loss of one runner differs in a bit from the first runner's."""
     for runner in runners[1:]:
         if runner.losses != runners[0].losses:
             step = next(i for i, (a, b) in enumerate(zip(runner.losses, runners[0].losses, strict=True)) if a != b)
@@ -184,7 +185,7 @@ def same_losses(runners: list[Runner]) -> None:
 
 
 def bounds(base: dict, told: dict, bytes_per_s: float) -> tuple[float, float]:
-    """(the longer of compute and transfer, what any exact schedule takes): seconds that a step takes at least.
+    """Lower bounds of a step's seconds: (the longer of compute and transfer, the least of any exact schedule).
 
     base: the step with everything near in the same round.
     """
@@ -205,7 +206,7 @@ def busy_line(others: float) -> list[str]:
 
 
 def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
-    """Everything near, against a plain loop."""
+    """The table of pstar with everything in near, against a plain loop."""
     about = {"plain": "one PyTorch process", "plain-kept": "the same, keeping the memory it frees, as pstar does",
              "pstar": "pstar, everything near"}
     runners = [Runner(name, size, name) for name in about]
@@ -228,13 +229,13 @@ def fits_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
 
 
 def behind_link(size: dict[str, int]) -> dict[str, int]:
-    """The model behind the link, twice the batch, and one thread less."""
+    """The size of the second table: a smaller vocabulary, twice the batch, and one thread less."""
     return size | {"vocab_size": min(LINK_VOCABULARY, size["vocab_size"]), "batch": 2 * size["batch"],
                    "threads": max(1, size["threads"] - 1)}  # fmt: skip
 
 
 def link_row(name: str, runner: Runner, base: Runner, at_need: Runner, speed: float) -> str:
-    """A variant behind a link of a speed, beside everything near and beside prefetch 0 in the same rounds."""
+    """One variant with one link speed, compared with everything in near and with prefetch 0 in the same rounds."""
     rounds = list(zip(runner.rounds, base.rounds, at_need.rounds, strict=True))
     shares = [(told["seconds"] / longer, told["seconds"] / exact)
               for told, near, _ in rounds for longer, exact in [bounds(near, told, speed)]]
@@ -250,7 +251,7 @@ def link_row(name: str, runner: Runner, base: Runner, at_need: Runner, speed: fl
 
 
 def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
-    """Near holds a part; links of several speeds; how far ahead is looked, and what near is filled with."""
+    """The table of a near that holds a part: links of several speeds, several values of prefetch and near_states."""
     layer = 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]
     small = {"near_budget": options.near, "default_chunk_size": layer}
     probes = [Runner("near", size, "pstar", {"default_chunk_size": layer}), Runner("no link", size, "pstar", small)]
@@ -286,7 +287,7 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("memory_speed.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, one link, 2 rounds of 2 steps")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 10; with --quick 2)")
@@ -315,7 +316,7 @@ def page(title: str, size: dict[str, int], options: argparse.Namespace, argv: li
 
 
 def main(argv: list[str]) -> int:
-    """Measures and writes, each table as soon as it is whole. Ends with status 1 where the losses differ."""
+    """Measures, and writes each table as soon as it is complete. Exits with status 1 if the losses differ."""
     options = parse(argv)
     sys.path.insert(0, str(HERE.parent))
     size = SMALL if options.quick else FULL

@@ -1,18 +1,18 @@
-"""What one training process's memory really is at its peak, against what pstar plans before the model is made.
+"""One training process's measured peak memory, against pstar's plan before the model is made.
 
 bash benchmarks/plan_memory.sh                        # 53 million parameters: about two minutes
 bash benchmarks/plan_memory.sh --quick                # a small model, to see that it runs
 
     peak  =  interpreter + near + far + activations
 
-Interpreter: resident memory of the same process before the model is made, after a toy model was trained so that all code is
-loaded, and after matrices of the model's shapes were multiplied and forgotten: the library keeps workspace for each shape
-(MKL, which takes none with MKL_DISABLE_FAST_MM=1 in the environment), as a GPU's does in what `pstar plan` reserves.
-Near and far: the most that the planner expects in each tier, in far with the activations that are offloaded (without a GPU
-both lie in host memory). Activations, those near, twice: as planned by GptShape.activation_bytes, which counts what a GPU
-keeps, dropout masks included; and as counted by the engine in a process of its own (Schedule.known_peaks, and what
-offloading keeps far beside the chunks). The first is a plan, made from numbers alone; the second is not, it shows whether
-the rest of the sum is right. The peak is the kernel's count for the whole process (VmHWM).
+Interpreter: resident memory of the same process before the model is made. A toy model was trained before, so that all code
+is loaded. Matrices of the model's shapes were multiplied and freed: the library keeps workspace for each shape (MKL, which
+takes none with MKL_DISABLE_FAST_MM=1 in the environment). On a GPU that workspace is in the reserves of `pstar plan`.
+Near and far: the planned peak of each tier, in far with offloaded activations (without a GPU both are in host memory).
+Activations, those in near, are given twice. First as planned by GptShape.activation_bytes, which counts what a GPU keeps,
+dropout masks included. Then as counted by the engine in a separate process (Schedule.known_peaks, and the bytes that
+offloading adds in far). The first is a plan, from numbers alone; the second is not, it shows whether the rest of the sum is
+right. The peak is the kernel's count for the whole process (VmHWM).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_model(size: dict[str, int]) -> Any:
 
 
 def planned(size: dict[str, int], config: dict) -> dict[str, int]:
-    """Bytes of near, far and activations at their peaks, from numbers alone; far also without offloaded activations."""
+    """Planned peak bytes of near, far and activations, from numbers alone; far also without offloaded activations."""
     from pstar.planner.gpt_shape import GptShape
     from pstar.planner.machines import Machine
     from pstar.planner.plan import plan_engine
@@ -70,19 +70,19 @@ def planned(size: dict[str, int], config: dict) -> dict[str, int]:
         return predict(shape, machine, job)
 
     answer = ask(config.get("offload_activations", False))
-    if answer.layout != plan.layout or answer.near_groups != len(plan.near_homes):
+    if answer.layout != plan.layout or answer.near_groups != len(plan.near_state_groups):
         raise SystemExit("error: pstar.planner.predict expects other chunks than the engine makes")
     return {"near": answer.near_bytes, "far": answer.far_bytes, "far chunks": ask(False).far_bytes,
             "activations": answer.activation_bytes, "params": answer.num_params}  # fmt: skip
 
 
 def take_workspace(size: dict[str, int]) -> None:
-    """Multiplies what the model will multiply, forward and backward, and keeps nothing but the library's workspace."""
+    """Multiplies matrices of the model's shapes, forward and backward, so that the library allocates its workspace."""
     import torch
 
     from pstar.memory.tier import keep_freed_memory
 
-    keep_freed_memory(False)    # the matrices' memory is given back: kept, it would hide what the engine takes
+    keep_freed_memory(False)    # return the matrices' memory: if kept, it would hide the engine's
     width = size["n_embd"]
     for wide, out in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
         weight = torch.ones(wide, out, requires_grad=True)    # stored as GPT-2 stores it
@@ -94,7 +94,7 @@ def take_workspace(size: dict[str, int]) -> None:
 
 
 def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
-    """Sends the peak of a process of its own, and what its tiers held at most; bytes."""
+    """Trains in this process, and sends its peak and the peaks of its tiers, in bytes."""
     import torch
 
     import pstar
@@ -113,11 +113,11 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
         optimizer.step()
     found |= {"peak": status("VmHWM"), "near": model.near.peak_bytes, "far": model.far.peak_bytes,
               "non_model": max(model.schedule.known_peaks(), default=0)}
-    pipe.send(found | {"plan": planned(size, config)})    # last, so that planning is no part of the peak
+    pipe.send(found | {"plan": planned(size, config)})    # planned last, so that planning is not in the peak
 
 
 def measure(size: dict[str, int], config: dict) -> dict[str, dict]:
-    """{"plan": ..., "run": ..., "counted": ...}, the last two each of a process. A profile makes the engine count."""
+    """{"plan": ..., "run": ..., "counted": ...}, the last two from one process each. A profile makes the engine count."""
     with tempfile.TemporaryDirectory(prefix="plan_memory_") as folder:
         counting = config | {"profile": str(Path(folder, "profile.json"))}
         ran, counted = (run(train, [(size, keys)])[0] for keys in (config, counting))
@@ -128,7 +128,7 @@ def measure(size: dict[str, int], config: dict) -> dict[str, dict]:
 
 
 def share(peak: int, formula: int) -> str:
-    """Peak of the formula, marked where it misses the goal."""
+    """Peak divided by formula, marked if it misses the goal."""
     return f"{peak / formula:.1%}" + ("" if abs(peak / formula - 1) <= TOLERANCE else ", **off**")
 
 
@@ -171,7 +171,7 @@ def report(size: dict[str, int], results: dict[str, dict], argv: list[str]) -> s
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("plan_memory.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, one of the modes")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")

@@ -1,16 +1,16 @@
-"""What each rank's memory really is at its peak, start included, against what the engine says it should be.
+"""Each rank's measured peak memory, start included, against the engine's formula.
 
 bash benchmarks/rank_memory.sh                       # 4 processes, 58 million parameters: about two minutes
 bash benchmarks/rank_memory.sh --nproc 2 --layers 4
 
     peak  <=  share + working set + activations + staging
 
-share: 16 bytes a parameter, divided by the ranks. Working set: the near budget "min", the chunks that the neediest module
-computes with and the gradients of one of them. Activations: what forward and backward of a plain process need beside
-weights and gradients, measured. Staging: the shared memory through which the ranks exchange chunks; the kernel counts it
-once for every rank. The peak is the kernel's count for the whole process (VmHWM), less what torch and its libraries
-take before the engine is made. The chunks' bytes are exact; what the allocator leaves unused between them is not in the
-formula, so a rank is reported as too large from 1.1 times the formula on. MALLOC_MMAP_THRESHOLD_=262144 in the environment
+share: 16 bytes a parameter, divided by the ranks. Working set: the near budget "min", that is, the chunks of the module that
+needs most, and the gradients of one of them. Activations: measured bytes that forward and backward of a plain process need
+in addition to weights and gradients. Staging: the shared memory through which the ranks exchange chunks; the kernel counts
+it once for every rank. The peak is the kernel's count for the whole process (VmHWM), less the memory of torch and its
+libraries before the engine is made. The chunks' bytes are exact. Memory that the allocator leaves unused between them is not
+in the formula, so a rank is too large only above 1.1 times the formula. MALLOC_MMAP_THRESHOLD_=262144 in the environment
 shows a run without such holes (and with a page fault for every 4096 bytes of a step; see keep_freed_memory).
 """
 
@@ -59,7 +59,7 @@ def status(key: str) -> int:
 
 
 def reset_peak() -> int:
-    """Lets VmHWM begin anew; returns the bytes in memory now."""
+    """Resets VmHWM; returns the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
 
@@ -72,7 +72,7 @@ def batch(rank: int) -> tuple[Any, Any]:
 
 
 def warm_up() -> None:
-    """Everything that a start and a step load: code is not model data."""
+    """Runs a start and a step, which load all code: code is not model data."""
     import torch
 
     import pstar
@@ -83,7 +83,7 @@ def warm_up() -> None:
 
 
 def measure_plain(layers: int, pipe: Connection) -> None:
-    """Sends the bytes that forward and backward need beside weights and gradients."""
+    """Sends the bytes that forward and backward need in addition to weights and gradients."""
     import torch
 
     torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def measure_plain(layers: int, pipe: Connection) -> None:
 
 
 def measure_rank(rank: int, num_ranks: int, layers: int, keys: dict, folder: str, pipe: Connection) -> None:
-    """Sends {"start": peak of the start, "peak": of start and steps, ...}, in bytes."""
+    """Sends {"start": peak of the start, "peak": peak of start and steps, ...}, in bytes."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +126,7 @@ def measure_rank(rank: int, num_ranks: int, layers: int, keys: dict, folder: str
 
 
 def run(target: Any, jobs: list[tuple]) -> list[Any]:
-    """What each of the processes sends."""
+    """Runs target(*job, pipe) in one process for each job; returns what they send."""
     context = multiprocessing.get_context("spawn")
     workers = [started(context, target, *job) for job in jobs]
     try:
@@ -167,7 +167,7 @@ def report(results: dict[str, list[dict]], activations: int, options: argparse.N
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("rank_memory.sh", __doc__)
     parser.add_argument("--nproc", type=int, default=4, help="processes (default: 4)")
     parser.add_argument("--layers", type=int, default=8, help="of 7 million parameters each (default: 8)")
@@ -181,7 +181,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Measures and writes; 1 when a rank was too large."""
+    """Measures and writes; returns 1 if a rank was too large."""
     options = parse(argv)
     activations = run(measure_plain, [(options.layers,)])[0]
     results = {}

@@ -5,10 +5,10 @@ bash benchmarks/ranks.sh --quick                      # a look, less than a minu
 bash benchmarks/ranks.sh --only plain,pstar-whole --rounds 5
 
 The work: GPT-2 of 12 layers, 256 wide, vocabulary 21128, length 128, global batch 4, fp32, AdamW without clipping. All
-contenders stay alive; in every round each of them runs some steps while the others sleep, in an order that rotates. What
-is reported is the median over the rounds of the ratio to the plain process of the SAME round, so that whatever else the
-machine does hits all alike. All start from the same weights, and the page says how far their losses lie apart: whoever
-computes something else is not compared. DeepSpeed takes part where it is installed.
+contenders stay alive. In every round each of them runs some steps while the others sleep, in an order that rotates. Reported
+is the median over the rounds of the ratio to the plain process of the SAME round, so that other work on the machine affects
+all equally. All start from the same weights and must compute the same losses, up to rounding, which the page shows.
+DeepSpeed takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTH, BATCH = 128, 4
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 WARM_UP_STEPS = 4
 GOALS = {"plain": 0.95, "fsdp2": 1.4, "zero3": 1.7}
-"""pstar's tokens/s against theirs, at least."""
+"""The least ratio of pstar's tokens/s to those of each contender."""
 
 Step = Callable[[Any, Any], Any]
 """From this rank's (inputs, targets) to its loss, a detached tensor; one whole training step."""
@@ -51,14 +51,14 @@ class Contender:
     prepare: Callable[[], Step]
     one_process: bool = False
     seconds: list[float] = field(default_factory=list)
-    """Of one step, by round."""
+    """Seconds of one step, by round."""
     loss: float = float("nan")
-    """Mean over the ranks after the warm-up."""
+    """Mean loss over the ranks after the warm-up."""
     waits: list[float] = field(default_factory=list)
-    """Seconds of a step in which a rank did nothing but wait for others, means over ranks, by round; where it is known."""
+    """Seconds of a step in which a rank only waited for other ranks: means over ranks, by round; empty if not known."""
 
 
-# ---- what is compared: each makes the model, shares it, and returns one training step ------------------------------------
+# ---- the contenders: each makes the model, shards or replicates it, and returns one training step ------------------------
 
 
 def make_model() -> Any:
@@ -72,7 +72,7 @@ def make_model() -> Any:
 
 
 def plain_loop(model: Any) -> Step:
-    """The loop that everybody writes, with torch's fastest AdamW."""
+    """A plain training loop with torch's fastest AdamW."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
@@ -92,7 +92,7 @@ def plain() -> Step:
 
 
 def plain_kept() -> Step:
-    """Part of pstar's speed is that it does not give memory back to the system at every step: anybody can have that part."""
+    """A plain loop that keeps freed memory between steps: a part of pstar's speed that any program can have."""
     from pstar.memory.tier import keep_freed_memory
 
     keep_freed_memory()
@@ -123,11 +123,11 @@ def zero3() -> Step:
     import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore", FutureWarning)    # it calls torch's collectives by their old names, at every step
+    warnings.simplefilter("ignore", FutureWarning)    # it calls torch's collectives by their old names at every step
     model = make_model()
     settings = {
         "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(), "zero_optimization": {"stage": 3},
-        "gradient_clipping": 0.0,    # it clips at 1.0 where this is not said
+        "gradient_clipping": 0.0,    # without this key it clips at 1.0
         "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
@@ -165,7 +165,7 @@ def pstar_with(**keys: Any) -> Callable[[], Step]:
 
 
 def contenders() -> list[Contender]:
-    """All that can run here."""
+    """All contenders that can run here."""
     found = [
         Contender("plain", "one PyTorch process, all cores", plain, one_process=True),
         Contender("plain-kept", "the same, keeping the memory it frees, as pstar does", plain_kept, one_process=True),
@@ -184,7 +184,7 @@ def contenders() -> list[Contender]:
 
 
 def work(name: str, rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
-    """A rank of a contender: answers every number of steps with (seconds a step, last loss, seconds waited a step)."""
+    """A rank of a contender: receives numbers of steps, sends (seconds a step, last loss, seconds waited a step)."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
@@ -247,7 +247,7 @@ class Team:
 
 
 def own_seconds(teams: list[Team]) -> float:
-    """Seconds that our processes have worked."""
+    """CPU seconds of this process and of the teams' processes."""
     total = time.process_time()
     for process in (process for team in teams for process in team.processes):
         try:
@@ -259,10 +259,10 @@ def own_seconds(teams: list[Team]) -> float:
 
 
 def measure(found: list[Contender], num_ranks: int, rounds: int, steps: int) -> float:
-    """Fills seconds and loss of every contender. Returns the number of cores that others used meanwhile."""
+    """Fills seconds and loss of every contender. Returns the number of cores that other programs used meanwhile."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         teams = []
-        for contender in found:    # one after the other: not all of them take a crowded start well
+        for contender in found:    # one after the other: some time out if all start at once
             teams.append(Team(contender, num_ranks, folder))
             contender.loss = teams[-1].run(WARM_UP_STEPS)[1]
         busy, own, begin = busy_seconds(), own_seconds(teams), time.perf_counter()
@@ -278,7 +278,7 @@ def measure(found: list[Contender], num_ranks: int, rounds: int, steps: int) -> 
 
 
 def speed(first: Contender, second: Contender) -> float:
-    """How many times the tokens/s of the second the first has: the median of the rounds."""
+    """The tokens/s of the first divided by those of the second: the median of the rounds."""
     return statistics.median(b / a for a, b in zip(first.seconds, second.seconds, strict=True))
 
 
@@ -326,7 +326,7 @@ def report(found: list[Contender], options: argparse.Namespace, others: float, a
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("ranks.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="4 rounds of 3 steps")
     parser.add_argument("--nproc", type=int, default=2, help="processes (default: 2)")
@@ -348,7 +348,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Measures and writes; 1 when a contender computes other losses than the rest."""
+    """Measures and writes; returns 1 if a contender's loss differs from the others'."""
     options = parse(argv)
     found = [each for each in contenders() if each.name in options.only]
     others = measure(found, options.nproc, options.rounds, options.steps)

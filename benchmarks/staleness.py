@@ -1,10 +1,10 @@
-"""What stale gradients do to the curve: chapter 01 synchronous, and asynchronous with several bounds.
+"""The effect of stale gradients on the loss curve: chapter 01 synchronous, and asynchronous with several bounds.
 
 bash benchmarks/staleness.sh                    # four processes, bounds 1, 4 and 16; about six minutes on two cores
 bash benchmarks/staleness.sh --nproc 8 --bounds 2,32 --steps 400
 
-Same model, corpus, seed, learning rate and number of server steps; only how old a gradient may be differs. Rank 1 idles in
-each of its steps (--slow-worker-s): workers that are all alike are hardly ever more than one step behind.
+Same model, corpus, seed, learning rate and number of server steps; only the bound of staleness differs. Rank 1 idles in each
+of its steps (--slow-worker-s): equally fast workers are hardly ever more than one step behind.
 Writes a table and a figure below benchmarks/results/.
 """
 
@@ -22,7 +22,7 @@ from facts import bullets, when_and_how
 
 
 def variants(bounds: list[int], slow_worker_s: float, lr: float) -> list[Variant]:
-    """Synchronous first, without and with the slow worker."""
+    """The variants: first synchronous ones, without and with the slow worker, then one for each bound."""
     chapter, rate = "01_parameter_server", ("--lr", str(lr))
     slow = (*rate, "--slow-worker-s", str(slow_worker_s))
     found = [Variant(chapter, "synchronous, no slow worker", rate), Variant(chapter, "synchronous", slow)]
@@ -37,7 +37,7 @@ def last_loss(result: Result) -> float:
 
 
 def steps_per_s(result: Result) -> float:
-    """Mean over the run without its first steps: a median would not see the one step in many that waits."""
+    """Mean over the run without its first steps: a median would hide a step that waits, which is one of many."""
     rows = result.rows[WARM_UP_STEPS:]
     return len(rows) / sum(row["step_s"] for row in rows)
 
@@ -61,7 +61,7 @@ def lines_of(results: dict[str, Result]) -> list[str]:
 
 
 def draw(results: dict[str, Result], path: Path) -> None:
-    """Loss against steps of the server, and against tokens that gradients were made of."""
+    """Loss against steps of the server, and against tokens whose gradients were used."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -86,7 +86,7 @@ def draw(results: dict[str, Result], path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs all of them once and writes the results."""
+    """Runs all variants once and writes the results."""
     parser = parser_of("staleness.sh", __doc__)
     parser.add_argument("--bounds", type=lambda text: [int(b) for b in text.split(",")], default=[1, 4, 16],
                         help="server steps that weights may be behind (default: 1,4,16)")  # fmt: skip

@@ -1,5 +1,5 @@
-// Kernels that move the bytes of an Adam update and do next to nothing with them: the speed that memory allows.
-// Loaded by benchmarks/adam.py, compiled for the machine at hand (-O3 -march=native -fopenmp).
+// Kernels that move the bytes of an Adam update with almost no arithmetic: the speed that memory bandwidth allows.
+// Compiled and loaded by benchmarks/adam.py for this machine (-O3 -march=native -fopenmp).
 
 extern "C" void stream_fp32(long n, float *p, const float *g, float *m, float *v, int threads) {
 #pragma omp parallel for simd num_threads(threads) schedule(static)
@@ -22,7 +22,7 @@ extern "C" void stream_separate(long n, float *p, const short *g, float *m, floa
     }
 }
 
-// The 16-bit copy goes where the gradient was.
+// The 16-bit copy overwrites the gradient.
 extern "C" void stream_shared(long n, float *p, short *g, float *m, float *v, int threads) {
 #pragma omp parallel for simd num_threads(threads) schedule(static)
     for (long i = 0; i < n; i++) {

@@ -4,10 +4,10 @@ bash benchmarks/tokenise_memory.sh                        # 10 MB and 500 MB: ab
 bash benchmarks/tokenise_memory.sh --megabytes 10 100
 bash benchmarks/tokenise_memory.sh --quick                # 1 MB and 4 MB, to see that it runs
 
-The corpora are the shipped one, repeated until they are large enough, each time in another order, in files of about 1 MB.
-Each is tokenised by `python -m gpt2_chinese.tokens` in a process of its own, into an empty cache. The peak is the kernel's
-count for the whole process (VmHWM), interpreter and libraries included; the rate is for all of it, from the checksum of the
-corpus to that of the finished cache.
+The corpora repeat the shipped one until they are large enough, each time in another order, in files of about 1 MB.
+`python -m gpt2_chinese.tokens` tokenises each in a separate process, into an empty cache. The peak is the kernel's count for
+the whole process (VmHWM), interpreter and libraries included. The rate is for the whole run, from the checksum of the corpus
+to the checksum of the finished cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 def make_corpus(folder: Path, megabytes: int) -> int:
-    """Writes at least so many megabytes (10^6 bytes) of array-JSON; returns the bytes."""
+    """Writes at least `megabytes` MB (10^6 bytes) of array-JSON; returns the bytes."""
     files = sorted((ROOT / "data/train").glob("*.json"))
     texts = [text for file in files for text in json.loads(file.read_text(encoding="utf-8"))]
     folder.mkdir()
@@ -91,7 +91,7 @@ def report(results: list[dict[str, float]], argv: list[str]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("tokenise_memory.sh", __doc__)
     parser.add_argument("--megabytes", type=int, nargs=2, default=(10, 500), metavar=("SMALL", "LARGE"),
                         help="sizes of the corpora (default: 10 500)")

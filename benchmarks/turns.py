@@ -1,4 +1,4 @@
-"""Contenders work in turns, in an order that rotates from round to round: whatever else the machine does hits them all."""
+"""Contenders work in turns, in an order that rotates from round to round: other work on the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Contender = TypeVar("Contender")
 
 
 def in_turns(contenders: Sequence[Contender], rounds: int) -> Iterator[Contender]:
-    """Each of them once a round; round k begins with number k, counted around."""
+    """Each contender once a round; round k begins with contender k modulo their number."""
     for number in range(rounds):
         start = number % len(contenders)
         yield from contenders[start:]

@@ -1,12 +1,12 @@
-"""Chapter 06 in bytes: model states of a rank and what it sends in a step, measured, beside the formulas of the ZeRO paper.
+"""Chapter 06 in bytes: a rank's model states and sent bytes in a step, measured and by the formulas of the ZeRO paper.
 
 bash benchmarks/zero.sh                               # stages 0 to 3 and offload at 1, 2 and 4 processes, about two minutes
 bash benchmarks/zero.sh --nproc 2                     # some of it
 
-The work: GPT-2 of 12 layers, 256 wide, vocabulary 21128, length 64, global batch 4. Model states are the tensors that are
-alive when backward has ended; sent is what the kernel counted on rank 0's sockets in a step; the peak is that of the whole
+The work: GPT-2 of 12 layers, 256 wide, vocabulary 21128, length 64, global batch 4. Model states are the tensors alive when
+backward has ended. Sent bytes are those that the kernel counted on rank 0's sockets in a step. The peak is that of the whole
 process in the last step, activations and Python included. Formulas: Rajbhandari et al. 2020, with the padding of the units.
-The second page, zero_pays.md, is computed: what sharding saves at a size of model, and what its buffers cost.
+The second page, zero_pays.md, is computed: what sharding saves for each size of model, and what its buffers cost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES = ("tiny", "small", "medium", "large", "xl")
 
 
 def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, queue: Any) -> None:
-    """One rank of one case: trains some steps and answers with its books."""
+    """One rank of one case: trains some steps, and puts its measured bytes and seconds into the queue."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -93,13 +93,13 @@ def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, que
 
 
 def forget_peak() -> None:
-    """Begins anew to note the most memory that this process has held, where the kernel lets it."""
+    """Resets the kernel's count of this process's peak memory, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak() -> int:
-    """Most memory of this process since `forget_peak`, in bytes; 0 where /proc does not say."""
+    """Peak memory of this process since `forget_peak`, in bytes; 0 if /proc does not have it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -108,7 +108,7 @@ def peak() -> int:
 
 
 def measure(num_ranks: int, case: tuple[int, str, str], folder: str) -> dict[str, Any]:
-    """Rank 0's books of a case; its peak is the largest of all ranks."""
+    """Rank 0's numbers of a case; the peak is the largest of all ranks."""
     context = multiprocessing.get_context("forkserver")
     queue = context.Queue()
     processes = [context.Process(target=work, args=(rank, num_ranks, case, folder, queue)) for rank in range(num_ranks)]
@@ -125,12 +125,12 @@ def mib(num_bytes: float) -> str:
 
 
 def facts(argv: list[str], work_done: str) -> list[str]:
-    """How the numbers came about."""
+    """The work, versions, date and command, as Markdown."""
     return [*bullets([("work", work_done), ("versions", versions()), *when_and_how("zero.sh", argv)]), ""]
 
 
 def page(found: list[tuple[int, tuple[int, str, str], dict[str, Any]]], argv: list[str]) -> str:
-    """What was measured, in Markdown."""
+    """The measured page, in Markdown."""
     done = (f"GPT-2 of {MODEL['n_layer']} layers, {MODEL['n_embd']} wide, vocabulary {MODEL['vocab_size']}, "
             f"{found[0][2]['numel']:,} parameters, length {LENGTH}, global batch {BATCH}, {num_cores()} cores")  # fmt: skip
     lines = ["# ZeRO in bytes", "", *facts(argv, done), "All in MiB, of rank 0; the peak is the largest of all ranks.", "",
@@ -145,10 +145,10 @@ def page(found: list[tuple[int, tuple[int, str, str], dict[str, Any]]], argv: li
 
 
 def buffers(numels: list[int], stage: int, num_bytes: int) -> int:
-    """Bytes that stages 2 and 3 hold for a while and stage 0 does not need: its gradients and parameters are whole anyway.
+    """Bytes that stages 2 and 3 hold temporarily. Stage 0 does not need them: its gradients and parameters are whole.
 
-    In backward two reductions are under way, each with the flat gradients and the pieces that come in; at stage 3 what lies
-    in no block and two blocks are whole. Gradients of what lies in no block are whole until the end.
+    In backward two reductions are under way, each with the flat gradients and the received pieces. Gradients of parameters
+    outside of blocks are whole until the end. At stage 3 these parameters and two blocks are whole, too.
     """
     outside, block = numels[0], max(numels[1:])
     reducing = 2 * (outside + block) + outside
@@ -171,7 +171,7 @@ def numels_of(size: str) -> list[int]:
 
 
 def pays(argv: list[str]) -> str:
-    """What sharding saves at each size of model and what it costs, computed, in Markdown."""
+    """The computed page, in Markdown: what sharding saves for each size of model, and what its buffers cost."""
     from zero_ledger import state_formula
 
     done = f"computed: presets of GPT-2, vocabulary {MODEL['vocab_size']}, 16 bit, 4 processes, activations left out"
@@ -190,7 +190,7 @@ def pays(argv: list[str]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("zero.sh", __doc__)
     parser.add_argument("--nproc", default="1,2,4", help="numbers of processes, with commas (default: 1,2,4)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
@@ -205,7 +205,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Measures and writes; 1 when a measured number is not the formula's."""
+    """Measures and writes; returns 1 if measured model states differ from the formula."""
     options = parse(argv)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
     forkserver.ensure_running()

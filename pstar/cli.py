@@ -1,4 +1,4 @@
-"""The command `pstar`: what the engine can be asked without training."""
+"""The command `pstar`: configuration keys, memory plans and profiles, without training."""
 
 import argparse
 import sys
@@ -11,15 +11,15 @@ from pstar.profile import trace_command
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, without the usage above it."""
+    """argparse with errors of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message.removeprefix('argument ')} (--help lists all flags)\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`pstar config` prints every key with its default; `pstar config FILE` checks a file; `pstar plan` answers whether a
-    model fits on a machine (exit status 1 where not). Exit status 2 for bad input."""
+    """`pstar config` prints every key with its default; `pstar config FILE` checks a file; `pstar plan` predicts whether a
+    model fits on a machine (exit status 1 if not); `pstar trace` draws profiles. Exit status 2 for bad input."""
     parser = _Parser(prog="pstar", description="PatrickStar: chunk-based training of large models")
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="print the configuration keys, or check a configuration file")

@@ -1,4 +1,4 @@
-"""The configuration: DeepSpeed's JSON keys, and the engine's own for memory. Checked whole before anything is built."""
+"""The configuration: DeepSpeed's JSON keys, and the engine's keys for memory. Checked before the model is built."""
 
 import difflib
 import json
@@ -87,9 +87,9 @@ class Config:
     gradient_accumulation_steps: int = 1
     """Backward passes per optimizer step; the gradients are averaged over them, and reduced once."""
     find_unused_parameters: bool = False
-    """torch DDP's name. true: gradients wait until backward is over and are reduced in a fixed order: a parameter may then
-    get one on some ranks only, or two in one backward (reentrant checkpointing). They all wait in memory; the gathers must
-    still agree, as they do where near holds all parameters."""
+    """torch DDP's name. true: all gradients are reduced after backward, in a fixed order. A parameter may then get a
+    gradient on some ranks only, or two in one backward (reentrant checkpointing). All gradients wait in memory. The ranks
+    must still make the same gathers, as they do if near holds all parameters."""
     default_chunk_size: int | str = "auto"
     """Elements of a chunk, or auto: searched for the least padding within the near budget. Never more than the model has."""
     ownership: str = "whole"
@@ -107,34 +107,34 @@ class Config:
     far_budget: int | str = "auto"
     """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
     near_memory: int | str = "auto"
-    """Bytes of the accelerator for chunks and activations together, 12GiB for example. The first step measures at each
-    moment what is no chunk; from then on chunks have what is left, near_budget at most. auto: near_budget alone counts."""
+    """Bytes of the accelerator for chunks and activations together, 12GiB for example. The first step measures the bytes of
+    activations at each moment; from then on chunks get the rest, at most near_budget. auto: near_budget alone counts."""
     disk_path: str | None = None
-    """A folder on a local disk for what does not fit into the far budget: optimizer states first, then parameters."""
+    """A folder on a local disk for model data that exceed the far budget: optimizer states first, then parameters."""
     disk_budget: int | str = "auto"
-    """Bytes of that disk: 100GiB, or auto (what is free there)."""
+    """Bytes of that disk: 100GiB, or auto (all that is free)."""
     near_states: str = "margin"
-    """Whose optimizer states live near. margin: those of as many groups as fit beside all parameters and gradients
-    (PatrickStar). fill: as many as fit beside what a few modules need; the other groups' parameters travel in backward too,
-    against their gradients: faster where a step waits for the link."""
+    """Groups whose optimizer states are in near. margin: as many as fit in addition to all parameters and gradients
+    (PatrickStar). fill: as many as fit in addition to what a few modules need; parameters of other groups are then copied in
+    backward too, in the opposite direction to their gradients: faster if a step waits for the link."""
     far_states: str = "auto"
-    """Where groups whose states lie far are updated. host: there, by the CPU. stream: near; their states come and go. auto:
-    the faster one, by speeds that are measured at the start; without a GPU, and with a disk_path, it is host."""
+    """Where groups with states in far are updated. host: in far, by the CPU. stream: in near; their states are copied there
+    and back. auto: the faster one, by speeds that are measured at the start; host without a GPU and with a disk_path."""
     offload_activations: bool = False
-    """Tensors that backward needs wait in host memory, as far as it has room beside the chunks, and are copied back."""
+    """Copy tensors that backward needs to host memory, if chunks leave room there, and back for backward."""
     overlap_update: bool = False
-    """Update groups whose states lie far while the next forward runs: in its order, each waited for before its use."""
+    """Update groups with states in far during the next forward, in its order; each group is waited for before its use."""
     eviction_policy: str = "next_use"
-    """next_use (Belady on the traced step, weighed with the bytes that move), lru or fifo."""
+    """next_use (Belady on the traced step, weighted with the bytes that move), lru or fifo."""
     profile: str | None = None
     """A file to write a profile of the first steps to, one for each rank; `pstar trace` draws it."""
     simulated_link: float = 0.0
     """Bytes a second: copies between near and far take at least as long as a link of this speed would. For experiments; 0 is
     off."""
     release_after_init: bool = False
-    """PatrickStar's key, accepted without effect: the start is lazy, no process ever makes chunks that it does not own."""
+    """PatrickStar's key, accepted without effect: the start is lazy, and no process makes chunks that it does not own."""
     use_cpu_embedding: bool = False
-    """nn.Embedding modules look up, and are updated, in host memory: rows cross the link, not tables. Tied ones do not."""
+    """Look up and update nn.Embedding modules in host memory: rows cross the link, not tables. Except tied embeddings."""
     client: ClientConfig = field(default_factory=ClientConfig)
     """PatrickStar's section of the chunk manager."""
 
@@ -178,7 +178,7 @@ class Config:
 
     @property
     def precision(self) -> str:
-        """What the model computes in: fp32, bf16 or fp16."""
+        """The dtype in which the model computes: fp32, bf16 or fp16."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     def _check_fp16(self) -> None:
@@ -200,7 +200,7 @@ class Config:
 def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config:
     """A checked Config from a dict, a JSON file, or None (all defaults).
 
-    Raises ConfigError for an unreadable file, an unknown key (naming the nearest known one) and a value of a wrong type.
+    Raises ConfigError for an unreadable file, an unknown key (naming the most similar one) and a value of a wrong type.
     """
     if isinstance(source, Config):
         return source
@@ -218,7 +218,7 @@ def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config
         raise ConfigError(f"{where}: expected a JSON object, found {type(source).__name__}")
     try:
         config = _build(Config, source or {}, where, "")
-    except ConfigError as error:  # what a dataclass says of its own values does not know the file
+    except ConfigError as error:  # errors from __post_init__ do not name the file
         raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
     config.given = frozenset(_dotted(source or {}))
     return config
@@ -251,8 +251,8 @@ def _build(cls: type, values: dict[str, Any], where: str, prefix: str) -> Any:
     arguments = {}
     for key, value in values.items():
         if key not in types:
-            near = difflib.get_close_matches(key, types, n=1, cutoff=0.4)
-            hint = f"; did you mean '{prefix}{near[0]}'?" if near else f"; known keys: {', '.join(types)}"
+            similar = difflib.get_close_matches(key, types, n=1, cutoff=0.4)
+            hint = f"; did you mean '{prefix}{similar[0]}'?" if similar else f"; known keys: {', '.join(types)}"
             raise ConfigError(f"{where}: unknown key {_short(prefix + key)}{hint}")
         arguments[key] = _convert(types[key], value, where, prefix + key)
     return cls(**arguments)
@@ -281,7 +281,7 @@ def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    """As Python writes it, cut to a length that a line has room for."""
+    """The value's repr, cut to 80 characters."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or too many digits
@@ -294,7 +294,7 @@ def _is_number(value: Any) -> bool:
 
 
 def sentences(cls: type) -> dict[str, str]:
-    """Field -> the sentence under it, of a dataclass of this file."""
+    """{field: the sentence under it} of a dataclass of this file."""
     import ast
     import inspect
     import textwrap

@@ -1,4 +1,4 @@
-"""initialize_engine: a model and a configuration become an engine and its optimizer."""
+"""initialize_engine: makes an engine and its optimizer from a model and a configuration."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,12 +42,12 @@ HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
 
 class Engine(torch.nn.Module):
-    """A module whose model data live in chunks. Called like the module; made by initialize_engine.
+    """A module whose model data are in chunks. Called like the module; made by initialize_engine.
 
     Attributes:
-        module: the model. Its parameters have memory only while they are in use.
-        layout, ledger, near, far: what lies where, and what was moved (see memory_table).
-        far_states: host or stream; where the configuration says auto, what was chosen.
+        module: the model. Its parameters are placeholders without memory while their chunk is not in near.
+        layout, ledger, near, far: places in chunks, moved bytes, and the tiers (see memory_table).
+        far_states: host or stream; if the configuration says auto, the chosen one.
     """
 
     def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device):
@@ -77,7 +77,7 @@ class Engine(torch.nn.Module):
         self._first_not_finite = FirstNotFinite(module)
 
     def _take_over(self, param_groups: list[dict], recipe: Recipe | None) -> ChunkedAdam:
-        """Fills the chunks with the initial weights and installs the hooks: the module has no memory of its own any more."""
+        """Makes the optimizer, fills the chunks with the initial weights, and installs the hooks."""
         settings = self.config.optimizer
         defaults = {key: value for key, value in vars(settings.params).items() if key in HYPER_PARAMETERS}
         self._optimizer = ChunkedAdam(
@@ -99,12 +99,12 @@ class Engine(torch.nn.Module):
             if any(id(param) in in_chunks for param in child.parameters()):
                 child.register_state_dict_pre_hook(_refuse_state_dict)
                 child.register_load_state_dict_pre_hook(_refuse_state_dict)
-                child.__reduce_ex__ = _refuse_copy    # copy and pickle ask the object, not its class
+                child.__reduce_ex__ = _refuse_copy    # copy and pickle look it up on the object
         self.ledger.reset()
         return self._optimizer
 
     def _materialise(self, recipe: Recipe) -> None:
-        """Lazy start: each parameter is made, this rank's part of it goes into its chunk, and it is forgotten."""
+        """Lazy start: makes each parameter, writes this rank's part into its chunk, and frees the parameter."""
         wanted: dict[int, list[tuple[str, torch.Tensor]]] = {}
         kept = [*self._outside.params.values(), *self.module.buffers()]
         for name, tensor in [*self._chunks.params.items(), *(("", tensor) for tensor in kept)]:
@@ -120,15 +120,15 @@ class Engine(torch.nn.Module):
                 if isinstance(tensor, torch.nn.Parameter):
                     made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)
-                torch.utils.swap_tensors(tensor, made)    # the same object, wherever it is referenced
+                torch.utils.swap_tensors(tensor, made)    # keeps the object: the model may refer to it elsewhere
 
         recipe.replay(wanted, take)
-        for name, param in self._chunks.params.items():    # real ones, which model_func took from elsewhere
+        for name, param in self._chunks.params.items():    # real parameters, which model_func did not make itself
             if param.numel() and all(name != other for tensors in wanted.values() for other, _ in tensors):
                 write(self._optimizer, PARAM, name, param.data)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. With gradients it is part of a training step; without, it leaves the schedule alone."""
+        """The module's forward. With gradients and in train mode it is part of a training step, else not in the trace."""
         training = torch.is_grad_enabled() and self.training
         if self._plan.stays_near:
             self._chunks.bind_all()
@@ -141,7 +141,7 @@ class Engine(torch.nn.Module):
             return self.module(*args, **kwargs)
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A micro-step begins, and with the first of them a step."""
+        """Begins a micro-step, and with the first one a step."""
         shapes = self._signature(args, kwargs)
         if not self.schedule.in_step:
             self.schedule.begin_step(shapes)
@@ -153,10 +153,10 @@ class Engine(torch.nn.Module):
             self._watch.start()
 
     def _signature(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What makes a step another one: the shapes of its inputs, on several ranks those of all of them.
+        """The key of the step's trace: the shapes of its inputs, with several ranks the shapes of all of them.
 
-        Ranks whose batches have other lengths must not record, or evict, each for itself: they would gather other chunks. So
-        they tell each other, or, where room does not depend on lengths, shapes are left out.
+        Ranks whose batches differ in length must record and evict the same way, or they would gather different chunks. So
+        they exchange their shapes; if room does not depend on lengths, shapes are left out (None).
         """
         collectives = self._chunks.collectives
         if collectives.num_ranks > 1 and self._plan.near_memory is None:
@@ -170,15 +170,15 @@ class Engine(torch.nn.Module):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Says of an error for want of near memory what to do about it."""
+        """Ends the step after an error inside; turns torch's out-of-memory error into a BudgetError that says what to do."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             self._stop_watching()
             self._hooks.abandon()
-            raise BudgetError(f"{self.device}: out of memory beside {format_bytes(self.near.used_bytes)} of chunks: give a "
-                              "smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing or "
-                              f"offload_activations ({str(error).splitlines()[0]})") from error
+            raise BudgetError(f"{self.device}: out of memory with {format_bytes(self.near.used_bytes)} of chunks in near: "
+                              "give a smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing "
+                              f"or offload_activations ({str(error).splitlines()[0]})") from error
         except BaseException:
             self._stop_watching()
             self._hooks.abandon()
@@ -187,7 +187,7 @@ class Engine(torch.nn.Module):
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks.
 
-        In fp16 they are those of the loss times the loss scale, until the optimizer divides them by it.
+        In fp16 they are multiplied by the loss scale, until the optimizer divides them by it.
         """
         if not self.schedule.in_step:
             raise StateError("model.backward(loss) without a training forward before it: call model(...) in train mode")
@@ -214,26 +214,26 @@ class Engine(torch.nn.Module):
         return gather_state(self._optimizer)
 
     def load_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor] | None = None) -> None:
-        """Puts gathered tensors back, at any number of ranks and with any chunk size."""
+        """Loads gathered tensors, with any number of ranks and any chunk size."""
         load_state(self._optimizer, weights, moments)
 
     def save_checkpoint(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Writes the folder `path`, complete or not at all; every rank calls it and writes its own part (sharded.py).
+        """Writes the folder `path`, complete or not at all; every rank calls it and writes its part (sharded.py).
 
-        extra: JSON content that load_checkpoint gives back: where the data are, scheduler.state_dict().
+        extra: JSON content that load_checkpoint returns: the position in the data, scheduler.state_dict().
         Raises CheckpointError on all ranks.
         """
         save_sharded(self._optimizer, Path(path), extra or {}, dict(self._persistent_buffers()))
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Goes on from a checkpoint of any number of ranks, chunk size, ownership and precision; returns its `extra`.
+        """Resumes from a checkpoint of any number of ranks, chunk size, ownership and precision; returns its `extra`.
 
         Raises CheckpointError.
         """
         return load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()))
 
     def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that a state_dict of the module has: running statistics, for example."""
+        """The buffers that are in a state_dict of the module: running statistics, for example."""
         for name, child in self.module.named_modules():
             for key, buffer in child.named_buffers(name, recurse=False):
                 if key.rpartition(".")[2] not in child._non_persistent_buffers_set:
@@ -244,10 +244,10 @@ class Engine(torch.nn.Module):
         export_weights(self._optimizer, Path(path))
 
     def import_weights(self, path: str | Path) -> None:
-        """Takes the weights of a safetensors file; every rank calls it. The moments stay. Raises CheckpointError."""
+        """Loads the weights of a safetensors file; every rank calls it. The moments stay. Raises CheckpointError."""
         import_weights(self._optimizer, Path(path))
 
-    # ---------------------------------------------------------------- what it did
+    # ---------------------------------------------------------------- reports
 
     @property
     def config(self) -> Config:
@@ -259,7 +259,7 @@ class Engine(torch.nn.Module):
 
     @property
     def costs(self) -> Costs:
-        """Bytes of each kind of model data, a parameter."""
+        """Bytes a parameter of each kind of model data."""
         return self._plan.costs
 
     @property
@@ -280,11 +280,11 @@ class Engine(torch.nn.Module):
 
     @property
     def model_data_bytes(self) -> int:
-        """Bytes of model data that exist on this rank now, each counted once, padding included."""
+        """Bytes of model data on this rank now, each block counted once, padding included."""
         return self._residency.model_bytes()
 
     def memory_plan(self) -> list[tuple[str, str]]:
-        """(name, value) rows for people: the chunks and the budgets, as they are before the first step."""
+        """(name, value) rows of text: the chunks and the budgets, as they are before the first step."""
         layout, budgets = self.layout, []
         for tier in (self.near, self.far):
             bound = "no bound" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)
@@ -307,21 +307,21 @@ class Engine(torch.nn.Module):
         ]
 
     def memory_table(self) -> list[tuple[str, str]]:
-        """(name, value) rows for people: what the tiers held at most, and what the last step moved, on this rank."""
-        near_homes = sum(tier == NEAR for tier in self._chunks.tiers.states_tier)
+        """(name, value) rows of text: this rank's peaks of the tiers, and the bytes that the last step moved."""
+        num_near = sum(tier == NEAR for tier in self._chunks.tiers.states_tier)
         rows = self.memory_plan()
         for tier in filter(None, (self.near, self.far, self.disk)):
             rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
-        rows.append(("Adam", f"{near_homes} groups updated near, {len(self.layout.groups) - near_homes} far"))
+        rows.append(("Adam", f"{num_near} groups updated near, {len(self.layout.groups) - num_near} far"))
         rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES
                  if self.disk is not None or DISK not in kind]
         return rows
 
     def step_scalars(self) -> dict[str, float]:
-        """Numbers of the last step for a metrics log, of this rank: bytes, and seconds in which it did nothing but wait,
-        for other ranks (wait_s) and for copies between tiers (copy_wait_s).
+        """This rank's numbers of the last step for a metrics log: bytes, and seconds in which it only waited, for other
+        ranks (wait_s) and for copies between tiers (copy_wait_s).
 
-        In fp16 the loss scale of the NEXT step as well, and the steps skipped so far.
+        In fp16 also the loss scale of the NEXT step, and the number of steps skipped so far.
         """
         moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in MOVES}
         scaling = {"loss_scale": self._optimizer.loss_scale, "skipped_steps": self._optimizer.skipped_steps}
@@ -332,7 +332,7 @@ class Engine(torch.nn.Module):
 
 
 def _start_profile(plan: Plan, collectives: Collectives, device: torch.device) -> tuple[Profile | None, Path | None]:
-    """(the recording that the configuration asks for, the file of this rank); two Nones where it asks for none."""
+    """(the configured profile, this rank's file); (None, None) if the configuration has none."""
     if plan.config.profile is None:
         return None, None
     path, rank = Path(plan.config.profile), collectives.rank
@@ -345,7 +345,7 @@ def _start_profile(plan: Plan, collectives: Collectives, device: torch.device) -
 
 
 def _refuse_state_dict(*_: Any) -> None:
-    """A file of placeholders would look like a model until somebody loads it."""
+    """Raises StateError: a file of placeholders would look like a model until it is loaded."""
     raise StateError("parameters in chunks have no state_dict, it would be without bytes: use model.save_checkpoint and "
                      "load_checkpoint for a run, export_weights and import_weights for a file, gather_state and load_state "
                      "for tensors")
@@ -357,7 +357,7 @@ def _refuse_copy(protocol: Any) -> Any:
 
 
 def make_scaler(config: Config) -> LossScaler:
-    """The loss scale that a configuration asks for; outside fp16 it is 1 and stays 1."""
+    """The configured loss scale; without fp16 it is 1 and stays 1."""
     fp16 = config.fp16
     if not fp16.enabled:
         return LossScaler()
@@ -380,11 +380,11 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         local_rank: number of this process on its machine, and of its GPU.
         config: a dict, a JSON file, a Config, or None for all defaults.
         param_groups: from the module to parameter groups as torch.optim takes them; default: one group of all.
-        group: process group; default: the default group where torch.distributed is initialised, else one process.
-        device: of near; default: this process's GPU where there is one, else host memory.
+        group: process group; default: the default group if torch.distributed is initialised, else one process.
+        device: near's device; default: this process's GPU if there is one, else host memory.
 
     Raises:
-        ConfigError: the configuration cannot be run. BudgetError: the budget cannot hold one module's working set.
+        ConfigError: the configuration cannot be run. BudgetError: a budget cannot hold what must be in it at once.
     """
     config = load_config(config)
     if isinstance(model_func, torch.nn.Module) or not callable(model_func):
@@ -407,6 +407,6 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     engine = Engine(module, plan, collectives, device)
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
     optimizer = engine._take_over(groups, recipe)
-    if device.type == "cpu" and not config.offload_activations:    # who offloads wants the memory more than the time
+    if device.type == "cpu" and not config.offload_activations:    # with offloading, memory matters more than time
         keep_freed_memory()
     return engine, optimizer

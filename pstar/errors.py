@@ -1,4 +1,4 @@
-"""What the engine raises. Every message is one line that names the object at fault and what to do."""
+"""The engine's errors. Every message is one line that names the object at fault and says what to do."""
 
 
 class PstarError(Exception):
@@ -17,11 +17,11 @@ class BudgetError(PstarError, MemoryError):
 
 
 class StateError(PstarError, RuntimeError):
-    """An illegal transition: a bug in the engine, calls in a wrong order, or a parameter that is read between steps."""
+    """An illegal change of state: a bug in the engine, calls in a wrong order, or a parameter that is read between steps."""
 
 
 class ArgumentError(PstarError, ValueError):
-    """Tensors or numbers that a kernel cannot take; the message begins with the argument's name."""
+    """Bad arguments: tensors or numbers that a kernel cannot take; the message begins with the argument's name."""
 
 
 class CheckpointError(PstarError, OSError):
@@ -29,7 +29,7 @@ class CheckpointError(PstarError, OSError):
 
 
 class ProfileError(PstarError, ValueError):
-    """A profile that cannot be read, is damaged, lacks the steps that were asked for, or cannot be written or drawn."""
+    """A profile that cannot be read, is damaged, lacks the requested steps, or cannot be written or drawn."""
 
 
 class DiskError(PstarError, OSError):

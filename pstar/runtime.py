@@ -1,4 +1,4 @@
-"""PatrickStar's published entry: `from pstar.runtime import initialize_engine` works as `from patrickstar.runtime` did."""
+"""PatrickStar's published import: `from pstar.runtime import initialize_engine`, as `from patrickstar.runtime import`."""
 
 from pstar.engine import initialize_engine
 

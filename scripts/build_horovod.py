@@ -1,8 +1,8 @@
 """Builds Horovod 0.28.1 from its source distribution against the torch of the running interpreter, and installs it.
 
-Nobody publishes binaries of Horovod: it is compiled where it is used, against one torch and one Python. Its last release
-is of 2023 and asks CMake for C++14, while torch's headers have wanted C++17 since 2.1: changed in the unpacked source.
-The wheel is kept in the user's cache folder, so it is compiled once. What cannot be mended ends with one line and status 2.
+There are no published binaries of Horovod: each machine compiles it, against one torch and one Python. Its last release, of
+2023, sets C++14, but torch's headers need C++17 since 2.1: this script changes that in the unpacked source. The wheel is
+kept in the user's cache folder, so it is compiled once. Errors end with one line and status 2.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ BYTES_PER_COMPILER = 2 * 2**30
 
 
 class BuildError(Exception):
-    """One line for the user: what is wrong and what to do."""
+    """An error whose message is one line: what is wrong and what to do."""
 
 
 def main() -> None:
-    """Leaves Horovod installed in the environment of the running interpreter, or exits with status 2."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the compilers are ended too
+    """Installs Horovod in the environment of the running interpreter, or exits with status 2."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the compilers are ended too
     try:
         local = local_version()
         found = installed_version("horovod")
@@ -75,7 +75,7 @@ def main() -> None:
         sys.exit(130)
 
 
-# -- what is there ------------------------------------------------------------------------------------------------------
+# -- versions and tools -------------------------------------------------------------------------------------------------
 
 
 def torch_version() -> tuple[str, bool]:
@@ -89,7 +89,7 @@ def torch_version() -> tuple[str, bool]:
 
 
 def local_version() -> str:
-    """What the wheel is built against, as the local part of its version: torch2.13.0.cpu.gloo."""
+    """The local part of the wheel's version, which names torch and the operations: torch2.13.0.cpu.gloo."""
     version, cuda = torch_version()
     operations = ["gloo"]
     if shutil.which("mpicxx"):
@@ -100,7 +100,7 @@ def local_version() -> str:
 
 
 def nccl_home() -> Path | None:
-    """The folder with NCCL's include/ and lib/: HOROVOD_NCCL_HOME, the package that torch brings, or the system's."""
+    """The folder with NCCL's include/ and lib/: HOROVOD_NCCL_HOME, the package that torch depends on, or the system's."""
     given = os.environ.get("HOROVOD_NCCL_HOME")
     packaged = [Path(place, "nvidia", "nccl") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}]
     for home in [*([Path(given)] if given else []), *packaged, Path("/usr"), Path("/usr/local")]:
@@ -118,13 +118,13 @@ def installed_version(name: str) -> str | None:
 
 
 def requirements(missing: bool = False) -> list[str]:
-    """The extra `horovod` of pyproject.toml: what building and running it needs; only what is missing, if asked."""
+    """The extra `horovod` of pyproject.toml, which building and running need. missing: only those not installed."""
     extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["horovod"]
     return [r for r in extra if not missing or installed_version(re.match(r"[\w.-]+", r).group()) is None]
 
 
 def cache_folder() -> Path:
-    """Where wheels and the source distribution are kept."""
+    """The folder of the wheels and the source distribution."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_chinese" / "horovod"
 
 
@@ -141,7 +141,7 @@ def wheel_folder(local: str) -> Path:
 
 
 def check_tools() -> None:
-    """Raises BuildError when something is missing that pip cannot bring."""
+    """Raises BuildError if a tool is missing that pip cannot install."""
     compiler = os.environ.get("CXX") or next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
     lacks = []
     if not compiler or not shutil.which(compiler.split()[0]):
@@ -170,7 +170,7 @@ def run_pip(*arguments: str, cwd: Path = REPO) -> str:
 
 
 def install_requirements() -> None:
-    """Installs what is missing of the extra `horovod`, in the pinned versions."""
+    """Installs the missing packages of the extra `horovod`, in the pinned versions."""
     if lacking := requirements(missing=True):
         say(f"horovod: installing {', '.join(lacking)}")
         run_pip("install", "-c", "constraints.txt", *lacking)
@@ -192,7 +192,7 @@ def why_it_failed(what: str, output: str) -> str:
 
 
 def only_one_at_a_time() -> contextlib.AbstractContextManager[None]:
-    """The second of two starts finds the wheel made."""
+    """A lock: the second of two starts waits, and then finds the wheel."""
     return locked(
         cache_folder() / "lock",
         "horovod: another start is building it; waiting",
@@ -219,21 +219,21 @@ def build(local: str) -> Path:
             raise BuildError(f"{why_it_failed('the build of Horovod', text)} (log: {log})")
         wheel = next(made.glob("*.whl"))
         target.mkdir(parents=True, exist_ok=True)
-        beside = target / f"{wheel.name}.tmp{os.getpid()}"  # never half a wheel under its name
-        shutil.copyfile(wheel, beside)
-        os.replace(beside, target / wheel.name)
+        temporary = target / f"{wheel.name}.tmp{os.getpid()}"  # no incomplete wheel gets the final name
+        shutil.copyfile(wheel, temporary)
+        os.replace(temporary, target / wheel.name)
     return target / wheel.name
 
 
 def fetch() -> Path:
-    """The source distribution, from the cache or from the package index, its checksum held."""
+    """The source distribution, from the cache or from the package index; checks its checksum."""
     kept = cache_folder() / SDIST
     if not kept.exists():
         say(f"horovod: fetching {SDIST} from the package index")
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as beside:
-            run_pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", beside,
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as temporary:
+            run_pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", temporary,
                     f"horovod=={VERSION}")  # fmt: skip
-            os.replace(Path(beside, SDIST), kept)
+            os.replace(Path(temporary, SDIST), kept)
     if hashlib.sha256(kept.read_bytes()).hexdigest() != SDIST_SHA256:
         kept.unlink()
         raise BuildError(f"{SDIST} is not the file that was released (its checksum differs): removed, start again")
@@ -241,8 +241,8 @@ def fetch() -> Path:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpacks the source distribution below `folder` and returns its top."""
-    # Python 3.11.2, which is Debian's, has no filters; the checksum has said already that this is the released archive
+    """Unpacks the source distribution below `folder` and returns its top folder."""
+    # Python 3.11.2 (Debian) has no filters; the checksum has shown that this is the released archive
     safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, **safe)
@@ -250,7 +250,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 
 def patch(source: Path) -> None:
-    """Makes the changes of PATCHES; each must find its text, for a change that does nothing would show much later."""
+    """Makes the changes of PATCHES. Raises BuildError if a text is not found: else the error would come much later."""
     for name, old, new in PATCHES:
         text = (source / name).read_text()
         if old not in text:
@@ -259,14 +259,14 @@ def patch(source: Path) -> None:
 
 
 def num_compilers() -> int:
-    """As many at a time as there are cores and memory for."""
+    """The number of parallel compilers that cores and memory allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(cores, memory // BYTES_PER_COMPILER))
 
 
 def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
-    """What Horovod's setup.py reads."""
+    """The environment variables that Horovod's setup.py reads."""
     operations = local.split(".")
     chosen = {
         "HOROVOD_WITH_PYTORCH": "1",
@@ -276,7 +276,7 @@ def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
         "HOROVOD_WITH_MPI" if "mpi" in operations else "HOROVOD_WITHOUT_MPI": "1",
         "HOROVOD_LOCAL_VERSION": local,
         "HOROVOD_CMAKE": str(Path(sys.executable).with_name("cmake")),
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the old projects that Horovod carries along
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the old projects that Horovod contains
         "MAKEFLAGS": jobs,
     }
     if "nccl" in operations:
@@ -285,7 +285,7 @@ def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
 
 
 def linkable_nccl(scratch: Path) -> Path:
-    """NCCL's folder, with the name libnccl.so that linkers look for: the package that torch brings has libnccl.so.2."""
+    """NCCL's folder with libnccl.so, the name that linkers need: the package that torch depends on has libnccl.so.2."""
     home = nccl_home()
     if not (home / "lib" / "libnccl.so.2").exists() or (home / "lib" / "libnccl.so").exists():
         return home
@@ -297,7 +297,7 @@ def linkable_nccl(scratch: Path) -> Path:
 
 
 def doing_now(text: str) -> str:
-    """What the build's log says it is at: cmake's percents."""
+    """The build's progress from its log: cmake's percents."""
     percents = re.findall(r"\[ *(\d+)%\] *(\w+.*)", text)
     percent, doing = percents[-1] if percents else ("0", "configuring")
     return f"{percent:>3} %  {doing}"

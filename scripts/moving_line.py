@@ -1,4 +1,4 @@
-"""A long command with its output in a log and one line for the user: it moves on a terminal, else it comes now and then."""
+"""Runs a long command with its output in a log. A terminal shows one updated line; else a line is printed at times."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECONDS_BETWEEN_LINES = 20  # where there is no terminal
+SECONDS_BETWEEN_LINES = 20  # without a terminal
 
 
 def say(line: str) -> None:
-    """Talks to the user; stdout is for answers."""
+    """Prints a line for the user to stderr; stdout is for the program's answer."""
     print(line, file=sys.stderr, flush=True)
 
 
 def run_with_progress(command: list[Any], log: Path, name: str, doing: Callable[[str], str], **popen: Any) -> int:
-    """Runs the command; returns its exit status. What ends this process (Ctrl-C) ends it too, with all that it started.
+    """Runs the command; returns its exit status. If Ctrl-C ends this process, the command and its children end too.
 
     Args:
-        command, popen: of subprocess.Popen.
-        log: takes its stdout and stderr.
-        name: begins the line.
-        doing: from the log's text to what the line says after the seconds.
+        command, popen: arguments of subprocess.Popen.
+        log: the file for its stdout and stderr.
+        name: the first word of the line.
+        doing: from the log's text to the text of the line after the seconds.
     """
     begin = next_line = time.monotonic()
     terminal = sys.stderr.isatty()

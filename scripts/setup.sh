@@ -1,17 +1,17 @@
 # Sourced by every train.sh, generate.sh and tests/run.sh; defines and exports REPO and PYTHON:
 #
-#     source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"             # what training needs
-#     source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" dev,docs       # and what tests and pages need
+#     source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"             # packages for training
+#     source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" dev,docs       # and for tests and pages
 #
-# The active environment is used when it holds torch and this checkout's packages; otherwise $REPO/.venv is made, once.
+# The active environment is used if it has torch and this checkout's packages; otherwise $REPO/.venv is made, once.
 # To choose the interpreter that .venv is made from: PYTHON=python3.12 bash chapters/…/train.sh
-# The work is done by setup_environment.py; here only a Python that can run it is looked for.
+# setup_environment.py does the work; this file only finds a Python that can run it.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 _setup() {
     local extras="" candidate found=""
-    # Without arguments of its own a sourced file sees those of its caller, so anything but a known name is not for us.
+    # A file sourced without arguments gets its caller's, so only known names are taken as extras.
     case "${1-}" in dev | docs | horovod | dev,docs | docs,dev | dev,docs,horovod) extras="$1" ;; esac
     for candidate in ${PYTHON:+"$PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11 \
         "$REPO/.venv/bin/python"; do
@@ -27,7 +27,7 @@ _setup() {
     PYTHON="$("$found" "$REPO/scripts/setup_environment.py" --extras "$extras" </dev/null)" || return 2
 }
 
-# The caller may run with or without `set -e`: leave it here. An interactive shell that sources this file is not ended.
+# On failure exit here, whether the caller uses `set -e` or not; an interactive shell that sources this file is not ended.
 if ! _setup "$@"; then
     unset -f _setup
     case $- in *i*) return 2 ;; *) exit 2 ;; esac

@@ -1,9 +1,9 @@
-"""Adam on a GPU: the bits of the CPU kernel, the speed against a device copy and torch's fused AdamW.
+"""Adam on a GPU: equal bits with the CPU kernel, and speed against a device copy and torch's fused AdamW.
 
     python benchmarks/gpu/adam.py
 
 Writes benchmarks/results/gpu_adam.md. Goals: 0.90 of the bandwidth of a device copy, and not slower than fused AdamW.
-Every contender is timed once a round in rotated order; medians of the rounds' ratios.
+Every contender is timed once a round, in an order that rotates; ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
 def contenders(numel: int, num_chunks: int) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Name to (bytes that must move for an element, function)."""
+    """{name: (bytes that must move for an element, function)}."""
     device = torch.device("cuda")
     param, grad, exp_avg, exp_avg_sq, other = (torch.rand(numel, device=device) for _ in range(5))
     grad16 = (grad - 0.5).to(torch.bfloat16)
@@ -61,7 +61,7 @@ def contenders(numel: int, num_chunks: int) -> dict[str, tuple[int, Callable[[],
 
 
 def agrees_with_the_cpu(numel: int = 1_000_003) -> str:
-    """Runs three steps on both and compares all bits."""
+    """Runs three steps on CPU and GPU and compares all bits."""
     torch.manual_seed(0)
     here = [torch.randn(numel), torch.randn(numel), torch.zeros(numel), torch.zeros(numel)]
     there = [tensor.cuda() for tensor in here]

@@ -1,10 +1,10 @@
-"""Those that benchmarks/gpu/models.py compares: each makes its model on one device and returns one training step.
+"""The contenders of benchmarks/gpu/models.py: each makes its model on one device and returns one training step.
 
-pstar       16-bit parameters, the states wherever there is room
+pstar       16-bit parameters, states in near or far, as there is room
 plain       torch.autocast over fp32 parameters, fused AdamW: everything on the device
 fsdp2       fully_shard with CPUOffloadPolicy: fp32 parameters and moments in host memory, AdamW of the CPU, bf16 computation
 
-All recompute a block in backward where they are asked to, clip at a global norm of 1, and read the same batches.
+All recompute blocks in backward if work["recompute"] is true, clip at a global norm of 1, and read the same batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0
 
 Step = Callable[[torch.Tensor, torch.Tensor], dict[str, float]]
-"""From (inputs, targets), each (batch, length) int64 on the device, to what is known of the step: its loss at least."""
+"""From (inputs, targets), each (batch, length) int64 on the device, to the step's numbers: at least its loss."""
 
 
 def make_model(work: dict[str, Any]) -> GPT2LMHeadModel:
@@ -112,7 +112,7 @@ CONTENDERS: dict[str, Callable[[dict[str, Any], torch.device], Step]] = {"pstar"
 
 
 def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
-    """A process of its own: answers every number of steps with what each of them took and told, or with an error's line."""
+    """Runs in a separate process: receives numbers of steps, sends each step's seconds and numbers, or an error's line."""
     try:
         device = torch.device(work["device"])
         if device.type == "cpu":

@@ -1,15 +1,15 @@
-"""GPT-2 of several sizes on one GPU: pstar beside plain PyTorch where everything fits, beside FSDP2 where it does not.
+"""GPT-2 of several sizes on one GPU: pstar against plain PyTorch if everything fits, against FSDP2 if it does not.
 
-    python benchmarks/gpu/models.py --billions 1.5                 # beside plain PyTorch, interleaved
-    python benchmarks/gpu/models.py --billions 7 --batch 16        # beside FSDP2 with parameters in host memory
+    python benchmarks/gpu/models.py --billions 1.5                 # against plain PyTorch, interleaved
+    python benchmarks/gpu/models.py --billions 7 --batch 16        # against FSDP2 with parameters in host memory
     python benchmarks/gpu/models.py --billions 17 --only pstar     # the largest: does it train five steps?
     python benchmarks/gpu/models.py --quick --device cpu           # a toy, to see that it runs
 
-One size a command, each in less than ten minutes. Whoever is compared lives in a process of its own: in turns, in an order
-that rotates, where all fit into the GPU together (up to 2 billion), one after the other where not. The first steps are not
-counted: pstar records the first. Rows are kept in benchmarks/results/gpu_models.json, and the page gpu_models.md is made of
-all of them. Goals: 0.95 of plain PyTorch; the near peak within 2 % of what the planner predicts; copies at 0.8 of what a
-pinned copy reaches here (theirs are timed from when the GPU may begin them, so the number given is a least one).
+One size a command, each in less than ten minutes. Each contender has a separate process. If all fit into the GPU together
+(up to 2 billion), they work in turns, in an order that rotates; otherwise one after the other. The first steps are not
+counted: pstar records the first. Rows are kept in benchmarks/results/gpu_models.json, and the page gpu_models.md shows all
+of them. Goals: 0.95 of plain PyTorch; the near peak within 2 % of the planner's prediction; copies at 0.8 of a pinned copy's
+speed on this machine (copies are timed from when the GPU may begin them, so the speed is a lower bound).
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from turns import in_turns  # noqa: E402
 
 VOCAB, SEQ_LEN, WARM_UP_STEPS = 21128, 1024, 2
 WIDTHS = ((3.0, 1600, 64), (9.0, 4096, 128), (1000.0, 5120, 128))
-"""(up to so many billion parameters, width, width of a head)"""
+"""(largest number of billion parameters, width, width of a head)"""
 FSDP2_BYTES = 16
-"""Of host memory a parameter: fp32 parameters, gradients and moments."""
+"""Bytes of host memory a parameter: fp32 parameters, gradients and moments."""
 TOGETHER = 2.0
-"""Billions up to which all are alive at once."""
+"""Billions of parameters up to which all contenders are alive at once."""
 QUICK = {"n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300}
 COLUMNS = ("size", "who", "batch", "tokens/s", "of plain", "TFLOP/s, 6N", "TFLOP/s, 8N", "peak, GiB", "predicted, GiB",
            "in, GB a step", "out, GB a step", "in, GB/s", "out, GB/s", "waiting, s", "loss")  # fmt: skip
 
 
 def model_of(billions: float) -> dict[str, int]:
-    """ModelConfig's arguments of a GPT-2 of about so many parameters, as deep as its width asks for."""
+    """ModelConfig's arguments of a GPT-2 of about `billions` parameters; the width determines the depth."""
     width, head = next((width, head) for most, width, head in WIDTHS if billions <= most)
     layers = max(1, round((billions * 1e9 - (VOCAB + SEQ_LEN) * width) / (12 * width**2 + 13 * width)))
     return {"n_layer": layers, "n_embd": width, "n_head": width // head, "n_positions": SEQ_LEN, "vocab_size": VOCAB}
 
 
 def predicted(work: dict[str, Any], host_bytes: int) -> tuple[int, int, dict[str, int]]:
-    """(parameters, most bytes near at once with activations, bytes that are missing by tier) as the planner predicts, before
-    anything is made."""
+    """The planner's prediction, before a model is made: (parameters, peak bytes near with activations, missing bytes by
+    tier)."""
     from pstar.planner.gpt_shape import GptShape
     from pstar.planner.machines import Machine
     from pstar.planner.predict import Job, predict
@@ -73,7 +73,7 @@ def predicted(work: dict[str, Any], host_bytes: int) -> tuple[int, int, dict[str
 
 
 def pinned_copy(device: torch.device, num_bytes: int = 2**30) -> dict[str, float]:
-    """Bytes a second of one large copy each way; empty without a GPU."""
+    """Bytes a second of one large copy in each direction; empty without a GPU."""
     if device.type != "cuda":
         return {}
     host, found = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), {}
@@ -87,13 +87,13 @@ def pinned_copy(device: torch.device, num_bytes: int = 2**30) -> dict[str, float
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         found[way] = num_bytes / statistics.median(times)
-    del near, target, source    # that memory is for those who are measured
+    del near, target, source    # frees the memory for the contenders
     torch.cuda.empty_cache()
     return found
 
 
 def hopeless(name: str, num_params: int, short_of: dict[str, int], host_bytes: int) -> str | None:
-    """Why a contender is not even tried: one that takes all host memory takes the machine with it."""
+    """The reason not to try a contender, or None: one that takes all host memory may crash the machine."""
     if name == "pstar" and short_of:
         return "not tried: " + ", ".join(f"{miss / 2**30:.1f} GiB too little {tier}" for tier, miss in short_of.items())
     if name == "fsdp2" and FSDP2_BYTES * num_params > 0.95 * host_bytes:
@@ -112,7 +112,7 @@ class Alive:
         self._process, self._pipe = started(context, contenders.work_on, name, work)
 
     def run(self, steps: int) -> list[dict]:
-        """What each step took and told; nothing more once there was an error."""
+        """Seconds and numbers of each step; an empty list after an error."""
         if self.error:
             return []
         try:
@@ -133,7 +133,8 @@ class Alive:
 
 
 def measure(names: dict[str, str | None], work: dict[str, Any], rounds: int, together: bool) -> list[Alive]:
-    """Runs all of {name: why it is not tried, if so}; each round is a step of each, told is a step a round."""
+    """Runs the contenders {name: the reason not to try it, or None}. In each round every contender makes one step, whose
+    numbers are appended to its `told`."""
     groups = [list(names)] if together else [[name] for name in names]
     done = []
     for group in groups:
@@ -149,7 +150,7 @@ def measure(names: dict[str, str | None], work: dict[str, Any], rounds: int, tog
 
 
 def row(one: Alive, base: Alive | None, work: dict[str, Any], num_params: int, near_peak: int) -> dict[str, str]:
-    """One contender's cells by column; where it failed, why."""
+    """One contender's cells by column; the reason if it failed."""
     cells = {"size": f"{num_params / 1e9:.2f} billion", "who": one.name, "batch": f"{work['batch']} x {work['seq_len']}"}
     if one.error or not one.told:
         return cells | {"tokens/s": one.error or "nothing"}
@@ -171,7 +172,7 @@ def row(one: Alive, base: Alive | None, work: dict[str, Any], num_params: int, n
 
 
 def page(runs: dict[str, dict]) -> str:
-    """All runs, the smallest model first, each with what it ran on."""
+    """All runs, the smallest model first, each with its machine and versions."""
     lines = ["# Models on a GPU", "",
              "tokens/s: median over the steps after the first ones. 6N and 8N: operations a token, the second "
              "with a block's forward done twice. Peak: what torch's allocator held at most, predicted by "
@@ -185,7 +186,7 @@ def page(runs: dict[str, dict]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; a wrong one is one line and status 2."""
+    """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("models.py", __doc__)
     parser.add_argument("--billions", type=float, default=1.5, help="parameters (default: 1.5)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step (default: 8)")
@@ -212,7 +213,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Measures, writes, prints. Ends with status 1 where pstar did not train."""
+    """Measures, writes, prints. Returns 1 if pstar did not train."""
     from pstar.memory.tier import parse_bytes
 
     options = parse(argv)

@@ -1,4 +1,4 @@
-"""The chunks of a model while it trains: how parameters come near and leave, and where their gradients go."""
+"""The chunks of a model while it trains: how parameters enter and leave near, and where their gradients go."""
 
 from pstar.chunks.activation_offload import LEAST_BYTES, Offload
 from pstar.chunks.assemble import assemble

@@ -1,17 +1,15 @@
-"""Offload of activations: what backward needs later waits in far, not near. Does not know modules or chunks.
+"""Offload of activations: tensors saved for backward wait in far, not near. Does not know modules or chunks.
 
-A block's forward saves tensors that nobody looks at until its backward, at the other end of the step. They are copied into
-far as they are saved, their near memory is free as soon as forward lets go of it, and they come back when backward asks for
-them. With checkpointing only the inputs of the blocks are saved: a model's depth then costs no near memory at all.
+A transformer block's forward saves tensors that are not read until its backward, at the other end of the step. They are
+copied to far when they are saved. Their near memory is free when forward drops its last reference, and they are copied back
+when backward unpacks them. With checkpointing only the blocks' inputs are saved: a model's depth then costs no near memory.
 
-What is copied is a *storage*, once, however many nodes of the graph save views of it (the q, k and v of attention are
-views of one). The copy is made when the tensor is saved. So a tensor that is changed in place afterwards does no harm:
-backward gets the values that forward used, where plain autograd raises an error. (Changes through `.data` are as invisible
-here as there.)
+A *storage* is copied once, however many nodes of the graph save views of it (q, k and v of attention are views of one). The
+copy is made when the tensor is saved. So a later change in place does no harm: backward gets the values that forward used,
+where plain autograd raises an error. (Neither here nor there is a change through `.data` noticed.)
 
-All copies are synchronous: when `pack` returns the bytes are in far, when `unpack` returns they are near, on the stream
-that is current. A buffer of far that is given back has no copy under way, so that no events are needed. On a GPU this makes
-forward wait for the link.
+All copies are synchronous: when `pack` returns the bytes are in far, when `unpack` returns they are in near, on the current
+stream. A far buffer that is released has no copy under way, so no events are needed. On a GPU forward waits for the link.
 """
 
 from __future__ import annotations
@@ -26,28 +24,28 @@ from pstar.memory.tier import Ledger, Tier
 
 KIND = "activation"
 
-# Below this size a tensor stays near: one copy costs some ten microseconds whatever its size, the time in which a link of 10
-# GB/s moves 100 KB, and small tensors are not what fills a memory.
+# Below this size a tensor stays near: small tensors do not fill a memory. One copy costs some ten microseconds whatever its
+# size, the time in which a link of 10 GB/s moves 100 KB.
 LEAST_BYTES = 64 * 1024
 
-# A view of a much larger storage stays near as well: the rest is somebody else's (a batch cut from a whole corpus), and to
-# copy all of it would cost far more than it frees. A third of the storage, q of q, k and v, is still worth it.
+# A view of a storage more than four times its size stays near: other tensors use the rest (a batch is a view of the corpus),
+# and to copy all of it would cost far more than it frees. A third of a storage (q of q, k and v) is still copied.
 LARGEST_SHARE = 4
 
 
 class Copy:
-    """One storage's bytes in a buffer of far, which is given back when the last node lets go of this object."""
+    """One storage's bytes in a far buffer, which is released with the last node of the graph that refers to this object."""
 
     def __init__(self, storage: torch.UntypedStorage, far: Tier, ledger: Ledger):
         self.device, self.ledger = storage.device, ledger
         self.data = far.allocate(storage.nbytes(), torch.uint8, KIND)
-        weakref.finalize(self, far.release, self.data).atexit = False    # whatever happens from here on
+        weakref.finalize(self, far.release, self.data).atexit = False    # before the copy, which may fail
         self.data.copy_(_bytes_of(storage))
         ledger.add("near to far", self.data.nbytes)
         self._back: weakref.ref[torch.UntypedStorage] | None = None
 
     def bring_back(self) -> torch.UntypedStorage:
-        """The bytes near; copied once for all nodes that hold them at the same time."""
+        """The bytes in near; copied once for all nodes that hold them at the same time."""
         storage = self._back() if self._back else None
         if storage is None:
             storage = torch.empty(self.data.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
@@ -69,20 +67,20 @@ class Away:
     stride: tuple[int, ...]
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, near, in new memory but laid out as it was."""
+        """The tensor in new near memory, with its old size and strides."""
         tensor = torch.empty(0, dtype=self.dtype, device=self.copy.device)
         return tensor.set_(self.copy.bring_back(), self.offset, self.size, self.stride)
 
 
 class Offload:
-    """Decides what goes to far.
+    """Decides which saved tensors are copied to far.
 
     Args:
-        far, ledger: where to, and where the copies are written down.
-        device: of near; tensors on devices of other kinds stay.
-        room_bytes: the most that activations may take of far, None for no bound. It is what far's budget leaves over when
-            all that chunks may ever need there is taken off: activations never make a chunk homeless. Where they do not fit,
-            they stay near, and nothing fails.
+        far, ledger: the tier that holds the copies, and the ledger that counts them.
+        device: near's device; tensors on devices of other types stay.
+        room_bytes: the most that activations may take of far, None for no bound. It is far's budget less all that chunks may
+            ever need there, so activations never take a chunk's room. Activations that do not fit stay near, without an
+            error.
     """
 
     def __init__(self, far: Tier, ledger: Ledger, device: torch.device, room_bytes: int | None = None):
@@ -90,21 +88,21 @@ class Offload:
         self._staying: set[int] = set()
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are there anyway (buffers, parameters outside the chunks): copies of them would free nothing."""
+        """Names tensors that are never copied (buffers, parameters outside of chunks): copies would free no memory."""
         self._staying = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def pack(self, tensor: torch.Tensor) -> Away | None:
-        """Copies what autograd is about to save into far; None for what stays near.
+        """Copies a tensor that autograd is about to save to far; None: it stays near.
 
-        While backward runs, everything stays: what is recomputed there is needed at once.
+        While backward runs, every tensor stays: recomputed ones are needed at once.
         """
         if torch._C._current_autograd_node() is not None or not self._may_leave(tensor):
             return None
         storage, version = tensor.untyped_storage(), tensor._version
-        # The note is kept by the storage itself, not by its address, which the next tensor may get. A version that differs
-        # says that the content was changed in place since it was copied.
-        noted, copy = getattr(storage, "_pstar_copy", (None, None))
-        found = copy() if copy is not None and noted == version else None
+        # (version, weak reference to the Copy) is an attribute of the storage, not in a table by address: the next tensor
+        # may get the address. Another version means that the content was changed in place since it was copied.
+        copied_version, copy = getattr(storage, "_pstar_copy", (None, None))
+        found = copy() if copy is not None and copied_version == version else None
         if found is None:
             if tensor.nbytes * LARGEST_SHARE < storage.nbytes() or not self._has_room(storage.nbytes()):
                 return None
@@ -114,9 +112,9 @@ class Offload:
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != self.device.type:
-            return False    # a parameter, a subclass with memory of another kind, a sparse tensor, an input in host memory
+            return False    # a parameter, a subclass with other kinds of memory, a sparse tensor, an input in host memory
         if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
-            return False    # without a version, or more than its bytes
+            return False    # has no version, or its values differ from its bytes
         storage = tensor.untyped_storage()
         return storage.nbytes() >= LEAST_BYTES and storage.data_ptr() not in self._staying
 

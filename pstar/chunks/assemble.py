@@ -1,4 +1,4 @@
-"""Puts the engine's inside together, from the bottom up: what an object calls, it is given when it is made."""
+"""Constructs the engine's objects from the bottom up: each constructor is given the objects that it calls."""
 
 import torch
 
@@ -26,23 +26,23 @@ from pstar.schedule.schedule import Schedule
 def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far: Tier, disk: DiskTier | None,
              movers: Movers, collectives: Collectives, watch: PeakWatch | None, profile: Profile | None,
              streamed: bool) -> Chunks:
-    """The chunks of a model, all of them far and zero.
+    """The chunks of a model, all of them in far and filled with zeros.
 
     Args:
         plan: sizes, dtypes and the configuration.
         params: qualified name to parameter, in the model's order; a tied parameter once.
         near, far, disk: the tiers.
-        movers, collectives: what carries bytes between tiers, and between ranks.
-        watch: measures activations; None where nobody wants to know.
-        profile: records what comes and goes.
-        streamed: every update is computed near.
+        movers, collectives: copy bytes between tiers, and between ranks.
+        watch: measures activations; None: they are not measured.
+        profile: records copies and evictions.
+        streamed: every update is computed in near.
     """
     config, layout, device = plan.config, plan.layout, near.device
     units = Units(layout, config.communication, collectives.num_ranks)
     schedule = Schedule(config.eviction_policy, units.uses_of, watch)
     parameters = Parameters(units, params, plan.param_dtype, device, schedule)
     residency = Residency(near, far, collectives.ledger, schedule, parameters, disk, movers, profile)
-    tiers = UpdateTiers(layout, plan.near_homes, streamed)
+    tiers = UpdateTiers(layout, plan.near_state_groups, streamed)
     room = NearRoom(plan, near, tiers, watch)
     log = CollectiveLog(collectives, device)
     unsharding = Unsharding(parameters, residency, collectives, log)

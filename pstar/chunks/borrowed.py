@@ -1,23 +1,23 @@
-"""Borrowed parameters: an operation outside of the module that owns a parameter gets its bytes all the same.
+"""Borrowed parameters: an operation outside of the module that owns a parameter gets its bytes, too.
 
-Hooks on modules bring the parameters of the module that runs. Whatever reads another one (a head tied by hand, a penalty
-over parameters(), a ParameterList, a block that uses another block's weight, a reference kept since __init__) must find its
-bytes as well, and never the placeholder. So a parameter that no running module uses has the class Idle, a subclass whose
-`__torch_function__` torch calls instead of every operation that gets such a parameter as an argument. There the bytes are
-acquired, the operation runs, and the bytes may leave again. Backward needs nothing more: what the operation saved is
+Hooks on modules acquire the parameters of the module that runs. Other code may read other parameters: a head tied by hand,
+a penalty over parameters(), a ParameterList, a block with another block's weight, a reference kept since __init__. It must
+find their bytes, never the placeholder. So a parameter that no running module uses has the class Idle, a subclass with a
+`__torch_function__`. torch calls this function instead of every operation that gets such a parameter as an argument. The
+function acquires the bytes, runs the operation, and releases the bytes. Backward needs nothing more: saved tensors are
 unpacked as for any parameter, and autograd adds the gradients of all uses.
 
-That a parameter is idle follows from the program alone, not from what happens to be near. So every step touches the same
-keys at the same moments, the trace knows them, they come ahead like all others, and all ranks make the same collectives.
-Where nothing is borrowed the cost is one assignment of a class when a parameter is acquired and one when it is released.
+Whether a parameter is idle depends on the program alone, not on which blocks are in near. So every step touches the same
+keys at the same moments, the trace knows and prefetches them, and all ranks call the same collectives. If nothing is
+borrowed, the cost is one assignment of a class when a parameter is acquired and one when it is released.
 
-A few callers never ask the class of a tensor: torch.vmap, scripted functions, functions of an extension. They would compute
-with the placeholder. torch.vmap asks for the number of dimensions first, and is refused there. Of all others, what they
-save for backward is refused (Hooks._pack), and so is the gradient of a parameter that no forward was given in this step
-(`used`). One case remains: such an operation saves nothing, and other modules use the parameter too. It makes the loss NaN
-where the parameter is not near, and not_finite.py names the module.
+A few callers never check the class of a tensor: torch.vmap, scripted functions, functions of an extension. They would
+compute with the placeholder. torch.vmap asks for the number of dimensions first, and is refused there. For the others, two
+things are refused: a placeholder saved for backward (Hooks._pack), and a gradient of a parameter that no forward has
+acquired in this step (`used`). One case remains: such an operation saves nothing, and other modules use the parameter too.
+Then the loss is NaN if the parameter is not in near, and not_finite.py names the module.
 
-A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps the memory that it looks at, see Residency._leave.
+A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps its memory alive, see Residency._leave.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 
 from pstar.errors import BudgetError, StateError
 
-# Functions and methods that look at shapes, types or hooks, never at bytes.
+# Functions and methods that read shapes, types or hooks, never bytes.
 NO_BYTES = frozenset([
     "__len__", "_is_view", "backward", "can_cast", "dim", "dim_order", "element_size", "empty_like", "full_like",
     "get_device", "grad", "has_names", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
@@ -42,16 +42,16 @@ NO_BYTES = frozenset([
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
     "storage_offset", "stride", "zeros_like"])
 
-# Attributes that give the bytes; all other ones (shape, dtype, grad, ...) do not.
+# Attributes that read the bytes; all others (shape, dtype, grad, ...) do not.
 BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
-VMAP = "torch._functorch.vmap"    # the module whose code takes the arguments of torch.vmap apart
+VMAP = "torch._functorch.vmap"    # the module whose code unpacks the arguments of torch.vmap
 
 CHANGES = frozenset({"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
 
 class Chunks(Protocol):
-    """What is asked of pstar.chunks.Chunks."""
+    """The part of pstar.chunks.Chunks that a Lender uses."""
 
     params: dict[str, torch.nn.Parameter]
 
@@ -68,26 +68,26 @@ class Lender:
     Args:
         chunks: the parameters.
         running: one entry for each module that is in its forward.
-        saving: gives a pair of saved-tensor hooks for operations outside of modules, None where one is in force.
-        stay: all parameters stay near (Chunks.bind_all): the first operation that finds them elsewhere brings all.
+        saving: returns a pair of saved-tensor hooks for operations outside of modules, None if one is in force.
+        stay: all parameters stay near; the first operation that reads an idle parameter copies all (Chunks.bind_all).
     """
 
     def __init__(self, chunks: Chunks, running: Sequence[object], saving: Callable[[], AbstractContextManager | None],
                  stay: bool = False):
         self.chunks, self.stay = chunks, stay
         self.open = False
-        """Whether the program is in the engine's forward, or between one of training and the end of its backward."""
+        """Whether the program is in the engine's forward, or between a training forward and the end of its backward."""
         self.used: set[str] = set()
-        """The parameters whose bytes a forward was given since the step began."""
+        """The parameters that a forward has acquired since the step began."""
         self._refused: str | None = None
         self._running, self._saving = running, saving
-        self.run = torch.compiler.disable(self._run)    # here, for it imports the compiler, which takes seconds
+        self.run = torch.compiler.disable(self._run)    # not a decorator: it imports the compiler, which takes seconds
         for name, param in chunks.params.items():
             param._pstar_lender = weakref.ref(self), name
 
     def _run(self, func: Callable, names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
         """func(*args, **kwargs) with the bytes of the parameters in names. Raises StateError outside of a step, BudgetError
-        where near has no room for them."""
+        if near has no room for them."""
         if self.stay:
             self.chunks.bind_all()
             return func(*args, **kwargs)
@@ -114,24 +114,24 @@ class Lender:
 
     @contextmanager
     def forward(self, training: bool) -> Iterator[None]:
-        """The model's forward runs inside; after one of training parameters are lent until its backward is over."""
+        """The model's forward runs inside. After a training forward, parameters are lent until its backward is over."""
         before, self.open, self._refused = self.open, True, None
         try:
             yield
-        except RuntimeError as error:    # TorchScript drops the message of what is raised inside
+        except RuntimeError as error:    # TorchScript drops the message of errors raised inside
             if self._refused is not None and not isinstance(error, StateError):
                 raise StateError(self._refused) from error
             raise    # Hooks.abandon ends the step
         self.open = training or before
 
     def refuse(self, what: str) -> None:
-        """Raises StateError: what was read by an operation that did not ask for its bytes."""
+        """Raises StateError: `what` was read by an operation that did not acquire its bytes."""
         self._refused = (f"an operation in {_module()} read {what} without asking for its bytes, as scripted functions and "
                          "functions of extensions do: give them the parameter's clone()")
         raise StateError(self._refused)
 
     def refuse_view(self, view: torch.Tensor) -> None:
-        """Raises StateError: somebody read the placeholder that view looks at."""
+        """Raises StateError: an operation read the placeholder of which `view` is a view."""
         names = [name for name, param in self.chunks.params.items() if sorted(param.shape) == sorted(view.shape)]
         self.refuse(f"a parameter of shape {tuple(view.shape)} ({' or '.join(names[:3]) or 'a part of one'})")
 
@@ -149,7 +149,7 @@ class Lender:
                 self.chunks.acquire((name,))
             except BudgetError as error:
                 raise BudgetError(f"{_operation(func)} in {_module()} borrows parameter {name} of another module, and near "
-                                  f"has no room for it beside the module's own: {error}") from None
+                                  f"has no room for it in addition to the module's parameters: {error}") from None
 
 
 class Idle(torch.nn.Parameter):
@@ -167,7 +167,7 @@ class Idle(torch.nn.Parameter):
         lender = None
         for param in _idle_among((args, kwargs)):
             its_lender, name = _lender(param)
-            if lender is None or its_lender is lender:    # those of another engine are met by the call inside
+            if lender is None or its_lender is lender:    # the nested call lends parameters of another engine
                 lender = its_lender
                 found[name] = None
         if lender is None:
@@ -194,7 +194,7 @@ class Idle(torch.nn.Parameter):
 
 @cache
 def idle_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
-    """The class of an idle parameter of that kind: Idle, or a subclass of it and of the kind."""
+    """The class of an idle parameter of class `kind`: Idle, or a subclass of both."""
     return Idle if kind is torch.nn.Parameter else type(f"Idle{kind.__name__}", (Idle, kind), {})
 
 
@@ -202,7 +202,7 @@ def _lender(param: Idle) -> tuple[Lender, str]:
     found, name = param.__dict__.get("_pstar_lender", (lambda: None, "of an engine that is being built"))
     lender = found()
     if lender is None:
-        raise StateError(f"parameter {name} has no bytes: nobody has its engine any more")
+        raise StateError(f"parameter {name} has no bytes: its engine was deleted")
     return lender, name
 
 
@@ -232,7 +232,7 @@ def _reads_bytes(func: Callable) -> bool:
 
 
 def _changes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation writes into one of the idle parameters that it was given."""
+    """Whether an operation writes into one of its idle arguments."""
     name = _name(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in CHANGES
     written = (args[:1] or kwargs.values()) if in_place else ()
@@ -249,7 +249,7 @@ def _operation(func: Callable) -> str:
 
 
 def _module() -> str:
-    """The class of the innermost module whose code runs, and the user's line. Read from the frames only then."""
+    """The class of the innermost module whose code runs, and the user's line, from the stack; called for errors only."""
     frame, module, line = sys._getframe(1), None, None
     while frame is not None and (module is None or line is None):
         name, its_self = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")

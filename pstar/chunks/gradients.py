@@ -1,7 +1,8 @@
-"""Gradients in chunks: they arrive, are summed over micro-steps, reduced over the ranks, and go to where the update will be.
+"""Gradients in chunks: they arrive, are summed over micro-steps, reduced over ranks, and copied to the tier of their update.
 
-A unit whose gradients are complete is reduced until the next one is, until room is needed, or until backward ends. All of
-these moments follow from the program and the budget, never from how fast a rank is: the ranks must agree about evictions.
+The reduction of a unit begins when its gradients are complete. It is finished when the next unit is complete, when near
+needs room, or when backward ends. These moments depend on the program and the budget only, never on how fast a rank is: the
+ranks must agree about evictions.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from pstar.numerics.grad_norm import ParameterNorms
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """A unit's gradients that are being reduced; their blocks stay until it is finished."""
+    """A unit's gradients that are being reduced; their blocks are pinned until the reduction is finished."""
 
     gradients: "Gradients"
     unit: UnitRecord
@@ -39,14 +40,14 @@ class Gradients:
     """The gradients of the parameters in chunks, on this rank.
 
     Args:
-        parameters: whose gradients they are.
+        parameters: the parameters of these gradients.
         residency, collectives: the layers below.
-        log: of the collective calls of this rank.
-        norms: puts a gradient into its place, and sums its squares.
-        tiers: where the update of each group will be.
-        dtype: of the chunks of gradients.
+        log: the log of this rank's collective calls.
+        norms: stores a gradient in its slot, and sums its squares.
+        tiers: the tier in which each group is updated.
+        dtype: dtype of the gradient chunks.
         accumulates: a step has several micro-steps.
-        reduce_late: reduce all units after backward, in the order of their numbers, instead of each as soon as it is
+        reduce_late: reduce all units after backward, in the order of their numbers, instead of each unit as soon as it is
             complete.
     """
 
@@ -58,28 +59,31 @@ class Gradients:
         self.reduce_late = reduce_late
         self._may_sum_far = accumulates and self.units.one_rank
         self.completed: list[int] = []
-        """The groups whose gradients were complete in this step, one after the other."""
+        """The groups of the units that were completed in this step, in order."""
 
     def arrived(self, name: str) -> bool:
         """Whether the parameter got a gradient in this step, on this rank."""
         return name in self.units.place[name][0].arrived
 
     def key_of(self, unit: UnitRecord) -> Key:
-        """The near block into which the next gradient of a unit goes."""
+        """The near block that collects the next gradient of a unit."""
         sums_far = self._may_sum_far and self.tiers.states_tier[unit.spec.group] == FAR
         return ("micro_grad", unit.spec.index) if sums_far else unit.grad_key
 
     def _sums_far(self, unit: UnitRecord) -> bool:
-        """Whether gradients of several micro-steps are added up far: where one rank updates them there. What crosses the
-        link is then each micro-step's gradient, in the dtype of the parameters, never the fp32 sum, and near keeps none."""
+        """Whether gradients of several micro-steps are summed in far: with one rank, if the unit is updated there.
+
+        Each micro-step's gradient then crosses the link in the parameters' dtype. The fp32 sum never does, and near keeps
+        no gradients between micro-steps.
+        """
         return self.key_of(unit) != unit.grad_key
 
-    # ---------------------------------------------------------------- they arrive
+    # ---------------------------------------------------------------- gradients arrive
 
     def add_grad(self, unit: UnitRecord, key: Key, name: str, grad: torch.Tensor, last_micro_step: bool) -> None:
-        """A parameter's gradient is there: it goes into its place in a block, and a unit that is complete is reduced.
+        """Stores or adds a parameter's gradient in its slot; begins the reduction if the unit is complete.
 
-        key: what key_of said. Raises StateError for a gradient that comes after the reduction.
+        key: key_of(unit). Raises StateError for a gradient that arrives after the unit's reduction.
         """
         self.collectives.progress()
         if unit.grads is not Grads.ARRIVING:
@@ -93,14 +97,14 @@ class Gradients:
             data = residency.ensure(key, NEAR)
         else:
             data = residency.create(key, unit.spec.elems, parameters.dtype if sums_far else self.dtype, NEAR)
-        place, there = parameters.view(name, data), unit.arrived
+        place, stored = parameters.view(name, data), unit.arrived
         if sums_far:
-            there = unit.leaving
-            store_squared(place, grad, name in there, implementation="torch")    # the sum is what is squared
+            stored = unit.leaving
+            store_squared(place, grad, name in stored, implementation="torch")    # _add_far squares the sum
         else:
-            self.norms.store(name, place, grad, name in there, None)
+            self.norms.store(name, place, grad, name in stored, None)
         residency.mark_written(key, NEAR)
-        there.add(name)
+        stored.add(name)
         unit.summed.add(name)
         complete = len(unit.summed) == (unit.num_trainable or self._num_trainable(unit))
         if complete and sums_far:
@@ -109,14 +113,14 @@ class Gradients:
             self._complete(unit)
 
     def _num_trainable(self, unit: UnitRecord) -> int:
-        """Counted once a step: what is frozen between two steps is frozen for the whole one."""
+        """Counted once a step: freezing or thawing a parameter takes effect in the next step."""
         if unit.num_trainable is None:
             params = self.parameters.params
             unit.num_trainable = sum(params[slot.name].requires_grad for slot in unit.spec.slots)
         return unit.num_trainable
 
     def _add_far(self, unit: UnitRecord) -> None:
-        """A micro-step's gradients of a unit leave near and are added to their fp32 sums, in the background."""
+        """Sends a unit's gradients of this micro-step to far, and adds them to their fp32 sums there, in the background."""
         spec, residency = unit.spec, self.residency
         micro, total = ("micro_grad", spec.index), ("grad", spec.index)
         if total not in residency:
@@ -125,7 +129,7 @@ class Gradients:
         names, unit.leaving = unit.leaving, set()
         parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in unit.arrived)
                  for slot in spec.slots if slot.name in names]
-        # A second team of OpenMP threads beside the model's would slow the model down (see Movers.copy).
+        # A second team of OpenMP threads would slow the model's own team down (see Movers.copy).
         num_threads = 1 if self.parameters.device.type == "cpu" and residency.movers.asynchronous else None
 
         def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
@@ -140,7 +144,7 @@ class Gradients:
         unit.arrived |= names
 
     def end_backward(self, last_micro_step: bool) -> None:
-        """Backward is over. After the last micro-step, units that wait for gradients that never come are reduced."""
+        """Ends a backward. After the last micro-step it also reduces units in which some parameters got no gradient."""
         for unit in self.units.records:
             if unit.leaving:
                 self._add_far(unit)
@@ -149,14 +153,14 @@ class Gradients:
             self.residency.under_way.finish_pending()
             return
         for unit in self.units.records:
-            waits = unit.arrived and unit.grad_key in self.residency and not self._sums_far(unit)
-            if last_micro_step and waits and len(unit.summed) < self._num_trainable(unit):
+            unreduced = unit.arrived and unit.grad_key in self.residency and not self._sums_far(unit)
+            if last_micro_step and unreduced and len(unit.summed) < self._num_trainable(unit):
                 self._complete(unit)
             unit.summed.clear()
         self.residency.under_way.finish_pending()
 
     def _complete_late(self) -> None:
-        """Reduces every unit in which some rank has a gradient: those of a rank that has none are zero."""
+        """Reduces every unit in which some rank has a gradient; a rank without one contributes zeros."""
         units = self.units.records
         with_grads = torch.tensor([float(bool(unit.arrived)) for unit in units], dtype=torch.float64,
                                   device=self.parameters.device)
@@ -164,14 +168,15 @@ class Gradients:
             unit.summed.clear()
             if not num_ranks:
                 continue
-            if unit.grad_key not in self.residency:    # with one rank this does not happen
+            if unit.grad_key not in self.residency:    # only with several ranks
                 self.residency.create(unit.grad_key, unit.spec.elems, self.dtype, NEAR)
             self._complete(unit)
 
-    # ---------------------------------------------------------------- they are reduced
+    # ---------------------------------------------------------------- gradients are reduced
 
     def _complete(self, unit: UnitRecord) -> None:
-        """All gradients of a unit are there: they begin to be reduced, and the piece goes to where the update will be."""
+        """All gradients of a unit have arrived. Begins their reduction; with one rank, copies them to the tier of the
+        update."""
         spec, residency = unit.spec, self.residency
         self.completed.append(spec.group)
         if self.units.one_rank:
@@ -185,7 +190,7 @@ class Gradients:
         full = residency.ensure(unit.grad_key, NEAR)
         for slot in spec.slots:
             if slot.name not in unit.arrived:
-                full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have one
+                full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have this gradient
         pins = [residency.pin(unit.grad_key)]
         if spec.owner is None:
             piece = self._create_grad(spec.group, NEAR)
@@ -197,14 +202,14 @@ class Gradients:
         residency.under_way.reductions.append(Reduction(self, unit, handle, pins))
 
     def finish_reduction(self, reduction: Reduction) -> None:
-        """A unit's gradients are reduced: this rank's piece goes to where the update will be."""
+        """Waits for a unit's reduction, and copies this rank's piece to the tier of the update."""
         self.residency.under_way.reductions.remove(reduction)
         unit, residency = reduction.unit, self.residency
         spec, key, states_tier = unit.spec, ("grad", unit.spec.group), self.tiers.states_tier[unit.spec.group]
         reduction.handle.wait()
         unit.move(Grads.REDUCED)
         if spec.owner is not None:
-            if key not in residency:    # made by all ranks when the first chunk of the group is there
+            if key not in residency:    # all ranks create it when the group's first chunk is reduced
                 self._create_grad(spec.group, states_tier)
             if spec.owner == self.collectives.rank:
                 tier, piece = residency.peek(key)
@@ -219,8 +224,10 @@ class Gradients:
             residency.send_far(key)
 
     def _let_go(self, group: int) -> None:
-        """Parameters that will be updated far, and not be used before, have no use for their near copy: it goes now. So
-        the next gradients get memory that nobody reads any more, where they would wait for the last ones to leave theirs."""
+        """Evicts parameters that will be updated far before their next use: their near copy is of no use any more.
+
+        The next gradients then get this memory. Without it they would wait for the gradients before them to leave near.
+        """
         key, residency = ("param", group), self.residency
         trace, moment, block = residency.schedule.trace, residency.schedule.moment, residency.blocks[key]
         if (trace is not None and self.tiers.update_tier(group) == FAR and FAR in block.copies and not block.pins
@@ -231,7 +238,7 @@ class Gradients:
         return self.residency.create(("grad", group), self.units.layout.groups[group].piece_elems, self.dtype, tier)
 
     def take_norms(self, group: int) -> None:
-        """Sums the squares of a group's gradients, wherever they are."""
+        """Sums the squares of a group's gradients, in whichever tier they are."""
         with self.residency.reading([("grad", group)]) as places:
             self.norms.take(group, places["grad", group][1], self.arrived)
 
@@ -244,7 +251,7 @@ class Gradients:
         for kind, number in kinds:
             for index in range(number):
                 if (kind, index) in self.residency:
-                    self.residency.finish((kind, index))    # what is still added would tell of its squares afterwards
+                    self.residency.finish((kind, index))    # else a running _add_far would record squares after this
                     self.residency.drop((kind, index))
         for unit in self.units.records:
             unit.forget_grads()

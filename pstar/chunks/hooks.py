@@ -1,21 +1,21 @@
-"""Hooks on modules and on autograd: when a parameter is needed and when it is done. Do not know where its bytes are.
+"""Hooks on modules and on autograd, which acquire and release parameters. They do not know where the bytes are.
 
 Forward: a module's own parameters are acquired before its forward and released after it.
 
-Backward needs no module hooks at all. Autograd saves tensors for backward; those that are views of a chunk are replaced by
-a handle (a `saved_tensors_hooks` pair), so the graph never holds a chunk's memory, and turning the handle back into a
-tensor *is* the moment at which backward needs the parameter. The parameter stays in use until another node of the graph
-runs. And when its gradient has been accumulated, all of its uses are over: the gradient moves into its chunk.
+Backward needs no module hooks. Autograd saves tensors for backward. A `saved_tensors_hooks` pair replaces those that are
+views of a chunk by a handle, so the graph never holds a chunk's memory. When backward needs the parameter, autograd unpacks
+the handle, and the parameter is acquired. It is released when another node of the graph runs. When its gradient has been
+accumulated, all of its uses are over, and the gradient moves into its chunk.
 
-torch.compile stops before these hooks and goes on after them (`torch.compiler.disable`): what is between two hooks is
-compiled, and sees parameters as inputs, wherever they are at that call. Whole blocks are never one graph.
+torch.compile breaks the graph at these hooks (`torch.compiler.disable`). It compiles the code between two hooks, with the
+parameters as inputs, wherever they are at that call. A whole transformer block is never one graph.
 
-The pair is set around each module where it is not in force already, on top of whatever pair is: activation checkpointing
-(torch.utils.checkpoint) has one of its own, and its recomputation in backward runs these modules again. What that pair
-keeps itself never comes to us; the inputs of a checkpoint do, in both its variants, through the pair of the module around.
+The pair is set around each module unless it is in force already, on top of any other pair. Activation checkpointing
+(torch.utils.checkpoint) has its own pair, and its recomputation in backward runs these modules again. Tensors that its pair
+keeps never reach ours. The inputs of a checkpoint do, in both its variants, through the pair of the enclosing module.
 Tensors that are no views of a chunk stay as they are, or go to far (activation_offload.py).
 
-These functions run a thousand times a step, between any two operators: what they need not do costs a per cent of a small
+These functions run a thousand times a step, between any two operators: needless work here costs a per cent of a small
 model's step.
 """
 
@@ -33,7 +33,7 @@ from pstar.errors import StateError
 from pstar.modules.scope import used_by
 
 
-@dataclass(slots=True)    # not frozen: that makes a new one three times as dear
+@dataclass(slots=True)    # not frozen: a frozen one takes three times as long to make
 class SavedView:
     """What the graph keeps instead of a view of a chunk."""
 
@@ -46,12 +46,12 @@ class SavedView:
 
 @dataclass(slots=True)
 class Kept:
-    """A tensor that stays where it is."""
+    """What the graph keeps for a tensor that is neither in a chunk nor offloaded."""
 
     tensor: torch.Tensor
-    """Detached: an output that knew its own node would be a circle, and a graph that is dropped would stay for ever."""
+    """Detached: an output that refers to its own node is a reference cycle, and a dropped graph would never be freed."""
     version: int | None
-    """Autograd does not look at it where there are hooks, so we do."""
+    """The tensor's version: autograd does not check it for tensors saved through hooks, so unpack does."""
 
     def unpack(self) -> torch.Tensor:
         if self.version is not None and self.tensor._version != self.version:
@@ -61,14 +61,13 @@ class Kept:
 
 
 class Hooks:
-    """The hooks of a module, in force from install() on; `last_micro_step` tells the chunks whether gradients are complete
-    after this backward.
+    """The hooks of a model, in force from install() on. `last_micro_step`: the gradients are complete after this backward.
 
     Args:
         module, chunks: the model and its parameters.
-        offload: where activations wait for backward; None: near.
-        stay: all parameters stay near, bound (Chunks.bind_all): only gradients are taken. Then nothing is said of modules
-            and their parameters, and the graph may hold what it likes, as in a model of torch alone.
+        offload: copies activations to far until backward; None: they stay in near.
+        stay: all parameters stay bound in near (Chunks.bind_all). Only the hooks that take gradients are set then: the graph
+            may hold views of chunks, as in a model without pstar.
     """
 
     def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False):
@@ -77,22 +76,22 @@ class Hooks:
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
-        self._pairs: list[AbstractContextManager | None] = []    # of each module that is in its forward: the one it set
-        self.lender = Lender(chunks, self._pairs, self._saving, stay)    # lends what no hook here acquires
+        self._pairs: list[AbstractContextManager | None] = []    # for each module in its forward: the pair that it set
+        self.lender = Lender(chunks, self._pairs, self._saving, stay)    # lends parameters that no hook here acquires
 
     def install(self) -> None:
-        """Sets the hooks on the module and its parameters; to be called once, when their initial weights are in chunks."""
+        """Sets the hooks on the modules and their parameters; to be called once, when the initial weights are in chunks."""
         params = self.chunks.params
         names = {id(param): name for name, param in params.items()}
         for child in () if self.stay else self.module.modules():
             own = tuple(dict.fromkeys(names[id(param)] for param in used_by(child) if id(param) in names))
             if not own and not any(True for _ in child.children()):
-                continue    # a dropout or an activation: nothing to bring, and the pair of the module around it is in force
+                continue    # dropout, GELU, ...: no parameters to acquire, and the enclosing module's pair is in force
             child.register_forward_pre_hook(self._before_forward(own), prepend=True)
             child.register_forward_hook(self._after_forward(own), always_call=True)
         for name, param in params.items():
             trained = param.requires_grad
-            param.requires_grad_(True)    # else it takes no hook, and one that is frozen now may be thawed later
+            param.requires_grad_(True)    # else torch sets no hook, and a frozen parameter may be thawed later
             param.register_post_accumulate_grad_hook(self._after_grad(name))
             param.requires_grad_(trained)
 
@@ -123,32 +122,32 @@ class Hooks:
         return release
 
     def _after_grad(self, name: str):
-        # A parameter keeps this function where the garbage collector does not look. If it knew us it would be a circle, and
-        # an engine that nobody has any more would keep all its memory.
-        us = weakref.ref(self)
+        # The garbage collector does not see a parameter's reference to this function. A strong reference to self would be a
+        # cycle that it never collects: a dropped engine would keep all its memory.
+        weak_self = weakref.ref(self)
 
         def take(param: torch.nn.Parameter) -> None:
-            hooks = us()
+            hooks = weak_self()
             if hooks is None:
                 return
             hooks._leave_node()
             hooks.check_used(name)
-            with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model's
+            with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model
                 hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)
                 param.grad = None
 
         return take
 
     def check_used(self, name: str) -> None:
-        """Raises StateError for a gradient of a parameter whose bytes no forward was given in this step."""
+        """Raises StateError for a gradient of a parameter that no forward has acquired in this step."""
         if not (self.stay or name in self.lender.used):
             raise StateError(f"parameter {name} got a gradient, but its module did not run and no operation that asks for a "
                              "parameter's bytes read it: scripted functions and functions of extensions do not ask, give "
                              "them the parameter's clone()")
 
     def _saving(self) -> AbstractContextManager | None:
-        """A pair of saved-tensor hooks that replaces views of chunks and leaves all else to the pair in force below it;
-        None where that is such a pair."""
+        """A pair of saved-tensor hooks that replaces views of chunks and passes all else to the pair in force below it; None
+        if the pair below is already ours."""
         below = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if below and getattr(below[0], "of", None) is self:
             return None
@@ -165,17 +164,17 @@ class Hooks:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _others(self) -> list[torch.Tensor]:
-        """What the module has in memory besides chunks."""
-        ours = self.chunks.params
-        return [*self.module.buffers(), *(param for name, param in self.module.named_parameters() if name not in ours)]
+        """The model's buffers, and its parameters that are not in chunks."""
+        in_chunks = self.chunks.params
+        return [*self.module.buffers(), *(param for name, param in self.module.named_parameters() if name not in in_chunks)]
 
     def _keep(self, tensor: torch.Tensor) -> Away | Kept:
-        """Of a tensor that is no view of a chunk, where no other pair of hooks wants it."""
+        """What the graph keeps for a tensor that is no view of a chunk, if no other pair of hooks is in force."""
         away = self.offload.pack(tensor) if self.offload is not None else None
         return away or Kept(tensor.detach(), None if tensor.is_inference() else tensor._version)
 
     def _pack(self, tensor: torch.Tensor) -> SavedView | None:
-        if issubclass(type(tensor), Idle):    # ctx.save_for_backward of a borrowed one
+        if issubclass(type(tensor), Idle):    # ctx.save_for_backward of a borrowed parameter
             name = self.lender.name_of(tensor)
             if sys._getframe(2).f_globals.get("__name__") != "torch.autograd.function":
                 self.lender.refuse(f"parameter {name}")
@@ -202,14 +201,17 @@ class Hooks:
         return param.data.as_strided(saved.size, saved.stride, param.data.storage_offset() + saved.offset)
 
     def _leave_node(self) -> None:
-        """What the node before this one used is not in use any more."""
+        """Releases the parameters that the last node of the graph acquired."""
         if self._in_backward:
             self.chunks.release(self._in_backward)
         self._in_backward, self._node = (), None
 
     def abandon(self) -> None:
-        """Forward or backward was left by an exception. torch calls the hooks after a module for an Exception, but not where
-        Ctrl-C leaves it: what was set and acquired would be in force, and in use, for ever."""
+        """Ends the step after an exception in forward or backward: unsets all pairs and releases all parameters.
+
+        torch calls a module's forward hooks after an Exception, but not after Ctrl-C (KeyboardInterrupt). Without this,
+        pairs would stay in force and parameters in use for ever.
+        """
         while self._pairs:
             pair = self._pairs.pop()
             if pair is not None:

@@ -1,8 +1,8 @@
-"""Parameters as views of chunks: what is COMPUTE, HOLD or RELEASED, bound to a near buffer or a placeholder.
+"""Parameters as views of chunks: COMPUTE, HOLD or RELEASED, bound to a near buffer or to a placeholder.
 
-A parameter is a view into its unit's near buffer while that is there (COMPUTE: in use, pinned; HOLD: may be evicted), and
-an expanded NaN without memory otherwise (RELEASED): its shape stays. While it is not COMPUTE its class is Idle, so that
-whoever uses it out of turn gets its bytes first (borrowed.py). How the bytes come near is not known here: see unshard.py.
+A parameter is a view of its unit's near buffer while that exists (COMPUTE: in use, pinned; HOLD: may be evicted). Otherwise
+(RELEASED) it is an expanded NaN without memory, of the same shape. A parameter that is not COMPUTE has the class Idle: an
+operation outside its module then gets its bytes first (borrowed.py). unshard.py copies the bytes to near.
 """
 
 from enum import Enum
@@ -25,14 +25,14 @@ class TensorState(Enum):
 
 
 class Parameters:
-    """The model's parameters on this rank. The residency tells `leave` of each block that goes from near.
+    """The model's parameters on this rank. The residency calls `leave` for each block that leaves near.
 
     Args:
         units: every parameter's place.
         params: qualified name to parameter, in the model's order; a tied parameter once.
-        dtype: of the chunks.
-        device: of near.
-        schedule: tells which step it is.
+        dtype: dtype of the parameter chunks.
+        device: near's device.
+        schedule: its num_steps numbers the current step.
     """
 
     def __init__(self, units: Units, params: dict[str, torch.nn.Parameter], dtype: torch.dtype, device: torch.device,
@@ -41,13 +41,13 @@ class Parameters:
         self.shapes = {name: param.shape for name, param in params.items()}
         self.strides = {name: torch.empty(shape, device="meta").stride() for name, shape in self.shapes.items()}
         self.uses: dict[str, int] = dict.fromkeys(params, 0)
-        """How often each parameter is in use (COMPUTE); modules nest."""
+        """Number of current uses of each parameter (COMPUTE if not 0); modules nest."""
         self.num_bound = 0
-        """Units whose parameters are views of near."""
+        """Number of units whose parameters are views of near."""
         self._placeholder = torch.full((), float("nan"), dtype=dtype, device=device)
         self._classes = {name: (type(param), idle_class(type(param))) for name, param in params.items()}
         self._unit_at: dict[int, UnitRecord] = {}    # address of a near buffer -> unit
-        self._has_views = False                      # whether anybody ever kept a view of a near buffer
+        self._has_views = False                      # whether a view of a near buffer ever outlived its block
 
     def state(self, name: str) -> TensorState:
         if self.uses[name]:
@@ -55,12 +55,12 @@ class Parameters:
         return TensorState.HOLD if self.units.place[name][0].bytes is Bytes.BOUND else TensorState.RELEASED
 
     def use(self, name: str) -> None:
-        """-> COMPUTE, once more. Its bytes are near, and the caller has pinned them."""
+        """-> COMPUTE: counts one more use. Its bytes are near, and the caller has pinned them."""
         self.uses[name] += 1
         self.params[name].__class__ = self._classes[name][0]
 
     def end_use(self, name: str) -> None:
-        """COMPUTE -> HOLD, when it was the last use. Raises StateError for a parameter that is not COMPUTE."""
+        """COMPUTE -> HOLD if this was the last use. Raises StateError for a parameter that is not COMPUTE."""
         if not self.uses[name]:
             raise StateError(f"{name} is released but not in use: it is {self.state(name).name}")
         self.uses[name] -= 1
@@ -71,7 +71,7 @@ class Parameters:
 
     def bind(self, unit: UnitRecord, data: torch.Tensor) -> None:
         """RELEASED -> HOLD: a unit's parameters become views of its near buffer."""
-        with torch._C.DisableTorchFunctionSubclass():    # idle parameters would take it for an operation of the model's
+        with torch._C.DisableTorchFunctionSubclass():    # else an Idle parameter handles this as an operation of the model
             for slot in unit.spec.slots:
                 self.params[slot.name].data = self.view(slot.name, data)
         unit.move(Bytes.BOUND)
@@ -80,13 +80,13 @@ class Parameters:
         self.num_bound += 1
 
     def view(self, name: str, data: torch.Tensor) -> torch.Tensor:
-        """A parameter's place in its unit's buffer, as a tensor of its shape. (One call: slice and view are two.)"""
+        """A parameter's slot in its unit's buffer, with the parameter's shape. (One call: slice and view are two.)"""
         return data.as_strided(self.shapes[name], self.strides[name], self.units.place[name][1])
 
     def leave(self, key: Key, buffer: torch.Tensor) -> bool:
-        """HOLD -> RELEASED: the residency is about to take a block from near; whether somebody keeps a view of its buffer.
+        """HOLD -> RELEASED: a block is about to leave near. Returns whether other tensors are still views of its buffer.
 
-        Raises StateError where one of its parameters is in use.
+        Raises StateError if one of its parameters is in use.
         """
         unit = self.units.at.get(key)
         if unit is None or unit.bytes is Bytes.AWAY:
@@ -100,12 +100,12 @@ class Parameters:
         self._release_data(unit)
         if not Tier.shared(buffer):
             return False
-        self._has_views = True    # who saves one of these views for backward need not keep its memory till then
+        self._has_views = True    # if one of these views is saved for backward, the graph keeps a SavedView, not the memory
         buffer.untyped_storage()._pstar_unit = unit.spec, self.schedule.num_steps
         return True
 
     def _release_data(self, unit: UnitRecord) -> None:
-        """Parameters of a unit become placeholders."""
+        """Turns a unit's parameters into placeholders. Raises StateError if one is in use."""
         with torch._C.DisableTorchFunctionSubclass():    # as in bind
             for slot in unit.spec.slots:
                 if self.uses[slot.name]:
@@ -113,19 +113,19 @@ class Parameters:
                 self.params[slot.name].data = self._placeholder.expand(self.shapes[slot.name])
 
     def release_all(self) -> None:
-        """All parameters become placeholders, and idle: from now on their memory is in chunks."""
+        """Turns all parameters into idle placeholders: from now on their bytes are in chunks."""
         for unit in self.units.records:
             self._release_data(unit)
         for name, param in self.params.items():
             param.__class__ = self._classes[name][1]
 
     def lend_all(self) -> None:
-        """No parameter is idle: all are near, and nothing will make them leave."""
+        """Gives all parameters their usual class instead of Idle: all are near, and none will be evicted."""
         for name, param in self.params.items():
             param.__class__ = self._classes[name][0]
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit into whose near buffer a tensor points, or, in this step, pointed; None for a tensor of other memory."""
+        """The unit whose near buffer is a tensor's memory, or was in this step; None for a tensor with other memory."""
         storage = tensor.untyped_storage()
         unit = self._unit_at.get(storage.data_ptr())
         if unit is None and self._has_views:

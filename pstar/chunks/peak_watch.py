@@ -1,4 +1,4 @@
-"""The peaks of what else lies near, moment by moment, while a step is recorded: started, asked, agreed about, stopped."""
+"""The peak of activations in near at each moment of a recorded step: starts and stops the measurement, compares ranks."""
 
 from pstar.comm.collectives import Collectives
 from pstar.memory.activation_peak import CudaPeak, LiveBytes
@@ -7,12 +7,12 @@ from pstar.profile.recording import Profile
 
 
 class PeakWatch:
-    """Measures bytes that are not model data (activation_peak.py); the schedule asks it at each moment that it records.
+    """Measures bytes that are not model data (activation_peak.py); the schedule calls take_peak at each recorded moment.
 
     Args:
         near, far: the tiers, whose buffers are not counted.
-        collectives: ranks agree about peaks.
-        profile: is told what is measured, or known.
+        collectives: exchange the peaks of all ranks.
+        profile: records the bytes of activations.
     """
 
     def __init__(self, near: Tier, far: Tier, collectives: Collectives, profile: Profile | None):
@@ -24,7 +24,7 @@ class PeakWatch:
         return self._live is not None
 
     def start(self) -> None:
-        """Begins to measure, where it does not yet."""
+        """Begins to measure; no effect if it runs already."""
         if self._live is None:
             near, far = self.near, self.far
             if near.device.type == "cuda":
@@ -34,23 +34,23 @@ class PeakWatch:
             self._live.__enter__()
 
     def stop(self) -> None:
-        """Ends measuring, where it goes on."""
+        """Stops measuring; no effect if it does not run."""
         if self._live is not None:
             self._live.__exit__(None, None, None)
             self._live = None
 
     def take_peak(self) -> int:
-        """The most bytes since it was asked last; 0 where nothing is measured."""
+        """The peak in bytes since the last call; 0 if nothing is measured."""
         return self._live.take_peak() if self._live is not None else 0
 
     def agree(self, peaks: list[int]) -> list[int]:
-        """Makes of this rank's peaks those of all ranks, which must decide alike."""
+        """The maximum over all ranks of each peak: all ranks must make the same decisions."""
         every = self.collectives.from_all(peaks)
         if len({len(each) for each in every}) == 1:
             return [max(each) for each in zip(*every, strict=True)]
-        return [max(map(max, every))] * len(peaks)    # ranks with other modules: the same bound at every moment
+        return [max(map(max, every))] * len(peaks)    # ranks ran different modules: one peak for all moments
 
     def report(self, peak: int | None) -> None:
-        """Writes into the profile what else is near at this moment: the peak that is known, or what is measured now."""
+        """Writes the bytes of activations at this moment into the profile: the known peak, or the bytes measured now."""
         if self.profile is not None and (peak is not None or self._live is not None):
             self.profile.non_model(self._live.now if peak is None else peak)

@@ -1,19 +1,19 @@
-"""What comes near before it is needed: the next keys of the trace, and as much more as there is room for that nobody needs.
+"""Prefetch: blocks are copied to near before they are needed, by three rules.
 
-1. Of the next `prefetch` keys of the trace, blocks begin to come even where others must leave for them, as long as those are
-   needed later (so they would have had to leave anyway), up to the next gradient that is still to be created: it comes
-   first, and when it leaves, its room is free for what follows.
-2. Beyond these, parameters come in the order in which they are needed, into room that is free and stays free until then:
-   what will be created before them (gradients), and what activations will take, is counted first. This goes on around the
-   end of the step: while some groups are still being updated, the link brings those that are done to the next forward, and
-   `prefetch` of those that are needed after one that is still to be updated, which would come too late behind more.
-   Without it a link that is slower than the look-ahead stands still whenever the model computes something long.
-3. With several ranks the next unit is gathered ahead, where that takes room from nobody until it is needed.
+1. The next `prefetch` keys of the trace are copied even if other blocks must be evicted, as long as those are needed later.
+   (They would have been evicted anyway.) This stops at the next gradient that is still to be created: it gets the room
+   first, and when it leaves near, the keys after it can use the room.
+2. Beyond these keys, parameters are copied in the order of their use, into room that stays free until that use. Room for
+   gradients that will be created before it, and for activations, is subtracted first. The order continues into the next
+   step: while some groups are still being updated, the parameters of updated groups are copied for the next forward. After
+   the first group that is still to be updated at most `prefetch` more are copied; with more, that group would come too late.
+   Without rule 2 a link that is too slow for rule 1 would be idle whenever the model computes something long.
+3. With several ranks the next unit is gathered ahead, if near has room for it next to all that is used before it.
 
-By the second rule and the third a step moves nothing that it would not have moved otherwise. By the first neither, but where
-near has room for so few groups that the one in use, which cannot leave yet, would have been the better victim.
+By rules 2 and 3 a step moves no byte that it would not have moved anyway. By rule 1 it may, if near has room for few groups:
+the group in use, which cannot leave yet, may be the better victim.
 
-When to begin follows from the trace and the budget, never from how fast a link or a rank is: the ranks must agree.
+When a copy begins depends on the trace and the budget only, never on the speed of a link or a rank: the ranks must agree.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pstar.memory.block_store import Residency
 from pstar.memory.tier import FAR, NEAR
 
 MOST_STRETCHES = 256
-"""Of the trace that are looked at for free room at a moment: so far ahead a link has more than enough to do."""
+"""Rule 2 looks at so many stretches of the trace at one moment: more than enough to keep a link busy."""
 
 
 class Prefetch:
-    """Called at each moment of a step that is known.
+    """Called at each moment; does nothing while the trace is not known.
 
     Args:
         unsharding: begins gathers.
         residency: begins copies.
-        room: what chunks may take of near at later moments.
-        tiers: where updates will be.
-        num_keys: how many keys of the trace to look ahead; 0: nothing comes before it is needed.
-        grad_dtype: of the chunks of gradients.
+        room: the bytes that chunks may take of near at later moments.
+        tiers: the tier in which each group is updated.
+        num_keys: how many keys of the trace to look ahead; 0: no prefetch.
+        grad_dtype: dtype of the gradient chunks.
     """
 
     def __init__(self, unsharding: Unsharding, residency: Residency, room: NearRoom, tiers: UpdateTiers, num_keys: int,
@@ -50,9 +50,9 @@ class Prefetch:
         self.unsharding, self.residency, self.room, self.tiers = unsharding, residency, room, tiers
         self.units, self.schedule, self.num_keys = unsharding.units, residency.schedule, num_keys
         self._param_dtype, self._grad_dtype = unsharding.parameters.dtype, grad_dtype
-        self._looked_at = -1    # the moment for which it was decided what comes
-        self._filled = -1       # and the stretch
-        self._departures = -1   # how often something had left near then
+        self._looked_at = -1    # the last moment for which rule 1 was applied
+        self._filled = -1       # the last stretch for which rule 2 was considered
+        self._departures = -1   # residency.departures at that stretch
         self._least_bytes = self._param_dtype.itemsize * min((unit.spec.elems for unit in self.units.records), default=0)
 
     def forget(self) -> None:
@@ -60,7 +60,7 @@ class Prefetch:
         self._looked_at = self._filled = self._departures = -1
 
     def __call__(self) -> None:
-        """Begins to bring what the trace names next to where it will be needed; once for each moment."""
+        """Begins to copy what the trace names next to the tier in which it will be needed; once for each moment."""
         moment, residency = self.schedule.moment, self.residency
         if not self.num_keys or moment == self._looked_at:
             return
@@ -79,18 +79,18 @@ class Prefetch:
         if one and (stretch := self.schedule.stretch) not in (-1, self._filled):
             self._filled = stretch
             before, self._departures = self._departures, residency.departures
-            # There may be room, or something to fill it with, that was not there at the last stretch, only where something
-            # has left near, an update ends what it updates, or activations let go of theirs.
+            # There may be new room only if a block has left near, or if activations are measured (they may have been freed).
+            # There may be new parameters to copy only if this is an update: its group can be copied then.
             updates = self.schedule.trace.accesses[moment][0] == "adam"
             if before != residency.departures or updates or self.room.watch is not None:
                 self._fill()
 
     def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
-        """(block, tier) of what a key of the trace needs, as far as it exists."""
+        """(block, tier) for each existing block that a key of the trace needs."""
         kind, index = access
         if kind == "adam":
             tier = self.tiers.update_tier(index)
-            # What is near and to be updated far leaves by itself: gradients when they are complete, not before.
+            # Blocks in near of a group that is updated far are not copied here: gradients leave when they are complete.
             return [(key, tier) for key in self.residency.blocks
                     if key[1] == index and key[0] not in ("gathered", "grad_full", "micro_grad")
                     and (tier == NEAR or not self.residency.is_near(key))]
@@ -105,7 +105,7 @@ class Prefetch:
         key, before = upcoming
         unit = self.units.at[key]
         room = unit.spec.elems * self._param_dtype.itemsize
-        for key in {key for key in before if key[0] == "grad_full"}:    # and the reduced piece beside them
+        for key in {key for key in before if key[0] == "grad_full"}:    # plus the room of the reduced piece
             spec = self.units.records[key[1]].spec
             elems = self.units.layout.groups[spec.group].piece_elems + (spec.elems if key not in self.residency else 0)
             room += elems * self._grad_dtype.itemsize
@@ -113,17 +113,17 @@ class Prefetch:
             self.unsharding.unshard_async(unit)
 
     def _fill(self) -> None:
-        """Parameters come into room that is free and stays free until they are needed."""
+        """Rule 2: begins to copy parameters into room that stays free until they are needed."""
         near, tiers, residency = self.residency.tiers[NEAR], self.tiers, self.residency
         bound, promised, measured = near.bound_bytes, 0, self.room.near_memory is not None
-        outdated: set[int] = set()    # groups that are still to be updated, far: what is near of them is of no use then
-        most = MOST_STRETCHES         # stretches of parameters from here on; `prefetch` behind the first outdated one
+        outdated: set[int] = set()    # groups that will be updated far: their near copies are out of date after that
+        most = MOST_STRETCHES         # stretches of parameters still to copy; at most `prefetch` after an outdated one
 
         def has_room(num_bytes: int) -> bool:
             return bound is None or near.used_bytes + promised + num_bytes <= bound
 
         for access, peak, moment in islice(self.schedule.coming(), MOST_STRETCHES):
-            room = self.room.beside(peak) if measured else None
+            room = self.room.left_by(peak) if measured else None
             if room is not None:
                 bound = room if bound is None else min(bound, room)
             if not has_room(self._least_bytes):
@@ -132,7 +132,7 @@ class Prefetch:
             if kind == "adam":
                 if tiers.states_tier[index] == FAR:
                     if tiers.streamed:
-                        return    # states that come near and go: their room is not for us to weigh
+                        return    # the states are copied to near for the update: how much room that takes is not known here
                     outdated.add(index)
             elif kind == "param":
                 block = residency.blocks[access]

@@ -1,4 +1,4 @@
-"""What chunks may take of near: what activations leave of `near_memory`, never less than what the largest module needs."""
+"""How much of near chunks may take: what activations leave of `near_memory`, at least what the largest module needs."""
 
 from collections.abc import Collection, Iterable
 
@@ -10,26 +10,26 @@ from pstar.planner.plan import Plan
 
 
 class NearRoom:
-    """The room of chunks near, at each moment.
+    """The room of chunks in near, at each moment.
 
     Args:
-        plan: with near_memory, what chunks and activations share, or without it: then only the budget counts.
+        plan: its near_memory is shared by chunks and activations; None: only the budget counts.
         near: the tier.
-        tiers: where states lie: near, they take room that never leaves.
-        watch: is told at each moment what activations take; None where nobody wants to know.
+        tiers: the tier of each group's optimizer states; states in near take room all the time.
+        watch: writes the bytes of activations into the profile at each moment; None: activations are not measured.
     """
 
     def __init__(self, plan: Plan, near: Tier, tiers: UpdateTiers, watch: PeakWatch | None):
         self.plan, self.near, self.tiers, self.watch = plan, near, tiers, watch
         self.near_memory = plan.near_memory
         self.least_bytes = plan.least_near
-        """With which every module can run; grows where modules borrow from each other."""
+        """Bytes of chunks with which every module can run; grows if modules borrow parameters from each other."""
         self._largest_peak = 0
 
-    def beside(self, peak: int | None) -> int | None:
-        """What chunks may take beside `peak` bytes of other things; the least that works while these are unknown (None).
+    def left_by(self, peak: int | None) -> int | None:
+        """Bytes that `peak` bytes of activations leave for chunks; the least that works if peak is not known (None).
 
-        None where only the budget counts.
+        None if only the budget counts.
         """
         if self.near_memory is None:
             return None
@@ -37,8 +37,10 @@ class NearRoom:
         return least if peak is None else max(self.near_memory - peak, least)
 
     def grow(self, num_bytes: int) -> bool:
-        """Near takes num_bytes beside what is in use there, for parameters; whether it may. With near_budget min, the least
-        that works, the budget learns what the plan could not know: who borrows from whom, and calls modules of others."""
+        """Lets parameters take num_bytes in addition to what is in use in near; returns whether the budget allows it.
+
+        With near_budget min the budget grows: the plan cannot know which modules borrow parameters or call other modules.
+        """
         near, needed = self.near, self.near.used_bytes + num_bytes
         if near.budget_bytes is not None and near.budget_bytes < needed:
             if self.plan.config.near_budget != "min":
@@ -50,23 +52,23 @@ class NearRoom:
         return True
 
     def margin(self, peaks: Iterable[int]) -> int | None:
-        """What is left for chunks at all moments, given the peaks of all traces; None where states are not to move for it.
+        """Bytes left for chunks at every moment, given the peaks of all traces; None if optimizer states do not move for it.
 
-        Raises BudgetError where it is too little for the largest module.
+        Raises BudgetError if it is too little for the largest module.
         """
         if self.near_memory is None:
             return None
-        # The largest of the whole run: states that followed each length would move with each.
+        # The largest peak of the whole run: else states would move whenever the length of the inputs changes.
         self._largest_peak = most = max([self._largest_peak, *peaks])
         if self.near_memory - most < self.least_bytes:
             raise BudgetError(
                 f"near_memory {format_bytes(self.near_memory)} is too small: activations take up to {format_bytes(most)} "
-                f"beside chunks, which need {format_bytes(self.least_bytes)}: give at least {most + self.least_bytes} "
-                "bytes, a smaller micro-batch, activation checkpointing or offload_activations")
+                f"and chunks need {format_bytes(self.least_bytes)}: give at least {most + self.least_bytes} bytes, "
+                "a smaller micro-batch, activation checkpointing or offload_activations")
         if not self.plan.config.optimizer.params.use_hybrid_adam:
             return None
         return min(self.near.budget_bytes, self.near_memory - most)
 
     def groups_that_fit(self, margin: int) -> Collection[int]:
-        """The groups whose states fit near, where chunks have `margin` bytes there."""
-        return self.plan.homes(margin)
+        """The groups whose optimizer states fit near, if chunks have `margin` bytes there."""
+        return self.plan.choose_near_states(margin)

@@ -1,4 +1,4 @@
-"""Where a training step is: its micro-steps are counted, and an update of a part of the gradients is refused."""
+"""The stage of a training step: counts its micro-steps, and refuses an update before all gradients are there."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from pstar.profile.recording import Profile
 
 
 class Stages:
-    """The stages of a step: forward and backward of each micro-step, then the update. The engine and the optimizer say which
-    one begins.
+    """The stages of a step: forward and backward of each micro-step, then the update. The engine and the optimizer call
+    `begin` for each stage.
 
     Args:
         num_micro_steps: gradient_accumulation_steps.
-        chunks: whose gradients they are.
+        chunks: the parameters and gradients.
         lender: lends parameters between a training forward and the end of its backward.
-        profile: is told of each stage, and saved after each step, in `path`; None for none.
+        profile: records each stage, and is saved in `path` after each step; None: no profile.
     """
 
     def __init__(self, num_micro_steps: int, chunks: Chunks, lender: Lender, profile: Profile | None, path: Path | None):
@@ -25,12 +25,12 @@ class Stages:
         self._done, self._had_backward = 0, False
 
     def begin_step(self, number: int) -> None:
-        """A step begins with its first forward."""
+        """Called at the step's first forward."""
         if self._profile is not None:
             self._profile.step(number)
 
     def begin(self, stage: str) -> None:
-        """forward, backward, adam, or idle, which is none of them."""
+        """stage: "forward", "backward", "adam", or "idle" (none of them)."""
         if self._profile is not None:
             self._profile.stage(stage)
 
@@ -39,16 +39,16 @@ class Stages:
         return self._done + 1 == self.num_micro_steps
 
     def end_backward(self) -> None:
-        """A micro-step has had its backward, and it did not fail."""
+        """Called after a micro-step's backward, if it did not fail."""
         self._done, self._had_backward = (self._done + 1) % self.num_micro_steps, True
         self.begin("idle" if self._done else "adam")
 
     def forget_grads(self) -> None:
-        """There are no gradients, whatever came to an end before."""
+        """Resets the count of micro-steps: their gradients were dropped."""
         self._done, self._had_backward = 0, False
 
     def check_update(self, loss_scale: float) -> None:
-        """Raises StateError where an update would take a part of the gradients, or other ones, and say nothing."""
+        """Raises StateError if the update would silently use incomplete gradients, or ones not from model.backward."""
         self.lender.end_step()
         steps, chunks = self.num_micro_steps, self.chunks
         if self._done:
@@ -61,6 +61,6 @@ class Stages:
                              "knows no loss scale, no micro-steps and no other ranks")
 
     def save_profile(self) -> None:
-        """What was recorded so far is in its file."""
+        """Saves the profile, unless it is closed."""
         if self._profile is not None and self._profile.closed is None:
             self._profile.save(self._path)

@@ -1,13 +1,13 @@
-"""What happens when a module needs parameters, when it is done with them, and when a gradient is there: read downwards.
+"""What happens when a module acquires parameters, when it releases them, and when a gradient arrives: read downwards.
 
-    acquire -> _need -> _touch              the next moment of the schedule: near shrinks to what activations leave
-                     -> Unsharding.unshard  the bytes come near, from far or from all ranks; parameters become views of them
+    acquire -> _need -> _touch              the next moment of the schedule; near's limit shrinks to what activations leave
+                     -> Unsharding.unshard  copies the bytes to near, from far or all ranks; parameters become views of them
             -> Parameters.use               COMPUTE: pinned, and no longer idle
-            -> Prefetch                     what the trace names next begins to come
+            -> Prefetch                     begins to copy what the trace names next
 
-Collectives go on while the rank computes: the next unit of the trace is gathered ahead (prefetch.py), a complete unit is
-reduced until the next one is (gradients.py). All of these moments follow from the program and the budget, never from how
-fast a rank is: the ranks must agree about evictions.
+Collectives overlap with computation. The next unit of the trace is gathered ahead (prefetch.py). The reduction of a complete
+unit ends when the next unit is complete (gradients.py). When they begin and end depends on the program and the budget only,
+never on how fast a rank is: the ranks must agree about evictions.
 """
 
 import torch
@@ -27,14 +27,15 @@ from pstar.memory.tier import NEAR
 
 
 class Chunks:
-    """The model's parameters and their gradients on this rank: one step of training, as hooks and the optimizer see it.
+    """The model's parameters and their gradients on this rank: the interface for hooks and the optimizer.
 
     Args:
-        parameters, gradients: what they are views of, and where they are collected.
-        unsharding: brings parameters near.
-        prefetch: brings what comes next.
-        room: what chunks may take of near.
-        tiers: where each group is updated.
+        parameters: binds parameters to near buffers.
+        gradients: collects and reduces gradients.
+        unsharding: copies parameters to near.
+        prefetch: begins to copy what the trace names next.
+        room: the bytes that chunks may take of near.
+        tiers: the tier in which each group is updated.
         residency, collectives: the layers below.
     """
 
@@ -48,26 +49,26 @@ class Chunks:
     # ------------------------------------------------------------- a module needs parameters
 
     def acquire(self, names: tuple[str, ...]) -> None:
-        """HOLD or RELEASED -> COMPUTE: the parameters' bytes come near and stay."""
-        there = None
+        """HOLD or RELEASED -> COMPUTE: the parameters' bytes are copied to near and pinned there."""
+        pinned = None
         for name in names:
             unit = self.units.place[name][0]
-            if unit is not there:    # which is pinned, and stays
+            if unit is not pinned:    # the last name's unit: it cannot leave
                 try:
                     self._need(unit)
                 except BudgetError:
                     if not self.room.grow(unit.spec.elems * self.parameters.dtype.itemsize):
                         raise
                     self._need(unit)
-                there = unit
+                pinned = unit
             self.residency.pin(unit.key)
             self.parameters.use(name)
         if names:
             self.prefetch()
 
     def _need(self, unit: UnitRecord) -> None:
-        """A unit is needed now: the schedule hears of it, near shrinks to what activations leave, its bytes come."""
-        if torch.is_inference_mode_enabled():    # a parameter that became a view in it would never get a gradient again
+        """Touches the schedule, shrinks near's limit to what activations leave, and unshards the unit."""
+        if torch.is_inference_mode_enabled():    # a parameter bound in inference mode would never get a gradient again
             with torch.inference_mode(False), torch.no_grad():
                 return self._need(unit)
         if unit.key != self.schedule.last:
@@ -75,15 +76,15 @@ class Chunks:
         self.unsharding.unshard(unit)
 
     def _touch(self, key: Key) -> None:
-        """The next moment of the schedule, and the room that its activations leave."""
+        """Advances the schedule to its next moment, and sets near's limit to what this moment's activations leave."""
         self.schedule.touch(key)
         if self.room.watch is not None:
             self._shrink_room(key, self.schedule.peak)
 
     def _shrink_room(self, key: Key, peak: int | None) -> None:
-        """Chunks leave near until they take no more than `peak` bytes of other things leave; not the block of key, which is
-        about to be used."""
-        residency, room = self.residency, self.room.beside(peak)
+        """Evicts chunks from near until `peak` bytes of activations fit next to them. The block of key, which is about to be
+        used, stays."""
+        residency, room = self.residency, self.room.left_by(peak)
         if room is not None and room != residency.tiers[NEAR].limit_bytes:
             if residency.is_near(key):
                 with residency.pinned(key):
@@ -101,22 +102,22 @@ class Chunks:
             blocks[place[name][0].key].unpin()
 
     def release_uses(self) -> None:
-        """COMPUTE -> HOLD for all that is in use, whoever acquired it."""
+        """COMPUTE -> HOLD for all parameters in use, whoever acquired them."""
         for name, count in self.parameters.uses.items():
             self.release((name,) * count)
 
     def bind_all(self) -> None:
-        """RELEASED -> HOLD: all parameters come near, where nothing will make them leave. Between two steps, or in one."""
+        """RELEASED -> HOLD: copies all parameters to near, from where none is evicted. Between two steps, or in one."""
         if self.parameters.num_bound < len(self.units.records):
-            with self.schedule.paused():    # which modules use them when is of no interest
+            with self.schedule.paused():    # nothing will be evicted, so the trace need not know their uses
                 for unit in self.units.records:
                     self._need(unit)
             self.parameters.lend_all()
 
-    # ------------------------------------------------------------- a gradient is there
+    # ------------------------------------------------------------- a gradient arrives
 
     def add_grad(self, name: str, grad: torch.Tensor, last_micro_step: bool) -> None:
-        """A parameter's gradient is there: it goes into its slot, and a group that is complete is reduced."""
+        """Stores a parameter's gradient in its slot; reduces the unit if all its gradients have arrived."""
         gradients, unit = self.gradients, self.units.place[name][0]
         key = gradients.key_of(unit)
         if key != self.schedule.last:
@@ -135,7 +136,7 @@ class Chunks:
         return min(self.schedule.first_use(unit.key) for unit in self.units.of_group[group])
 
     def touch_update(self, group: int) -> None:
-        """The update of a group is the next moment. Updates may come in any order: the trace learns the last one."""
-        self.schedule.in_its_turn(("adam", group))
+        """The update of a group is the next moment. Updates may come in any order: the trace keeps this step's order."""
+        self.schedule.expect_next(("adam", group))
         self._touch(("adam", group))
         self.prefetch()

@@ -1,8 +1,8 @@
-"""The record of a unit: what one collective brings together, and where its parameters and gradients are in this step.
+"""The record of a unit: the parameters that one collective moves, and their state in this step.
 
 A *unit* (layout/layout.py) is a group of chunks, p pieces that an all-gather fills; or, to save memory, one chunk that its
-owner broadcasts. Its UnitRecord holds all that the engine knows of it besides its bytes; LEGAL lists the changes of state
-that a unit may make.
+owner broadcasts. A UnitRecord holds all that the engine knows of a unit except its bytes; LEGAL lists the allowed changes
+of state.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Bytes(Enum):
     """Where a unit's parameters are."""
 
     AWAY = "no parameter is a view of a near buffer"
-    GATHERING = "a gather is under way that was begun before anybody needed it"
+    GATHERING = "a gather that was begun ahead is under way"
     GATHERED = "that gather has ended, no parameter is a view of its result yet"
     BOUND = "parameters are views of a near buffer"
 
 
 class Grads(Enum):
-    """How far a unit's gradients are in this step, on this rank."""
+    """The state of a unit's gradients in this step, on this rank."""
 
-    NONE = "there are none"
-    ARRIVING = "there are some; with one process they stay in this state until they are dropped"
+    NONE = "no gradient has arrived"
+    ARRIVING = "some gradients have arrived; with one process they stay in this state until they are dropped"
     REDUCING = "they are being reduced over the ranks"
     REDUCED = "they were reduced: nothing may be added"
 
@@ -43,13 +43,13 @@ LEGAL = (
     (Bytes.GATHERED, Bytes.AWAY),
     (Bytes.BOUND, Bytes.AWAY),
     (Grads.NONE, Grads.ARRIVING),
-    (Grads.NONE, Grads.REDUCING),    # other ranks have some
+    (Grads.NONE, Grads.REDUCING),    # only other ranks have gradients
     (Grads.ARRIVING, Grads.REDUCING),
     (Grads.ARRIVING, Grads.NONE),
     (Grads.REDUCING, Grads.REDUCED),
     (Grads.REDUCED, Grads.NONE),
 )
-"""(before, after): every change of state that a unit may make. A tuple, for Enum computes its hash in Python."""
+"""(before, after): every change of state that a unit may make. A tuple, not a set: an Enum's hash is computed in Python."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,28 +57,28 @@ class UnitRecord:
     """One unit on this rank, in this step."""
 
     spec: Unit
-    """What it consists of: numbers that never change."""
+    """Its slots and its owner: numbers that never change."""
     key: Key
-    """The near block that parameters are views of: ("param", u), with several ranks ("gathered", u)."""
+    """The near block of which parameters are views: ("param", u), with several ranks ("gathered", u)."""
     grad_key: Key
     """The near block in which its gradients are collected: ("grad", u), with several ranks ("grad_full", u)."""
     bytes: Bytes = Bytes.AWAY
     address: int = 0
-    """Of the near buffer, while bytes is BOUND."""
+    """Address of the near buffer, while bytes is BOUND."""
     grads: Grads = Grads.NONE
     arrived: set[str] = field(default_factory=set)
     """Parameters that got a gradient in this step."""
     summed: set[str] = field(default_factory=set)
-    """Those that got one in this micro-step."""
+    """Parameters that got a gradient in this micro-step."""
     leaving: set[str] = field(default_factory=set)
-    """Of these, those whose gradient is still in the ("micro_grad", u) block."""
+    """Parameters in `summed` whose gradient is still in the ("micro_grad", u) block."""
     num_trainable: int | None = None
-    """Number of parameters that will get a gradient in this step; None until it was counted."""
+    """Number of parameters that will get a gradient in this step; None until they are counted."""
     gather: Pending | None = None
     """The gather that was begun ahead, while bytes is GATHERING."""
 
     def move(self, state: Bytes | Grads) -> None:
-        """The unit's bytes, or gradients, are in this state now. Raises StateError where LEGAL does not allow it."""
+        """Changes the state of the unit's bytes or gradients. Raises StateError if LEGAL does not allow the change."""
         of_bytes = type(state) is Bytes
         before = self.bytes if of_bytes else self.grads
         if (before, state) not in LEGAL:
@@ -90,7 +90,7 @@ class UnitRecord:
             self.grads = state
 
     def forget_grads(self) -> None:
-        """There are no gradients any more, and who is trainable is counted anew."""
+        """Forgets all gradients; the trainable parameters will be counted anew."""
         if self.grads is not Grads.NONE:
             self.move(Grads.NONE)
             self.num_trainable = None
@@ -100,7 +100,7 @@ class UnitRecord:
 
 
 class Units:
-    """All units of a layout, and which keys of the trace each block answers to: numbers, no tensors.
+    """All units of a layout, and the keys of the trace that use each block: numbers, no tensors.
 
     Args:
         layout: every parameter's place.
@@ -121,7 +121,7 @@ class Units:
             self.of_group.setdefault(unit.spec.group, []).append(unit)
 
     def uses_of(self, key: Hashable) -> list[Key]:
-        """Under which keys of the trace a block is used."""
+        """The keys of the trace that mean a use of this block."""
         kind, index = key
         if kind in ("gathered", "grad_full", "micro_grad"):
             return [key]

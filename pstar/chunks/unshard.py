@@ -1,8 +1,8 @@
-"""How a unit's bytes come near: by a gather from all ranks, or, with one process, from a slower tier.
+"""Unsharding: copies a unit's bytes to near, by a gather from all ranks or, with one process, from a slower tier.
 
-With one process a unit's near buffer is its ("param", u) block. With p ranks each rank keeps its own piece in ("param", g),
-and the near buffer is ("gathered", u), dropped when it must leave. For the ranks to agree about evictions, every rank has
-the same blocks near: they are created on all ranks at the same moments.
+With one process a unit's near buffer is its ("param", u) block. With p ranks each rank keeps its piece in ("param", g). The
+near buffer is then ("gathered", u), which is dropped when it is evicted. The ranks must agree about evictions, so all have
+the same blocks in near: blocks are created on all ranks at the same moments.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from pstar.memory.tier import NEAR
 
 @dataclass(slots=True, eq=False)
 class Gather:
-    """A gather that was begun before anybody needed the unit; its buffer stays until it is finished."""
+    """A gather that was begun before the unit is needed; its buffer is pinned until the gather is finished."""
 
     unit: UnitRecord
     handle: Handle
     pin: Block
     gathers: list[Pending]
-    """Those under way, this one among them."""
+    """All gathers under way, this one among them."""
 
     def finish(self) -> None:
         self.gathers.remove(self)
@@ -37,12 +37,12 @@ class Gather:
 
 
 class Unsharding:
-    """Brings units near.
+    """Unshards units into near.
 
     Args:
-        parameters: become views of what came near.
-        residency, collectives: what brings it.
-        log: of the collective calls of this rank.
+        parameters: are bound to the near buffers.
+        residency, collectives: copy the bytes between tiers, and between ranks.
+        log: the log of this rank's collective calls.
     """
 
     def __init__(self, parameters: Parameters, residency: Residency, collectives: Collectives, log: CollectiveLog):
@@ -50,7 +50,8 @@ class Unsharding:
         self.residency, self.collectives, self.log = residency, collectives, log
 
     def unshard(self, unit: UnitRecord) -> torch.Tensor:
-        """The unit's near buffer with everybody's pieces, its parameters views of it; brings them near when they are not."""
+        """Returns the unit's near buffer with the pieces of all ranks, (elems,). Copies or gathers it if it is not in near,
+        and binds the unit's parameters to it."""
         if self.units.one_rank:
             data = self.residency.ensure(unit.key, NEAR)
         else:
@@ -65,7 +66,7 @@ class Unsharding:
         return data
 
     def unshard_async(self, unit: UnitRecord) -> None:
-        """Begins to gather a unit that is not near; it stays until it is used."""
+        """Begins to gather a unit that is not in near; its buffer is pinned until the gather is finished."""
         handle, gathers = self._gather(unit), self.residency.under_way.gathers
         unit.move(Bytes.GATHERING)
         unit.gather = Gather(unit, handle, self.residency.pin(unit.key), gathers)
@@ -85,7 +86,7 @@ class Unsharding:
         return self.collectives.broadcast(data, spec.owner)
 
     def drop_gathered(self, group: int) -> None:
-        """The group's gathered copies are out of date: somebody's piece was updated."""
+        """Drops the group's gathered copies, which are out of date after an update."""
         if self.units.one_rank:
             return
         for unit in self.units.of_group[group]:

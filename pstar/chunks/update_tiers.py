@@ -1,4 +1,4 @@
-"""In which tier each group's optimizer states lie, and in which its update is computed."""
+"""The tier of each group's optimizer states, and the tier in which its update is computed."""
 
 from collections.abc import Collection
 
@@ -11,15 +11,15 @@ class UpdateTiers:
 
     Args:
         layout: the groups.
-        near: those whose states lie near at first; the others' lie far.
-        streamed: every update is computed near: states that lie far come for it, and go.
+        near: groups whose states are in near at first; those of other groups are in far.
+        streamed: every update is computed near: states in far are copied to near for it, and back.
     """
 
     def __init__(self, layout: Layout, near: Collection[int] = (), streamed: bool = False):
         self._groups, self.streamed = layout.groups, streamed
         self.states_tier = [NEAR if group.index in near else FAR for group in layout.groups]
         self.near_elems = 0
-        """Elements of this rank's pieces whose states lie near."""
+        """Elements of this rank's pieces whose states are in near."""
         self._count()
 
     def update_tier(self, group: int) -> str:
@@ -27,9 +27,9 @@ class UpdateTiers:
         return NEAR if self.streamed else self.states_tier[group]
 
     def move_states(self, group: int, tier: str) -> None:
-        """From now on the group's states lie in that tier."""
+        """From now on the group's states are in that tier."""
         self.states_tier[group] = tier
         self._count()
 
-    def _count(self) -> None:    # room is asked for at every moment, and they seldom move
+    def _count(self) -> None:    # kept as a number: it is read at every moment, and states seldom move
         self.near_elems = sum(group.piece_elems for group in self._groups if self.states_tier[group.index] == NEAR)

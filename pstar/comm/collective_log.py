@@ -1,4 +1,4 @@
-"""Which collective calls a rank made in a step: all ranks must have made the same ones, in the same order."""
+"""The log of a rank's collective calls in a step: all ranks must make the same calls, in the same order."""
 
 import zlib
 
@@ -26,8 +26,9 @@ class CollectiveLog:
         self.collectives.about(unit)
 
     def check(self) -> None:
-        """Every rank must have made the same collective calls since the last step: else gradients of one unit were added
-        to those of another. Raises StateError on every rank, before anything is updated. Every rank calls it.
+        """Compares this rank's calls since the last check with those of all ranks; every rank calls it.
+
+        Raises StateError on every rank, before any update, if they differ: gradients of different units were then added up.
         """
         calls, self._calls, ranks = self._calls, [], self.collectives.num_ranks
         if ranks == 1:
@@ -52,5 +53,5 @@ class CollectiveLog:
 
 
 def _call(number: int) -> str:
-    """An entry of the log in words."""
+    """An entry of the log as text."""
     return f"{'a gather' if number > 0 else 'a reduction'} of unit {abs(number) - 1}" if number else "none"

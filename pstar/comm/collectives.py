@@ -1,4 +1,4 @@
-"""Collectives on groups of chunks: the only file of the engine that talks to torch.distributed."""
+"""Collectives on groups of chunks. In the engine only this file and checkpoint/ import torch.distributed."""
 
 import os
 import platform
@@ -18,24 +18,24 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Waitable(Protocol):
-    """What a backend gives back for a collective that was begun."""
+    """What a backend returns for a collective that was begun."""
 
     def wait(self) -> object: ...
 
 
 class Handle:
-    """A collective that goes on while others compute. Its tensors must not be touched before `wait` has returned.
+    """A collective that overlaps with computation. Its tensors must not be used before `wait` has returned.
 
     Args:
-        begun: what goes on; None for nothing.
-        ledger: where the seconds that wait takes are written.
+        begun: the backend's handle; None: nothing to wait for.
+        ledger: counts the seconds of wait.
     """
 
     def __init__(self, begun: Waitable | None = None, ledger: Ledger | None = None):
         self._begun, self._ledger = begun, ledger
 
     def wait(self) -> None:
-        """Returns when the result is there (on a GPU: when the current stream will see it)."""
+        """Returns when the result is there (on a GPU: when the current stream is ordered after it)."""
         if self._begun is not None:
             begin = time.perf_counter()
             self._begun.wait()
@@ -46,15 +46,15 @@ class Handle:
 class Collectives:
     """Gathers and reduces the pieces of a group of chunks over the ranks of a process group.
 
-    Those of whole groups return a Handle. They are carried out in the order of the calls, which must be the same on all
+    Gathers and reductions return a Handle. They are carried out in the order of the calls, which must be the same on all
     ranks.
 
     Args:
-        group: a torch.distributed process group; None means the default group where one is initialised, and otherwise one
-            process, for which every collective is a no-op.
-        ledger: where received bytes are written.
-        through_memory: exchange chunks through shared memory where all ranks are on one host without a GPU; else, and with
-            False, through the process group.
+        group: a torch.distributed process group; None: the default group if one is initialised, otherwise one process, for
+            which every collective is a no-op.
+        ledger: counts received bytes.
+        through_memory: exchange chunks through shared memory if all ranks are on one host without a GPU; otherwise, and
+            with False, through the process group.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True):
@@ -65,7 +65,7 @@ class Collectives:
         self.ledger = ledger
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.num_ranks = 1 if self.alone else dist.get_world_size(group)
-        # Checkpoints and objects travel between host memories, which NCCL cannot do.
+        # Checkpoints and Python objects are sent from host memory, which NCCL cannot do.
         self.host_group = self.group
         if not self.alone and dist.get_backend(self.group) != "gloo":
             members = dist.get_process_group_ranks(self.group) if self.group else None
@@ -78,7 +78,7 @@ class Collectives:
         return self._memory is not None
 
     def _share_memory(self) -> SharedMemory | None:
-        """The staging area, where every rank is on this host and computes without a GPU; decided by all ranks alike."""
+        """The staging area, if every rank is on this host and computes without a GPU, else None; the same on all ranks."""
         host = (shared_memory.available() and dist.get_backend(self.group) == "gloo", platform.node())
         if not self._all_ranks(host[0]) or len(set(self.from_all(host))) > 1:
             return None
@@ -86,7 +86,7 @@ class Collectives:
         if self.rank == 0:
             path[0] = shared_memory.make_file(self.num_ranks)
         dist.broadcast_object_list(path, group_src=0, group=self.group)
-        # Containers of one host may each have a /dev/shm of their own: then the file is not there for all.
+        # Each container of a host may have another /dev/shm: then not all ranks see the file.
         seen = self._all_ranks(path[0] is not None and os.path.exists(path[0]))
         memory = SharedMemory(path[0], self.rank, self.num_ranks) if seen else None
         dist.barrier(self.group)
@@ -95,7 +95,7 @@ class Collectives:
         return memory
 
     def from_all(self, value: object) -> list:
-        """The value of every rank, by rank, on every rank; any object that can be pickled."""
+        """Returns the values of all ranks, by rank, on every rank; any object that can be pickled."""
         values: list = [value] * self.num_ranks
         if self.num_ranks > 1:
             dist.all_gather_object(values, value, group=self.host_group)
@@ -109,17 +109,17 @@ class Collectives:
         return all(self.from_all(value))
 
     def about(self, unit: int) -> None:
-        """The next collective is about this unit: through shared memory, ranks that mean different ones raise at once."""
+        """Names the unit of the next collective: through shared memory, ranks with different units raise at once."""
         if self._memory:
             self._memory.subject = unit
 
     def progress(self) -> None:
-        """Lets collectives that were begun go on, without waiting. Over a process group they do so by themselves."""
+        """Advances collectives that were begun, without waiting. Those of a process group advance by themselves."""
         if self._memory:
             self._memory.progress()
 
     def all_gather(self, flat: torch.Tensor) -> Handle:
-        """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""
+        """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
         if self.num_ranks == 1:
             return Handle()
         piece = flat.view(self.num_ranks, -1)[self.rank]
@@ -131,7 +131,7 @@ class Collectives:
     def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Handle:
         """piece, (S,), becomes this rank's part of the mean of flat, (p * S,), over the ranks. Changes flat.
 
-        Divides before it adds: a sum of p gradients may overflow 16 bits where their mean does not.
+        Divides before it adds: a sum of p gradients may overflow in 16 bits though their mean does not.
         """
         self.ledger.add("reduce", flat.nbytes - piece.nbytes)
         if self._memory:
@@ -140,7 +140,7 @@ class Collectives:
         return Handle(_reduce_scatter(piece, flat, group=self.group, async_op=True), self.ledger)
 
     def broadcast(self, flat: torch.Tensor, owner: int) -> Handle:
-        """In place: flat, (S,), becomes that of rank `owner` of the group."""
+        """In place: flat, (S,), receives the values of rank `owner` of the group."""
         if self.num_ranks == 1:
             return Handle()
         self.ledger.add("gather", 0 if self.rank == owner else flat.nbytes)
@@ -149,7 +149,7 @@ class Collectives:
         return Handle(dist.broadcast(flat, group=self.group, group_src=owner, async_op=True), self.ledger)
 
     def reduce_mean(self, flat: torch.Tensor, owner: int) -> Handle:
-        """In place: flat, (S,), becomes the mean over the ranks on rank `owner`; elsewhere it is spoilt."""
+        """In place: flat, (S,), becomes the mean over the ranks on rank `owner`; on other ranks it is overwritten."""
         self.ledger.add("reduce", flat.nbytes * (self.num_ranks - 1) if self.rank == owner else 0)
         if self._memory:
             return Handle(self._memory.reduce_mean(flat, owner), self.ledger)

@@ -1,17 +1,17 @@
 """Collectives between processes of one host through shared memory. Knows no process group, only ranks and a file.
 
-Loopback costs two trips through the kernel's network for every byte (some 0.6 GB/s with gloo); shared memory costs one
-copy in and one copy out. Data pass through a staging area in slices:
+Over loopback every byte passes the kernel's network twice (some 0.6 GB/s with gloo); shared memory costs one copy in and one
+copy out. Data pass through a staging area in slices:
 
-    half 0 | slice of rank 0 | slice of rank 1 | ...      a rank writes its slice of one half, says so in its counter,
-    half 1 | slice of rank 0 | slice of rank 1 | ...      waits for all counters, and reads what the others wrote
+    half 0 | slice of rank 0 | slice of rank 1 | ...      a rank writes its slice of one half, increments its counter,
+    half 1 | slice of rank 0 | slice of rank 1 | ...      waits for all counters, and reads the slices of the other ranks
 
-The halves alternate: nobody overwrites a half before every rank has entered the exchange after it, that is, has read it.
-Sums are taken in the order of ranks, so that every run gives the same bits.
+The halves alternate: no rank overwrites a half before every rank has entered the next exchange, and so has read it. Sums are
+taken in the order of ranks, so every run gives the same bits.
 
-A collective is begun by its call and goes on whenever `progress` is called: it never waits there, it does what can be done
-by now. So a rank that is ahead of the others computes instead of waiting for them, and no thread competes with the
-computation for its core. Collectives are carried out one after the other, in the order of the calls, the same on all ranks.
+A call begins a collective, and each call of `progress` advances it as far as possible without waiting. So a rank that is
+ahead of the others computes instead of waiting for them, and no thread competes with the computation for its core.
+Collectives are carried out one after the other, in the order of the calls, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ import torch
 from pstar.errors import StateError
 
 SLICE_BYTES = 4 * 2**20
-COUNTER_BYTES = 64    # a cache line each, so that ranks do not wait for each other's writes
+COUNTER_BYTES = 64    # one cache line for each counter: no false sharing between ranks
 WAIT_S = 600.0
 NAP_S = 50e-6
-"""Between two looks of a rank that waits, where there are more ranks than cores: its core is for whoever it waits for."""
+"""Sleep of a waiting rank between two polls, if there are more ranks than cores: another rank can use its core."""
 
 
 def available() -> bool:
-    """Whether this machine can: it has /dev/shm, and its processors keep the order of writes (data, then counter)."""
+    """Whether this machine has /dev/shm, and a processor that keeps the order of writes (data, then counter)."""
     return os.path.isdir("/dev/shm") and platform.machine() in ("x86_64", "AMD64")
 
 
 def make_file(num_ranks: int) -> str | None:
-    """A file for num_ranks ranks, its bytes reserved; None where /dev/shm has no room for it."""
+    """Makes a file for num_ranks ranks, its bytes reserved, and returns its path; None if /dev/shm has no room for it."""
     try:
         handle, path = tempfile.mkstemp(prefix="pstar_", dir="/dev/shm")
     except OSError:
         return None
     try:
-        # What does not fit is known now, not by a SIGBUS later.
+        # Reserved now: without room, a later write would end the process with SIGBUS.
         os.posix_fallocate(handle, 0, num_ranks * (COUNTER_BYTES + 2 * SLICE_BYTES))
     except OSError:
         os.unlink(path)
@@ -57,14 +57,14 @@ def make_file(num_ranks: int) -> str | None:
 
 
 class Exchange:
-    """A collective that was begun; `wait` ends it. Its tensors must not be touched before."""
+    """A collective that was begun; `wait` ends it. Its tensors must not be used before that."""
 
     def __init__(self, memory: SharedMemory, tag: int, steps: Iterator[None]):
         self._memory, self.tag, self.steps = memory, tag, steps
         self.done = False
 
     def wait(self) -> None:
-        """Returns when the result is there. Raises StateError where a rank does not come, or comes with another call."""
+        """Returns when the result is there. Raises StateError if a rank does not arrive, or arrives with another call."""
         self._memory.finish(self)
 
 
@@ -72,8 +72,8 @@ class SharedMemory:
     """The staging area of p ranks in one file of /dev/shm.
 
     Args:
-        path: from make_file on one rank, which unlinks it when all have opened it: nothing is left behind.
-        rank, num_ranks: which of how many.
+        path: from make_file on one rank, which unlinks it when all ranks have opened it: no file remains.
+        rank, num_ranks: this rank's number, and how many there are.
     """
 
     def __init__(self, path: str, rank: int, num_ranks: int):
@@ -82,18 +82,18 @@ class SharedMemory:
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
         cells = data[:head].view(torch.int64).view(num_ranks, -1)
         self._counters = cells[:, 0]
-        # What each rank does in its exchanges of even and of odd number; two, for a rank may be one ahead.
+        # Each rank's tags for its even and its odd exchange: a rank may be one exchange ahead of the others.
         self._tags = cells[:, 1:3]
         self._halves = data[head:].view(2, num_ranks, SLICE_BYTES)
         self._naps = num_ranks > len(os.sched_getaffinity(0))
         self._count = 0
         self._begun: deque[Exchange] = deque()
         self.subject = -1
-        """Number of the unit that the next collective is about; ranks that mean different ones notice."""
-        self._staged = False    # the first of them has written its slice and waits for the others
+        """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
+        self._staged = False    # whether the first begun exchange has written its slice and waits for the others
 
     def all_gather(self, flat: torch.Tensor) -> Exchange:
-        """In place: flat, (p * S,), holds this rank's piece at its position and afterwards everyone's."""
+        """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
         def steps() -> Iterator[None]:
             pieces = flat.view(self.num_ranks, -1)
             step = SLICE_BYTES // flat.itemsize
@@ -127,7 +127,7 @@ class SharedMemory:
         return self._begin(2, flat.numel(), steps())
 
     def broadcast(self, flat: torch.Tensor, owner: int) -> Exchange:
-        """In place: flat, (S,), becomes the owner's."""
+        """In place: flat, (S,), receives the owner's values."""
         def steps() -> Iterator[None]:
             step = SLICE_BYTES // flat.itemsize
             for start in range(0, flat.numel(), step):
@@ -175,10 +175,10 @@ class SharedMemory:
         self._begin(5, values.numel(), steps()).wait()
         return total.view(values.shape)
 
-    # ------------------------------------------------------------- one after the other
+    # ------------------------------------------------------------- exchanges run in order
 
     def progress(self) -> None:
-        """Does what can be done without waiting."""
+        """Advances the begun exchanges as far as possible without waiting."""
         while self._begun:
             first = self._begun[0]
             if self._staged:
@@ -191,14 +191,14 @@ class SharedMemory:
                 first.done, self._staged = True, False
                 self._begun.popleft()
                 continue
-            # This rank's slice is written: say so. The tag goes first, for whoever sees the counter reads it.
+            # This rank's slice is written. The tag comes before the counter: a rank that sees the counter reads the tag.
             self._tags[self.rank, self._count % 2] = first.tag
             self._count += 1
             self._counters[self.rank] = self._count
             self._staged = True
 
     def finish(self, exchange: Exchange) -> None:
-        """Goes on until the exchange, and all that were begun before it, are done."""
+        """Waits until this exchange, and all that were begun before it, are done."""
         deadline = time.monotonic() + WAIT_S
         self.progress()
         while not exchange.done:
@@ -220,7 +220,7 @@ class SharedMemory:
         return exchange
 
     def _compare_calls(self, exchange: Exchange) -> None:
-        """Every rank has staged this exchange: they must have meant the same one."""
+        """Called when every rank has staged this exchange. Raises StateError unless all ranks have the same tag."""
         tags = self._tags[:, (self._count - 1) % 2].tolist()
         if any(tag != exchange.tag for tag in tags):
             other = next(rank for rank, tag in enumerate(tags) if tag != exchange.tag)
@@ -228,11 +228,11 @@ class SharedMemory:
                              f"in {_call(exchange.tag)}: every rank must run the same modules in the same order")
 
     def _stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The half for the next exchange, (p, numel): one row a rank."""
+        """The half for the next exchange, (p, numel) of dtype: one row for each rank."""
         return self._halves[self._count % 2].view(dtype)[:, :numel]
 
     def _add_up(self, terms: list[torch.Tensor], target: torch.Tensor) -> None:
-        """target = the sum of terms in their order, in fp32 at least. target may be one of the terms."""
+        """target = the sum of terms in their order, computed at least in fp32. target may be one of the terms."""
         if self.num_ranks == 2 and target.dtype == torch.float32:
             torch.add(*terms, out=target)
             return
@@ -243,7 +243,7 @@ class SharedMemory:
 
 
 def _call(tag: int) -> str:
-    """A tag in words."""
+    """A tag as text."""
     kind = ("", "a gather", "a reduction", "a broadcast", "a reduction", "a sum")[tag & 15]
     subject = (tag >> 10) % 2**16
     return kind + (f" of unit {subject - 1}" if subject else "") + f" ({tag >> 26} elements)"

@@ -1,4 +1,4 @@
-"""Adam on flat arrays, compiled for CPU and CUDA, and with torch operations where nothing is compiled. Knows no chunks."""
+"""Adam on flat arrays: compiled for CPU and CUDA, and with torch operations as a fallback. Knows no chunks."""
 
 from pstar.kernels.adam import NORM_BLOCK, join_master, split_master, sum_blocks
 from pstar.kernels.front import adam_step, adam_steps, norm_blocks, squared_norms, store_squared

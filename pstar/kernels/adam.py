@@ -1,9 +1,9 @@
-"""Adam on flat arrays with torch operations, and the split fp32 master: the kernels' naive twin, and their substitute.
+"""Adam on flat arrays with torch operations, and the split fp32 master: the kernels' reference and fallback.
 
-Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). Each operation is a rounding of adam_formula.h: where torch
-uses fused multiply-add (on x86 from AVX2 on; seen in torch 2.13), lerp_ and add_ with alpha give the same bits as the
-compiled kernels. Only the square root takes a detour: torch's fp32 sqrt on x86 is a library routine that is one unit in the
-last place off in a sixth of all cases; from float64 it comes out exactly rounded.
+Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). Each operation does one rounding of adam_formula.h: if torch
+uses fused multiply-add (on x86 from AVX2 on; tested with torch 2.13), lerp_ and add_ with alpha give the same bits as the
+compiled kernels. Only the square root is computed in float64, which rounds it exactly: torch's fp32 sqrt on x86 is a library
+routine that is off by one unit in the last place in a sixth of all cases.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from pstar.kernels.quantize import code_tables, decode, encode
 from pstar.kernels.update import QUANT_BLOCK, AdamUpdate
 
-# Elements at once: temporaries stay in the cache.
+# Elements that are updated at once: few enough that temporaries stay in the cache.
 BLOCK = 64 * QUANT_BLOCK
 # As in cpu_adam.cpp.
 NORM_BLOCK, NORM_LANES = 8192, 256
@@ -41,7 +41,7 @@ def _update_block(update: AdamUpdate, part: slice) -> None:
         moments = (decode(exp_avg, tables[0], scales[0], QUANT_BLOCK), decode(exp_avg_sq, tables[2], scales[1], QUANT_BLOCK))
     if isinstance(update.grad_scale, torch.Tensor) or update.grad_scale != 1.0:
         grad = grad * update.grad_scale
-    master = param.to(torch.float32) if low is None else join_master(param, low)    # an fp32 param is its own master
+    master = param.to(torch.float32) if low is None else join_master(param, low)    # an fp32 param is the master
 
     _formula(master, grad, *moments, update)
 
@@ -60,7 +60,7 @@ def _update_block(update: AdamUpdate, part: slice) -> None:
 
 def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
              update: AdamUpdate) -> None:
-    """adam_element of the header. All fp32, (N,); param and the moments in place."""
+    """adam_element of the header. All tensors fp32, (N,); updates param and the moments in place."""
     neg_decay, l2, _, _, _, _, inv_bias2_sqrt, eps, neg_step_size = update.scalars()
     if l2:
         grad = grad.add(param, alpha=l2)
@@ -75,9 +75,9 @@ def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp
 def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
     """Splits fp32 into the nearest bf16 (high) and the signed difference of the bit patterns (low, int16).
 
-    The model computes with high, the optimizer with both: 4 bytes instead of the 2 + 4 of a separate master, and no
-    rounding is lost. `+ 0x8000` before the shift rounds to nearest, ties away from zero; then the difference to what was
-    kept lies in [-32768, 32767] and fits 16 bits.
+    The model computes with high, the optimizer with both: 4 bytes instead of 2 + 4 with a separate master, without loss.
+    `+ 0x8000` before the shift rounds to nearest, ties away from zero; the difference to the rounded number is then in
+    [-32768, 32767] and fits 16 bits.
     """
     bits = master.view(torch.int32)
     kept = (bits + 0x8000) >> 16
@@ -86,12 +86,12 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master that split_master split, bit for bit."""
+    """The fp32 master, bit for bit, from the halves of split_master."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
 def round_stochastically(values: torch.Tensor, seed: int, first_index: int) -> torch.Tensor:
-    """bf16 from fp32 (N,): up with the probability of the part that is cut off. A function of (seed, first_index + i)."""
+    """bf16 from fp32 (N,): rounds up with a probability equal to the cut-off part. A function of (seed, first_index + i)."""
     mask = 0xFFFFFFFF
     index = torch.arange(first_index, first_index + values.numel(), device=values.device)
     x = (index & mask) ^ (seed & mask)
@@ -116,12 +116,13 @@ def norm_blocks_with_torch(grad: torch.Tensor) -> torch.Tensor:
 
 
 def sum_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    """The sum of squares, a scalar, from those of a gradient's blocks, (num_blocks,) float64."""
+    """The sum of squares, a scalar, from the sums of a gradient's blocks, (num_blocks,) float64."""
     return _sum_lanes(blocks.view(1, -1))[0]
 
 
 def _sum_lanes(values: torch.Tensor) -> torch.Tensor:
-    """(rows,) from (rows, N): lane j adds elements j, j + 256, ... in turn; then halves are added to halves."""
+    """(rows,) from (rows, N): lane j adds elements j, j + 256, ... in order; then one half of the lanes is added to the
+    other, until one lane is left."""
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % NORM_LANES if values.shape[1] else NORM_LANES))
     lanes = values.new_zeros(values.shape[0], NORM_LANES)
     for part in values.split(NORM_LANES, dim=1):

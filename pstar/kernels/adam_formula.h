@@ -1,15 +1,15 @@
-// The update of ONE element by Adam or AdamW, and the number formats around it: the only place where the formula stands.
+// The update of ONE element by Adam or AdamW, and its number formats: the formula is written here only.
 // Included by cpu_adam.cpp (g++, clang++) and cuda_adam.cu (nvcc, NVRTC).
 //
 // Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Dettmers et al. 2022 (8-bit moments).
 //
-// Every rounding is written down: fmaf where it is to be fused, and the compilers are told to fuse nothing by themselves
-// (-ffp-contract=off, --fmad=false). So each code path of the CPU and each GPU gives the same bits, and so do torch's
-// operations in adam.py. Of a NaN only that it is one is defined, not its sign and payload.
+// Every rounding is explicit: fmaf fuses, and compiler flags forbid any other fusing (-ffp-contract=off, --fmad=false). So
+// each code path of the CPU and each GPU gives the same bits, and so do torch's operations in adam.py. The sign and payload
+// of a NaN are not defined.
 //
-// The order of operations is not torch.optim's: its factors 1 - lr * weight_decay and beta2, once rounded to fp32, are a
-// little off at every step in the same direction, 2e-5 after 1,000 steps. Here what changes is computed by itself, from
-// small factors, and added: errors stay below two units in the last place a step, and do not add up.
+// The order of operations is not torch.optim's: its factors 1 - lr * weight_decay and beta2, rounded to fp32, are wrong in
+// the same direction at every step, by 2e-5 after 1,000 steps. Here the change is computed separately, from small factors,
+// and added: errors stay below two units in the last place a step, and do not add up.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -27,9 +27,9 @@ typedef unsigned int pstar_u32;
 typedef long long pstar_i64;
 typedef unsigned long long pstar_u64;
 
-// What the parameter is, and where its fp32 master lies.
+// The parameter's format, and the place of its fp32 master.
 enum ParamKind {
-    PARAM_FP32 = 0,       // fp32 parameter, its own master
+    PARAM_FP32 = 0,       // fp32 parameter, which is the master
     PARAM_COPY_BF16 = 1,  // fp32 master, and a bf16 copy written in the same pass
     PARAM_COPY_FP16 = 2,  // fp32 master, and an fp16 copy written in the same pass
     PARAM_SPLIT = 3,      // bf16 parameter = nearest bf16 of the master; 16 more bits hold the rest
@@ -41,12 +41,12 @@ enum GradKind { GRAD_FP32 = 0, GRAD_FP16 = 1, GRAD_BF16 = 2 };
 // 8-bit moments: one fp32 scale (largest magnitude) a block of this many elements.
 enum { PSTAR_QUANT_BLOCK = 2048 };
 
-// The hyper-parameters of one step as the element needs them; computed in float64 by the caller, rounded once.
+// The hyper-parameters of one step, as adam_element takes them; computed in float64 by the caller, rounded once.
 struct AdamScalars {
     float neg_decay;         // AdamW: -lr * weight_decay; Adam: 0
     float l2;                // Adam: weight_decay; AdamW: 0
-    float lerp;              // w = 1 - beta1 if that is below 1/2, else w - 1: interpolate from the end
-    float lerp_from_grad;    // 0 if w < 1/2, else 1                            that loses less
+    float lerp;              // w = 1 - beta1 if that is below 1/2, else w - 1: interpolate from the end with
+    float lerp_from_grad;    // 0 if w < 1/2, else 1                            the smaller rounding error
     float lerp_sq;           // the same for 1 - beta2
     float lerp_sq_from_grad;
     float inv_bias2_sqrt;    // 1 / sqrt(1 - beta2^step)
@@ -55,7 +55,7 @@ struct AdamScalars {
     float grad_scale;        // clip factor / loss scale
 };
 
-// One flat run of elements. Pointers that its kinds do not need are null.
+// One flat run of elements. Pointers that its formats do not need are null.
 struct AdamChunk {
     void *param;            // float* or bf16*, see ParamKind
     void *extra;            // PARAM_COPY_*: the 16-bit copy, maybe grad itself (shared slot); PARAM_SPLIT: int16 low half
@@ -65,10 +65,10 @@ struct AdamChunk {
     float *exp_avg_scale;   // 8-bit moments: one a block
     float *exp_avg_sq_scale;
     pstar_i64 numel;
-    pstar_i64 first_index;  // PARAM_BF16_SR: number of the first element, so that cutting a run changes nothing
-    const float *grad_scale;    // if not null it takes the place of scalars.grad_scale, and
-    const float *skip;          // if not null and not 0 nothing is written: both are read when the kernel runs, so that
-                                // clipping and overflow are decided on the device and nobody waits for them
+    pstar_i64 first_index;  // PARAM_BF16_SR: number of the first element: cutting a run does not change its random numbers
+    const float *grad_scale;    // if not null, used instead of scalars.grad_scale
+    const float *skip;          // if not null and not 0, no array is written. Kernels read both when they run: clipping and
+                                // overflow are decided on the device, and the host does not wait for them
     AdamScalars scalars;
     pstar_u32 seed;         // PARAM_BF16_SR: differs from step to step
     pstar_u32 unused;
@@ -100,14 +100,14 @@ PSTAR_FN float bits_float(pstar_u32 bits) {
 
 PSTAR_FN float bf16_to_float(pstar_u16 h) { return bits_float((pstar_u32)h << 16); }
 
-// Nearest, ties to even. A NaN stays one: adding to its bits could carry into infinity.
+// Nearest, ties to even. A NaN is a special case: adding to its bits could give an infinity.
 PSTAR_FN pstar_u16 float_to_bf16(float x) {
     pstar_u32 bits = float_bits(x);
     pstar_u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return (pstar_u16)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
-// Up with the probability of the part that is cut off. Infinities and NaN as they are.
+// Rounds up with a probability equal to the cut-off part. Infinities and NaN do not change.
 PSTAR_FN pstar_u16 float_to_bf16_stochastic(float x, pstar_u32 random) {
     pstar_u32 bits = float_bits(x);
     pstar_u32 rounded = (bits + (random >> 16)) >> 16;
@@ -115,7 +115,7 @@ PSTAR_FN pstar_u16 float_to_bf16_stochastic(float x, pstar_u32 random) {
     return (pstar_u16)((bits & 0x7f800000u) == 0x7f800000u ? special : rounded);
 }
 
-// A well mixed function of (seed, index): the same number whatever thread, vector or device asks.
+// A well mixed function of (seed, index): the same number on every thread, vector path and device.
 PSTAR_FN pstar_u32 random_bits(pstar_u32 seed, pstar_i64 index) {
     pstar_u32 x = (pstar_u32)index ^ seed;
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -127,14 +127,14 @@ PSTAR_FN pstar_u32 random_bits(pstar_u32 seed, pstar_i64 index) {
 PSTAR_FN float fp16_to_float(pstar_u16 h) {
     pstar_u32 magnitude = ((pstar_u32)h & 0x7fffu) << 13, sign = ((pstar_u32)h & 0x8000u) << 16;
     pstar_u32 normal = magnitude + (112u << 23);
-    // A denormal: put its digits below the leading one of 2^-14 and take that one away again.
+    // A denormal: put its digits behind the leading digit of 2^-14, and subtract 2^-14.
     float denormal = bits_float(magnitude + (113u << 23)) - bits_float(113u << 23);
     pstar_u32 bits = magnitude < (1u << 23) ? float_bits(denormal) : normal;
     bits = magnitude >= (31u << 23) ? normal + (112u << 23) : bits;    // infinity and NaN
     return bits_float(bits | sign);
 }
 
-// Nearest, ties to even; beyond 65519 infinity.
+// Nearest, ties to even; infinity beyond 65519.
 PSTAR_FN pstar_u16 float_to_fp16(float x) {
     pstar_u32 bits = float_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
     pstar_u32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;

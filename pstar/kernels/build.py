@@ -1,9 +1,9 @@
-"""Compiles cpu_adam.cpp with the C++ compiler that is there, once, into the user's cache.
+"""Compiles cpu_adam.cpp with the installed C++ compiler, once, into the user's cache.
 
-    python -m pstar.kernels.build        # at installation; prints one line, also where there is no compiler
+    python -m pstar.kernels.build        # at installation; prints one line, also if there is no compiler
 
-Without a compiler pstar.kernels runs on torch operations, with the same bits and more passes over memory. Needs nothing
-but Python, so that the set-up can run this file before torch is there.
+Without a compiler pstar.kernels uses torch operations, with the same bits and more passes over memory. This file needs only
+Python, so that the set-up can run it before torch is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("cpu_adam.cpp", "adam_formula.h")
-# Nothing that changes a rounding: no -ffast-math, and no fused multiply-add but where the formula says fmaf.
+# No flag may change a rounding: no -ffast-math, and fused multiply-add only where the formula says fmaf.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 THREADS = (("-fopenmp",), ("-fopenmp-simd",))    # the second: one thread, for compilers without an OpenMP library
 COMPILERS = ("c++", "g++", "clang++")
@@ -30,14 +30,14 @@ TIMEOUT_S = 300
 
 
 class BuildError(Exception):
-    """One line: why there is no compiled kernel."""
+    """There is no compiled kernel; the message says why, in one line."""
 
 
 def build() -> Path:
     """Returns the compiled library's path; compiles if this source, compiler and flags were not compiled before.
 
-    Raises BuildError where there is no compiler, it fails, or nothing can be written. Safe in several processes at once:
-    one compiles to a name of its own and renames, the others wait.
+    Raises BuildError if there is no compiler, it fails, or the cache cannot be written. Safe in several processes at once:
+    one compiles to a temporary name and renames, the others wait.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -54,13 +54,13 @@ def build() -> Path:
 
 
 def find_compiler() -> str | None:
-    """$CXX, or the first of COMPILERS that is there."""
+    """$CXX, or the first of COMPILERS that is installed."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
     return next((path for path in map(shutil.which, names) if path), None)
 
 
 def cache_folder() -> Path:
-    """$PSTAR_CACHE, or pstar in the user's cache, or, where that cannot be written, a private temporary folder."""
+    """$PSTAR_CACHE, or pstar in the user's cache, or, if that cannot be written, a private temporary folder."""
     if os.environ.get("PSTAR_CACHE"):
         places = [Path(os.environ["PSTAR_CACHE"])]
     else:
@@ -71,7 +71,7 @@ def cache_folder() -> Path:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # A library is code: take none from a folder that somebody else may write.
+        # A library is code: use no folder that another user may write to.
         status = place.stat()
         if os.access(place, os.W_OK) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             return place
@@ -80,7 +80,7 @@ def cache_folder() -> Path:
 
 
 def recipe(compiler: str) -> str:
-    """What the library is made from, as a hash."""
+    """A hash of the library's sources, compiler and flags."""
     try:
         run = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
@@ -95,7 +95,7 @@ def recipe(compiler: str) -> str:
 
 @contextlib.contextmanager
 def only_one_at_a_time(path: Path) -> Iterator[None]:
-    """Holds a lock that the kernel releases however its holder ends. Where there are no locks, several compile: no harm."""
+    """Holds a lock that the kernel releases even if its holder is killed. Without locks several processes may compile."""
     with open(path, "w") as lock:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
@@ -105,28 +105,28 @@ def only_one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def compile_to(target: Path, compiler: str) -> None:
-    """Compiles beside the target and renames. Raises BuildError with the compiler's first error."""
+    """Compiles to a temporary file in the target's folder and renames it. Raises BuildError with the first error."""
     errors = ""
     for threads in THREADS:
-        handle, beside = tempfile.mkstemp(prefix=target.stem, suffix=".tmp", dir=target.parent)
+        handle, temporary = tempfile.mkstemp(prefix=target.stem, suffix=".tmp", dir=target.parent)
         os.close(handle)
-        command = [compiler, *FLAGS, *threads, "-o", beside, str(HERE / SOURCES[0])]
+        command = [compiler, *FLAGS, *threads, "-o", temporary, str(HERE / SOURCES[0])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
             if done.returncode == 0:
-                os.replace(beside, target)
+                os.replace(temporary, target)
                 return
             lines = [line for line in done.stderr.splitlines() if "error" in line]
             errors = errors or (lines or [f"status {done.returncode}"])[0]
         except subprocess.TimeoutExpired:
             errors = f"not done after {TIMEOUT_S} s"
         finally:
-            Path(beside).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
     raise BuildError(f"{compiler} failed: {errors.strip()}")
 
 
 def main() -> None:
-    """Prints one line and never fails: the torch implementation is there."""
+    """Prints one line and never fails: without a compiler the torch implementation is used."""
     begin = time.monotonic()
     try:
         path = build()

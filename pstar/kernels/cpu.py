@@ -1,4 +1,4 @@
-"""cpu_adam.cpp through ctypes: builds it at first use where installation did not."""
+"""cpu_adam.cpp through ctypes: builds it at first use if the installation did not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AdamChunk(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, and one line that says so, where there are none."""
+    """The compiled kernels; if there are none, None, with one line in the log."""
     try:
         found = ctypes.CDLL(str(build()))
     except (BuildError, OSError) as error:
@@ -52,13 +52,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def paths() -> list[str]:
-    """The code paths that this processor has, the plain one first."""
+    """The code paths that this processor supports, the plain one first."""
     lib = library()
     return [] if lib is None else [name for name, number in PATHS.items() if lib.pstar_has_path(number)]
 
 
 def chunk_of(update: AdamUpdate) -> AdamChunk:
-    """The structure that the kernels take. Holds no reference: the update must live as long as it is used."""
+    """The structure that the kernels take. It holds no reference: keep the update as long as the structure is used."""
     extra = update.low if update.low is not None else update.copy16
     scales = update.scales or (None, None)
     tensors = (update.param, extra, update.grad, update.exp_avg, update.exp_avg_sq, *scales)
@@ -72,7 +72,7 @@ def chunk_of(update: AdamUpdate) -> AdamChunk:
 
 
 def update_on_cpu(updates: list[AdamUpdate], path: str | None = None) -> None:
-    """Adam updates of the same kinds, checked already, in one call; torch.get_num_threads() threads share all elements."""
+    """Adam updates of the same kinds, already checked, in one call; torch.get_num_threads() threads share all elements."""
     param, grad, quantised = updates[0].kinds()
     chunks = (AdamChunk * len(updates))(*map(chunk_of, updates))
     tables = None
@@ -85,7 +85,7 @@ def squared_norm_on_cpu(grad: torch.Tensor, path: str | None = None, place: torc
                         add: bool = False, num_threads: int | None = None) -> float:
     """The sum of squares in float64, the same for any number of threads (None: torch's) and any path.
 
-    place: gets the gradient on the way, copied or added; then the squares are those of what is there.
+    place: the gradient is also copied or added to it; the squares are then those of place.
     """
     result = ctypes.c_double()
     _norm(library().pstar_squared_norm, grad, ctypes.byref(result), path, place, add, num_threads)
@@ -93,7 +93,7 @@ def squared_norm_on_cpu(grad: torch.Tensor, path: str | None = None, place: torc
 
 
 def norm_blocks_on_cpu(grad: torch.Tensor, sums: torch.Tensor, path: str | None = None) -> None:
-    """The sums of squares of grad's blocks into sums, float64."""
+    """Writes the sums of squares of grad's blocks into sums, float64."""
     _norm(library().pstar_norm_blocks, grad, sums.data_ptr(), path)
 
 

@@ -1,9 +1,9 @@
 // Adam on host memory: a plain C interface, without torch's headers, so that it builds in seconds.
 //
-// The loops are plain; the compiler makes vectors of them, once for each instruction set in PATHS, and the best that the
-// processor has is taken at run time. On aarch64 the plain path is NEON already. Memory is the limit: almost all that is
-// written was read just before, so its cache lines are there. Streaming stores (for the one array that is only written, the
-// 16-bit copy) and prefetch instructions were tried; the first gained nothing that could be measured, the second lost.
+// The loops are plain. The compiler vectorises them once for each instruction set (enum Path), and the best one that the
+// processor supports is chosen at run time. On aarch64 the plain path uses NEON. Memory bandwidth is the limit: almost every
+// array that is written was read before, so its cache lines are there. Streaming stores (for the 16-bit copy, which is only
+// written) had no measurable effect, and prefetch instructions made it slower.
 #include "adam_formula.h"
 
 #include <stdlib.h>
@@ -16,30 +16,30 @@
 namespace {
 
 const pstar_i64 TILE = 16384;         // elements; threads share whole tiles
-const pstar_i64 SMALL = 4 * TILE;     // below this a second thread costs more than it brings
-const int BLOCK = 128;                // elements that go through all steps at once: few enough that the loads of the next
-                                      // block overlap with the arithmetic of this one (2048: a fifth slower)
+const pstar_i64 SMALL = 4 * TILE;     // below this number of elements a second thread costs more time than it saves
+const int BLOCK = 128;                // elements that pass all steps together: few enough that the loads of the next block
+                                      // overlap with the arithmetic of this one (2048: a fifth slower)
 const int NORM_BLOCK = 8192;          // elements; the same on CUDA, so that both give the same sum
 const int NORM_LANES = 256;
 
 enum Path { PATH_AUTO = 0, PATH_PLAIN = 1, PATH_AVX2 = 2, PATH_AVX512 = 3 };
 
-// 8-bit moments: values ascending, the boundaries between neighbours, and for each upper half of an fp32 number the least
-// code that a number with that upper half can have; see quantize.py.
+// 8-bit moments: ascending values, the boundaries between neighbours, and for each upper half of an fp32 number the least
+// code of a number with that upper half; see quantize.py.
 struct Codes {
     const float *exp_avg, *exp_avg_bounds, *exp_avg_sq, *exp_avg_sq_bounds;
     const pstar_u8 *exp_avg_least, *exp_avg_sq_least;
 };
 
-// Where gradients are put while their squares are summed; no place: nowhere.
+// The place to which gradients are copied or added while their squares are summed; null: they are not stored.
 struct Store {
     void *place;
-    int add;     // to what is there, which is fp32
-    int wide;    // the place is fp32 whatever the gradients are
+    int add;     // add to the place, which is fp32
+    int wide;    // the place is fp32, whatever the gradients' format
 };
 
-// ---- the steps of a block. fp32 arrays are worked on where they lie; all else is unpacked into fp32 buffers that stay in
-// ---- L1, so that there is one loop for the formula and one short loop for each format, not one for each combination
+// ---- the steps of a block. fp32 arrays are updated in place; other formats are unpacked into fp32 buffers that stay in L1.
+// ---- So there is one loop for the formula and one short loop for each format, not one for each combination
 
 PSTAR_FN const float *unpack(const pstar_u16 *from, int kind, float *to, int n) {
     if (kind == GRAD_FP16) { SIMD for (int i = 0; i < n; i++) to[i] = fp16_to_float(from[i]); }
@@ -71,8 +71,8 @@ PSTAR_FN void decode(const pstar_u8 *codes, const float *values, float scale, fl
     SIMD for (int i = 0; i < n; i++) to[i] = values[codes[i]] * scale;
 }
 
-// Writes the codes, returns the new scale: the largest magnitude. Compared as integers, where NaN > infinity > numbers, so
-// that no order of comparing loses a NaN.
+// Writes the codes, returns the new scale: the largest magnitude. Magnitudes are compared as integers, where NaN > infinity
+// > numbers: a NaN is found in any order of comparisons.
 PSTAR_FN float encode(float *from, const float *bounds, const pstar_u8 *least, pstar_u8 *codes, int n) {
     pstar_u32 largest = 0;
     _Pragma("omp simd reduction(max : largest)") for (int i = 0; i < n; i++) {
@@ -91,8 +91,8 @@ PSTAR_FN float encode(float *from, const float *bounds, const pstar_u8 *least, p
 
 PSTAR_FN void formula(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int n, const AdamScalars &h) {
     SIMD for (int i = 0; i < n; i++) {
-        float x = param[i], m = exp_avg[i], v = exp_avg_sq[i];    // each is read once: three reads of a line that is still
-        adam_element(x, grad[i], m, v, h);                        // on its way cost more than one
+        float x = param[i], m = exp_avg[i], v = exp_avg_sq[i];    // each is read once: several reads of a cache line
+        adam_element(x, grad[i], m, v, h);                        // that is still being loaded cost more than one
         param[i] = x, exp_avg[i] = m, exp_avg_sq[i] = v;
     }
 }
@@ -143,7 +143,7 @@ PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes 
     }
 }
 
-// n elements from `first` on of gradients to their place. Returns what is there then, fp32, perhaps in the buffer.
+// Stores n elements of the gradients, from `first` on. Returns the stored values in fp32: the place itself, or the buffer.
 PSTAR_FN const float *store(const void *grads, const Store &to, int grad, pstar_i64 first, int n, float *buffer) {
     const pstar_u16 *from16 = (const pstar_u16 *)grads + first;
     const float *from = grad == GRAD_FP32 ? (const float *)grads + first : unpack(from16, grad, buffer, n);
@@ -158,10 +158,10 @@ PSTAR_FN const float *store(const void *grads, const Store &to, int grad, pstar_
     return place;
 }
 
-// Sum of squares of one block: lane j takes elements j, j + 256, ...; then halves are added to halves. In float64 the
-// square of an fp32 number is exact, so only the order of the additions matters, and that is fixed here. Not finite exactly
-// where an element is not finite. With a place, gradients are stored there on the way, and the squares are those of what is
-// there then: 256 elements are in L1 for that, so squaring costs nothing that could be measured beside the copy.
+// Sum of squares of one block: lane j adds elements j, j + 256, ...; then one half of the lanes is added to the other, until
+// one lane is left. In float64 the square of an fp32 number is exact, so only the order of the additions matters, which is
+// fixed here. Not finite exactly if an element is not finite. With a place, gradients are stored there first, and the
+// squares are those of the place: 256 elements are in L1 then, so squaring has no measurable cost next to the copy.
 PSTAR_FN double block_norm(const void *grads, const Store &to, int grad, pstar_i64 begin, pstar_i64 end) {
     double lanes[NORM_LANES] = {};
     float buffer[NORM_LANES];
@@ -251,7 +251,7 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
     if (total < SMALL || num_threads < 1) num_threads = 1;
 #pragma omp parallel for num_threads(num_threads) schedule(static, 1) if (num_threads > 1)
     for (int thread = 0; thread < num_threads; thread++) {
-        // This thread's share is a run of tiles, which may reach over several chunks.
+        // This thread's share is a run of tiles, which may span several chunks.
         const pstar_i64 first = num_tiles * thread / num_threads, last = num_tiles * (thread + 1) / num_threads;
         pstar_i64 before = 0;
         for (int k = 0; k < num_chunks && before < last; k++) {
@@ -268,7 +268,7 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
 }
 
 // The sums of squares of each block of NORM_BLOCK elements in float64, the last block perhaps shorter.
-// place: null, or where the gradients are stored on the way, see Store; then the sums are those of what is there.
+// place: null, or the place where the gradients are stored (see Store); the sums are then those of the place.
 extern "C" int pstar_norm_blocks(const void *grads, void *place, int add, int wide, pstar_i64 numel, int grad, double *sums,
                                  int num_threads, int path) {
     if (path == PATH_AUTO) path = best_path();

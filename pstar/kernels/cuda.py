@@ -1,4 +1,4 @@
-"""cuda_adam.cu through NVRTC and the driver: compiled for the kinds and the GPU at hand at first use, then from the cache.
+"""cuda_adam.cu through NVRTC and the driver: compiled for the dtypes and this GPU at first use, later read from the cache.
 
 NVRTC comes with torch's CUDA build, so no toolkit is needed. Only the public C interfaces of NVRTC and of the driver are
 used. Kernels run in the current stream of their tensors' device, and nothing here waits for the device.
@@ -44,7 +44,7 @@ class NormBatch(ctypes.Structure):
 
 @cache
 def library() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
-    """(NVRTC, driver); None, and one line that says so, where one of them is missing."""
+    """(NVRTC, driver); if one of them is missing, None, with one line in the log."""
     try:
         return find_nvrtc(), ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -53,7 +53,7 @@ def library() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
 
 
 def find_nvrtc() -> ctypes.CDLL:
-    """NVRTC of torch's CUDA version: by name, where torch has loaded it, or in the packages that torch depends on."""
+    """NVRTC of torch's CUDA version: by name, if torch has loaded it, or in the packages that torch depends on."""
     name = f"libnvrtc.so.{(torch.version.cuda or '13').split('.')[0]}"
     places: list[str | Path] = [name]
     spec = importlib.util.find_spec("nvidia")
@@ -110,11 +110,11 @@ def _nvrtc(status: int) -> None:
 
 
 class _Context:
-    """The device's primary context, which torch uses too, is current inside: threads may come without one."""
+    """Makes the device's primary context, which torch uses too, current inside: a thread may have no context."""
 
     def __init__(self, index: int):
         self.driver, self.context = library()[1], ctypes.c_void_p()
-        self.check(self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), index))    # torch never gives it up
+        self.check(self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), index))    # torch never releases it
 
     def __enter__(self) -> _Context:
         self.check(self.driver.cuCtxPushCurrent_v2(self.context))
@@ -164,7 +164,7 @@ def _launch(device: torch.device, kinds: tuple[int, int, bool], name: str, grid:
 
 
 def batches_of(updates: list[AdamUpdate], tables: tuple[int, ...] | None) -> list[AdamBatch]:
-    """Updates of the same kinds as launches take them; tables are the addresses of the code tables of 8-bit moments."""
+    """Updates of the same kinds, as arguments of launches; tables: addresses of the code tables of 8-bit moments."""
     batches = []
     per_block = THREADS * GROUP
     for begin in range(0, len(updates), MAX_CHUNKS):
@@ -174,7 +174,7 @@ def batches_of(updates: list[AdamUpdate], tables: tuple[int, ...] | None) -> lis
             batch.chunks[number] = chunk_of(update)
             batch.first_block[number] = blocks
             numel = update.param.numel()
-            # Without 8-bit moments groups begin at the first aligned element: up to one group more than numel / GROUP.
+            # Without 8-bit moments, groups begin at the first aligned element: up to one group more than numel / GROUP.
             blocks += -(-numel // per_block) if tables else -(-(numel + GROUP) // per_block)
         batch.first_block[len(part)], batch.num_chunks = blocks, len(part)
         for number, address in enumerate(tables or ()):
@@ -184,7 +184,7 @@ def batches_of(updates: list[AdamUpdate], tables: tuple[int, ...] | None) -> lis
 
 
 def update_on_cuda(updates: list[AdamUpdate]) -> None:
-    """Adam updates of the same kinds and device, checked already: one launch for MAX_CHUNKS of them."""
+    """Adam updates of the same kinds and device, already checked: one launch for each MAX_CHUNKS of them."""
     kinds, device = updates[0].kinds(), updates[0].param.device
     tables = tuple(table.data_ptr() for table in code_tables(device)) if kinds[2] else None
     for batch in batches_of(updates, tables):
@@ -192,7 +192,7 @@ def update_on_cuda(updates: list[AdamUpdate]) -> None:
 
 
 def norm_batches_of(grads: list[torch.Tensor]) -> list[NormBatch]:
-    """Gradients of one dtype as launches take them."""
+    """Gradients of one dtype, as arguments of launches."""
     batches = []
     for begin in range(0, len(grads), MAX_NORMS):
         batch, blocks = NormBatch(first_result=begin), 0
@@ -206,7 +206,7 @@ def norm_batches_of(grads: list[torch.Tensor]) -> list[NormBatch]:
 
 
 def squared_norms_on_cuda(grads: list[torch.Tensor]) -> torch.Tensor:
-    """(len(grads),) float64 on their device: two launches for MAX_NORMS gradients of one dtype."""
+    """Sums of squares, (len(grads),) float64 on their device: two launches for each MAX_NORMS gradients of one dtype."""
     results = torch.zeros(len(grads), dtype=torch.float64, device=grads[0].device)
     for dtype, kind in GRAD_KINDS.items():
         numbers = [number for number, grad in enumerate(grads) if grad.dtype == dtype]
@@ -221,7 +221,7 @@ def squared_norms_on_cuda(grads: list[torch.Tensor]) -> torch.Tensor:
                 _launch(results.device, (0, kind, False), "pstar_norm_blocks", blocks, NORM_THREADS, batch, partial)
             _launch(results.device, (0, kind, False), "pstar_norm_sum", batch.num_chunks, NORM_LANES, batch, partial, result)
         if own is not results:
-            for place, number in enumerate(numbers):    # an index tensor would be copied to the device, and waited for
+            for place, number in enumerate(numbers):    # an index tensor would be copied, and the host would wait
                 results[number].copy_(own[place])
     return results
 

@@ -1,7 +1,7 @@
 // Adam on CUDA memory: the formula of adam_formula.h, 8 elements a thread in 16-byte loads and stores.
 //
-// Compiled by NVRTC for the kinds that are needed, -DPSTAR_PARAM=, -DPSTAR_GRAD=, -DPSTAR_QUANT=, and by nvcc in a test.
-// One launch takes many chunks: their table travels with the launch (4 KiB), so no copy to the device goes before it.
+// Compiled by NVRTC for each used combination of -DPSTAR_PARAM=, -DPSTAR_GRAD=, -DPSTAR_QUANT=, and by nvcc in a test.
+// One launch takes many chunks: their table is a kernel argument (4 KiB), so no copy to the device is needed before it.
 #include "adam_formula.h"
 
 #ifndef PSTAR_PARAM
@@ -15,12 +15,12 @@
 #endif
 
 enum { THREADS = 256, GROUP = 8, MAX_CHUNKS = 28, MAX_NORMS = 120, NORM_BLOCK = 8192, NORM_LANES = 256, NORM_THREADS = 64 };
-// A block updates THREADS * GROUP elements, which is one block of the quantisation too.
+// A thread block updates THREADS * GROUP elements, which is also one block of the quantisation.
 
 struct AdamBatch {
     AdamChunk chunks[MAX_CHUNKS];
     const float *codes[4];              // 8-bit moments: see Codes in cpu_adam.cpp
-    int first_block[MAX_CHUNKS + 1];    // of each chunk in the grid, and their number
+    int first_block[MAX_CHUNKS + 1];    // each chunk's first thread block in the grid, and the number of all blocks
     int num_chunks;
 };
 
@@ -33,7 +33,7 @@ struct NormBatch {
 
 static __device__ __forceinline__ bool is_aligned(const void *at) { return ((pstar_u64)at & 15) == 0; }
 
-// 8 numbers, as they lie in memory, in 16-byte pieces.
+// 8 numbers in their memory format, loaded and stored in 16-byte pieces.
 template <class T> struct alignas(16) Eight { T x[GROUP]; };
 
 template <class T> __device__ __forceinline__ Eight<T> load(const void *from, pstar_i64 i) {
@@ -48,7 +48,7 @@ template <class T> __device__ __forceinline__ void store(void *to, pstar_i64 i, 
     for (int k = 0; k < (int)(sizeof(eight) / 16); k++) pieces[k] = ((const uint4 *)&eight)[k];
 }
 
-// What a thread holds of 8 elements: all in fp32.
+// A thread's values of 8 elements, all in fp32: parameter, gradient, moments.
 struct Work { float x[GROUP], g[GROUP], m[GROUP], v[GROUP]; };
 
 static __device__ __forceinline__ bool param_is_16_bit() { return PSTAR_PARAM >= PARAM_SPLIT; }
@@ -67,7 +67,7 @@ static __device__ __forceinline__ pstar_u16 round_param(const AdamChunk &c, floa
                                      : float_to_bf16_stochastic(x, random_bits(c.seed, c.first_index + i));
 }
 
-// Elements i to i + 7 by vectors.
+// Reads elements i to i + 7 with vector loads.
 static __device__ __forceinline__ void read_eight(const AdamChunk &c, pstar_i64 i, Work &w) {
     if (PSTAR_GRAD == GRAD_FP32) {
         Eight<float> g = load<float>(c.grad, i);
@@ -118,7 +118,7 @@ static __device__ __forceinline__ void write_eight(const AdamChunk &c, pstar_i64
     }
 }
 
-// Element i alone, as number k of the thread: at the ends of a run, and where the arrays are not aligned alike.
+// Reads element i alone, as number k of the thread: at the ends of a run, and if the arrays are aligned differently.
 static __device__ __forceinline__ void read_one(const AdamChunk &c, pstar_i64 i, int k, Work &w) {
     w.g[k] = PSTAR_GRAD == GRAD_FP32 ? ((const float *)c.grad)[i] : grad_of(((const pstar_u16 *)c.grad)[i]);
     if (PSTAR_PARAM == PARAM_SPLIT)
@@ -142,7 +142,7 @@ static __device__ __forceinline__ void write_one(const AdamChunk &c, pstar_i64 i
     if (!PSTAR_QUANT) ((float *)c.exp_avg)[i] = w.m[k], ((float *)c.exp_avg_sq)[i] = w.v[k];
 }
 
-// The number of elements before the first that is aligned to 16 bytes in every array; -1 if there is none.
+// The number of elements before the first one that is aligned to 16 bytes in every array; -1 if there is none.
 static __device__ __forceinline__ int elements_before_alignment(const AdamChunk &c) {
     for (int skip = 0; skip < GROUP; skip++) {
         bool all = is_aligned((const char *)c.param + skip * (param_is_16_bit() ? 2 : 4));
@@ -158,7 +158,7 @@ static __device__ __forceinline__ int elements_before_alignment(const AdamChunk 
 }
 
 #if PSTAR_QUANT
-// The largest of the block's magnitudes, as bits (NaN > infinity > numbers), for all its threads.
+// The largest magnitude of the thread block, compared as bits (NaN > infinity > numbers); the result for all its threads.
 static __device__ __forceinline__ float largest_magnitude(const float *mine, int valid) {
     __shared__ pstar_u32 shared[THREADS];
     pstar_u32 largest = 0;
@@ -189,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pstar_adam(const __grid_co
     if (c.skip && *c.skip != 0.0f) return;
     const AdamScalars h = scalars_of(c);
 
-    // Groups of 8 begin at the first aligned element; the group before it is not whole. With 8-bit moments groups keep
-    // to the blocks of the quantisation.
+    // Groups of 8 begin at the first aligned element; the group before it is incomplete. With 8-bit moments groups begin
+    // at element 0 instead, so that they do not cross blocks of the quantisation.
     const int lead = elements_before_alignment(c);
     const bool vectors = PSTAR_QUANT ? lead == 0 : lead >= 0;
     const pstar_i64 base = (vectors && lead > 0 ? lead - GROUP : 0) + (block * THREADS + threadIdx.x) * GROUP;
@@ -223,8 +223,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pstar_adam(const __grid_co
 #endif
 }
 
-// ---- the sum of squares, in the order of cpu_adam.cpp: 256 lanes a block of 8192 elements, halves onto halves, and the
-// ---- same over the blocks' sums. Infinities and NaN show in the sum.
+// ---- the sum of squares, in the order of cpu_adam.cpp: 256 lanes for a block of 8192 elements, added half to half, and the
+// ---- same over the blocks' sums. Infinities and NaN make the sum not finite.
 
 template <int NUM> static __device__ __forceinline__ double fold(double *lanes) {
     for (int half = NORM_LANES / 2; half; half /= 2) {

@@ -1,4 +1,4 @@
-"""Where a caller gets in: checks the arguments and picks the compiled kernel or torch operations, by device."""
+"""The kernels' public functions: check the arguments, and choose the compiled kernel or torch operations by device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def adam_steps(updates: list[AdamUpdate], implementation: str | None = None) -> 
     """Adam updates of many runs, in as few passes and launches as their kinds allow. No two runs may share memory.
 
     Args:
-        updates: the runs; those on the CPU are done on return, those on CUDA are in the device's current stream.
-        implementation: None for the best there is; "torch"; or a code path of the CPU ("plain", "avx2", "avx512").
+        updates: the runs; those on the CPU are done on return, those on CUDA are queued on the device's current stream.
+        implementation: None for the fastest available; "torch"; or a code path of the CPU ("plain", "avx2", "avx512").
+
+    Raises ArgumentError, which names the field.
     """
-    alike: dict[tuple, list[AdamUpdate]] = {}
+    by_kind: dict[tuple, list[AdamUpdate]] = {}
     for update in updates:
         update.check()
         if update.param.numel():
-            alike.setdefault((update.param.device, *update.kinds()), []).append(update)
-    # CUDA first: it goes on by itself while the CPU works on the rest.
-    for (device, *_), group in sorted(alike.items(), key=lambda item: item[0][0].type == "cpu"):
+            by_kind.setdefault((update.param.device, *update.kinds()), []).append(update)
+    # CUDA first: the GPU computes while the CPU updates the rest.
+    for (device, *_), group in sorted(by_kind.items(), key=lambda item: item[0][0].type == "cpu"):
         if implementation != "torch" and device.type == "cpu" and cpu.library() is not None:
             cpu.update_on_cpu(group, implementation)
         elif implementation != "torch" and device.type == "cuda" and cuda.library() is not None:
@@ -39,10 +41,10 @@ def adam_steps(updates: list[AdamUpdate], implementation: str | None = None) -> 
 
 
 def squared_norms(grads: list[torch.Tensor], implementation: str | None = None) -> torch.Tensor:
-    """The sum of squares of each gradient, float64, (len(grads),), on their device, which is not waited for.
+    """The sum of squares of each gradient, float64, (len(grads),), on their device; does not wait for a GPU.
 
-    Not finite exactly where the gradient holds an infinity or a NaN: the overflow check needs no other pass. fp32, fp16 and
-    bf16. The order of additions is fixed: threads, code paths and devices do not change a bit.
+    A sum is not finite exactly if its gradient has an infinity or a NaN: the overflow check needs no other pass. fp32, fp16
+    and bf16. The order of additions is fixed: threads, code paths and devices do not change a bit.
     """
     _check_grads(grads)
     if not grads:
@@ -57,20 +59,20 @@ def squared_norms(grads: list[torch.Tensor], implementation: str | None = None) 
 
 def store_squared(place: torch.Tensor, grad: torch.Tensor, add: bool = False, num_threads: int | None = None,
                   implementation: str | None = None) -> float | None:
-    """Copies a gradient to its place in a chunk, or adds it to what is there; squared_norms of what is there then.
+    """Copies a gradient to its place in a chunk, or adds it to the place; sums the place's squares if that is cheap.
 
     Args:
         place: of grad's shape and device, contiguous, fp32, bf16 or fp16.
         grad: any layout, any floating dtype.
-        num_threads: of a kernel on the CPU; None: torch.get_num_threads().
+        num_threads: threads of a CPU kernel; None: torch.get_num_threads().
 
     Returns:
-        the sum of squares, where one pass of a compiled kernel does both: on the CPU, grad contiguous, and place fp32 or, to
-        copy, of grad's dtype. Else None: torch has stored it, and the squares are still to be summed.
+        the sum of squares of place, if one pass of a compiled kernel does both: on the CPU, with grad contiguous, and place
+        fp32 or, to copy, of grad's dtype. Else None: torch has stored the gradient, and the squares are not summed.
     """
-    alike = place.dtype == torch.float32 or (place.dtype == grad.dtype and not add)
-    if (implementation != "torch" and place.device.type == grad.device.type == "cpu" and grad.dtype in GRAD_KINDS and alike
-            and grad.is_contiguous() and cpu.library() is not None):
+    kernel_stores = place.dtype == torch.float32 or (place.dtype == grad.dtype and not add)
+    if (implementation != "torch" and place.device.type == grad.device.type == "cpu" and grad.dtype in GRAD_KINDS
+            and kernel_stores and grad.is_contiguous() and cpu.library() is not None):
         return cpu.squared_norm_on_cpu(grad, implementation, place, add, num_threads)
     if add:
         place.add_(grad)
@@ -82,8 +84,8 @@ def store_squared(place: torch.Tensor, grad: torch.Tensor, add: bool = False, nu
 def norm_blocks(grad: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
     """The sum of squares of each run of NORM_BLOCK elements of grad, float64, (ceil(N / NORM_BLOCK),), on its device.
 
-    squared_norms adds these, in the order of sum_blocks: whoever holds a part of a gradient that begins at a multiple of
-    NORM_BLOCK has its share of the very sum that the whole gradient has. Raises ArgumentError as squared_norms does.
+    squared_norms adds these, in the order of sum_blocks: a rank's part of a gradient that begins at a multiple of NORM_BLOCK
+    gives the same block sums as the whole gradient. Raises ArgumentError as squared_norms does.
     """
     _check_grads([grad])
     if implementation != "torch" and grad.device.type == "cpu" and cpu.library() is not None:

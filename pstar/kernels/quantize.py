@@ -1,9 +1,9 @@
 """The 256 values of an 8-bit moment: dynamic tree quantisation (Dettmers et al. 2022, 8-bit Optimizers).
 
-A block of QUANT_BLOCK elements is divided by its largest magnitude; the codes then stand for values in [-1, 1] (first
-moment) or (0, 1] (second): seven decades, and the more digits the larger the value is. Unlike the paper's, the second
-moment has no code for zero: a small one would become zero beside a large neighbour, and its update be divided by eps
-alone. A block of zeros has scale 0.
+A block of QUANT_BLOCK elements is divided by its largest magnitude. The codes then represent values in [-1, 1] (first
+moment) or (0, 1] (second): seven decades, with more digits for larger values. Unlike in the paper, the second moment has no
+code for zero: a small moment in a block with a large one would become zero, and its update be divided by eps alone. A block
+of zeros has scale 0.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ NUM_DECADES = 7
 
 
 def _magnitudes(steps_in_the_last_decade: int) -> list[float]:
-    """Midpoints of equal steps in each decade below 1, half as many steps for each decade further down."""
+    """Midpoints of equal steps in each decade below 1; each lower decade has half as many steps."""
     values = []
     for decade in range(NUM_DECADES):
         steps = steps_in_the_last_decade >> (NUM_DECADES - 1 - decade)
@@ -42,13 +42,13 @@ def code_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @cache
 def least_codes() -> tuple[torch.Tensor, torch.Tensor]:
-    """For each upper half of an fp32 number the least code of all numbers that have it: uint8, (65536,), for both moments.
+    """For each upper half of an fp32 number the least code of all numbers with it: uint8, (65536,), for both moments.
 
-    Most numbers have that code, the others the next: so the CPU finds a code without a search. A NaN gets 0.
+    Most numbers have that code, the others the next one: so the CPU finds a code without a search. A NaN gets 0.
     """
     upper = torch.arange(65536)
     magnitude, negative = upper & 0x7FFF, upper >= 0x8000
-    # The least number of a cell: itself if positive; if negative just above the next larger magnitude.
+    # The least number of a cell: its lower bound if positive; if negative, just above the next larger magnitude.
     bits = torch.where(negative, magnitude + 1, magnitude).to(torch.int32) << 16
     least = bits.view(torch.float32)
     tables = []
@@ -64,7 +64,7 @@ def decode(codes: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bloc
 
 
 def encode(moments: torch.Tensor, boundaries: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Writes codes (N,) and scales of fp32 moments (N,), to the nearest value. A NaN or infinity shows in the scale."""
+    """Writes codes (N,) and scales of fp32 moments (N,), rounded to the nearest value. A NaN or infinity is in the scale."""
     padded = torch.nn.functional.pad(moments, (0, -moments.numel() % block)).view(-1, block)
     scales.copy_(padded.abs().amax(dim=1))
     each = scales.repeat_interleave(block)[: moments.numel()]

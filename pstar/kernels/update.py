@@ -1,4 +1,4 @@
-"""What one Adam update of a flat run of elements is given, checked before any kernel sees a pointer."""
+"""The arguments of one Adam update of a flat run of elements, checked before a kernel gets a pointer."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class AdamUpdate:
     """Decoupled (adamw) or added to the gradient."""
     adamw: bool = True
     grad_scale: float | torch.Tensor = 1.0
-    """The gradient is multiplied by it: clip factor / loss scale. May be an fp32 tensor of one element on param's device,
-    which the kernel reads: nothing waits for it."""
+    """A factor of the gradient: clip factor / loss scale. May be an fp32 tensor of one element on param's device, which the
+    kernel reads, so that the host does not wait for it."""
     low: torch.Tensor | None = None
     """Split master: the low half, int16; updated."""
     copy16: torch.Tensor | None = None
@@ -55,14 +55,14 @@ class AdamUpdate:
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
     """8-bit moments: fp32 scales of exp_avg and exp_avg_sq, one for each QUANT_BLOCK elements; updated."""
     seed: int | None = None
-    """Rounds a bf16 parameter stochastically; give another number at each step."""
+    """Rounds a bf16 parameter stochastically; give another seed at each step."""
     first_index: int = 0
-    """Number of the first element, for seed: cutting a run in two then changes nothing."""
+    """Number of the first element for the random numbers, so that cutting a run in two does not change them."""
     skip: torch.Tensor | None = None
-    """An fp32 tensor of one element on param's device; where it is not 0 (an overflow) nothing is written."""
+    """An fp32 tensor of one element on param's device; if it is not 0 (an overflow), no tensor is written."""
 
     def kinds(self) -> tuple[int, int, bool]:
-        """(ParamKind, GradKind, 8-bit moments) as the kernels count them."""
+        """(ParamKind, GradKind, 8-bit moments), as numbered in the kernels."""
         if self.param.dtype == torch.float32:
             copies = {None: PARAM_FP32, torch.bfloat16: PARAM_COPY_BF16, torch.float16: PARAM_COPY_FP16}
             param = copies[None if self.copy16 is None else self.copy16.dtype]
@@ -73,7 +73,7 @@ class AdamUpdate:
         return param, GRAD_KINDS[self.grad.dtype], self.scales is not None
 
     def scalars(self) -> tuple[float, ...]:
-        """AdamScalars in the header's order, without grad_scale: computed in float64, rounded when a kernel takes them."""
+        """AdamScalars in the header's order, without grad_scale: computed in float64, rounded to fp32 for the kernel."""
         ends = []
         for beta in self.betas:
             weight = 1 - beta
@@ -86,12 +86,12 @@ class AdamUpdate:
                 -(self.lr / (1 - self.betas[0] ** self.step)))
 
     def check(self) -> None:
-        """Raises ArgumentError, which names the argument, for whatever a kernel could not take."""
+        """Raises ArgumentError, which names the argument, for values that a kernel cannot take."""
         moment = torch.float32 if self.scales is None else torch.uint8
         wanted = {"param": (torch.float32, torch.bfloat16), "grad": tuple(GRAD_KINDS), "exp_avg": (moment,),
                   "exp_avg_sq": (moment,), "low": (torch.int16,), "copy16": (torch.bfloat16, torch.float16)}
         tensors = {name: getattr(self, name) for name in wanted if getattr(self, name) is not None}
-        for name, tensor in tensors.items():    # words are made where they are told: this runs at each step
+        for name, tensor in tensors.items():    # this runs at each step: messages are formatted for errors only
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(f"{name}: a tensor is wanted, found {type(tensor).__name__}")
             if tensor.dtype not in wanted[name]:

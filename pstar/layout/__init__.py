@@ -1,1 +1,1 @@
-"""Numbers: which parameter lies where in which chunk, and what fits into a budget. No tensors."""
+"""Pure numbers: each parameter's place in the chunks, and what fits into a budget. No tensors."""

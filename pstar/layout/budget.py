@@ -1,4 +1,4 @@
-"""What must be near at once, and what may be near as well: pure functions of numbers."""
+"""The bytes that each tier must hold, and the optimizer states that also fit into near: pure functions of numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Costs:
     param: int
     grad: int
     states: int
-    """Optimizer states: fp32 moments, and what an fp32 master has beside the parameter."""
+    """Optimizer states: fp32 moments, and the part of an fp32 master that is not in the parameter."""
 
     @property
     def total(self) -> int:
@@ -27,19 +27,19 @@ def model_data_bytes(layout: Layout, costs: Costs) -> int:
 
 
 def _grad_bytes(unit: Unit, layout: Layout, costs: Costs) -> int:
-    """Near bytes while a unit's gradients are collected and reduced: all of them, and beside them the reduced piece of a
-    group (a chunk is reduced in place)."""
-    beside = layout.groups[unit.group].piece_elems if layout.num_ranks > 1 and unit.owner is None else 0
-    return costs.grad * (unit.elems + beside)
+    """Near bytes while a unit's gradients are collected and reduced: all of them plus the reduced piece of a group (a chunk
+    is reduced in place)."""
+    reduced = layout.groups[unit.group].piece_elems if layout.num_ranks > 1 and unit.owner is None else 0
+    return costs.grad * (unit.elems + reduced)
 
 
 def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], costs: Costs,
                          communication: str = "group") -> tuple[int, str]:
     """(bytes, module): the least near budget with which every module can run, and the module that needs it.
 
-    uses: for each module the names of its own parameters, tied ones wherever they are used. A module's working set is
-    every unit (group, or chunk) that holds one of them, or one of the modules around it (those are in use meanwhile), and
-    in backward the gradients of one of these units.
+    uses: for each module the names of its own parameters, tied ones in every module that uses them. A module's working set
+    is every unit (group, or chunk) with one of its parameters. Units of the modules that contain it are in use at the same
+    time, and count too. In backward the gradients of one of these units are added.
     """
     units = layout.units(communication)
     unit_of = {slot.name: unit.index for unit in units for slot in unit.slots}
@@ -78,16 +78,16 @@ def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, ne
     return candidate_layouts(modules, num_ranks, most, ownership)
 
 
-def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
+def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
                         kept_free: int | None = None) -> list[int]:
-    """The groups whose optimizer states may live near, so that their update is computed there: the first ones that fit.
+    """The groups whose optimizer states may be in near, so that their update is computed there: the first ones that fit.
 
-    States near save a group's gradients the way out and its parameters the way back.
+    With states in near a group's gradients need not be copied to far, nor its parameters back.
 
-    kept_free: None: only the margin is given away, what is left of the budget when all parameters (gathered) and the
-        gradients are near at once (PatrickStar, section 8.2): no parameter travels more than without. Else all but so many
-        bytes: then the parameters of the other groups travel in backward too, in the direction in which a link has nothing
-        to carry meanwhile.
+    kept_free: None: states only get the margin, the part of the budget that is left when all parameters (gathered) and the
+        gradients are near at once (PatrickStar, section 8.2): no parameter is copied more often for it. Else states get all
+        but so many bytes: then the parameters of other groups are copied in backward too, from far to near, a direction in
+        which the link is idle then.
     """
     single = layout.num_ranks == 1
     if kept_free is not None:
@@ -107,20 +107,20 @@ def groups_at_home_near(layout: Layout, near_budget: int, costs: Costs, communic
     return near
 
 
-def homes_by(near_states: str, layout: Layout, near_budget: int, costs: Costs, communication: str, least_near: int,
+def choose_near_states(near_states: str, layout: Layout, near_budget: int, costs: Costs, communication: str, least_near: int,
              prefetch: int) -> list[int]:
-    """groups_at_home_near for a value of the configuration's near_states, margin or fill.
+    """groups_with_near_states for a value of the configuration's near_states, margin or fill.
 
-    least_near: the layout's smallest_near_budget. With fill so much is kept free, and beside it what is on its way: the
-    parameters of `prefetch` units, and one unit's gradients that leave while the next one's come.
+    least_near: the layout's smallest_near_budget. With fill these bytes are kept free, plus those of copies under way: the
+    parameters of `prefetch` units, and one unit's gradients that leave near while the next unit's arrive.
     """
-    margin = groups_at_home_near(layout, near_budget, costs, communication)
+    margin = groups_with_near_states(layout, near_budget, costs, communication)
     if near_states == "margin":
         return margin
     units = layout.units(communication)
     on_the_way = (prefetch * costs.param * max(unit.elems for unit in units)
                   + max(_grad_bytes(unit, layout, costs) for unit in units))
-    filled = groups_at_home_near(layout, near_budget, costs, communication, least_near + on_the_way)
+    filled = groups_with_near_states(layout, near_budget, costs, communication, least_near + on_the_way)
 
     def elems(groups: list[int]) -> int:
         return sum(layout.groups[index].piece_elems for index in groups)
@@ -129,16 +129,16 @@ def homes_by(near_states: str, layout: Layout, near_budget: int, costs: Costs, c
 
 
 def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
-    """Bytes a tier must hold for the update of any group of which it keeps nothing: all kinds of model data of the largest.
-    So much far needs beside a disk, and near where states are streamed through it."""
+    """Bytes that a tier needs for the update of a group whose blocks it does not keep: all model data of the largest group.
+    Far needs so much if there is a disk, and near if states are streamed through it."""
     return costs.total * max(group.piece_elems for group in layout.groups)
 
 
-def homes_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
-    """The groups whose optimizer states may live near when far is too small: all that the working set leaves.
+def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
+    """The groups whose optimizer states may be in near when far is too small: as many as fit next to the working set.
 
-    Unlike in groups_at_home_near no room is kept for parameters that are not in use: they travel more. What one group's
-    update needs beside the states, its gradients and parameters, must fit as well.
+    Unlike groups_with_near_states this keeps no room for parameters that are not in use: they are copied more often. One
+    group's gradients and parameters, which its update needs in addition to the states, must fit as well.
 
     Args:
         working_bytes: the layout's smallest_near_budget.
@@ -153,20 +153,20 @@ def homes_for_capacity(layout: Layout, near_budget: int, working_bytes: int, cos
     return near
 
 
-def smallest_far_budget(layout: Layout, near_homes: Sequence[int], costs: Costs, accumulates: bool,
+def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs: Costs, accumulates: bool,
                         grads_wait_far: bool = False) -> int:
-    """Bytes that far must hold on each rank without a disk, whatever the near budget: what near never has to keep.
+    """Bytes that far must hold on each rank without a disk, whatever the near budget: all that near need not keep.
 
-    These are this rank's pieces of all parameters, and of the gradients and states of groups whose update is computed
-    far; with several ranks also gradients that wait to be reduced (all of them while micro-steps are accumulated), with one
-    a micro-step's gradients of a group, which are added to their sums there.
+    These are this rank's pieces of all parameters, and of the gradients and states of groups that are updated far. With
+    several ranks gradients that wait for their reduction are added (all of them while micro-steps are accumulated). With one
+    rank a micro-step's gradients of one group are added, which are summed in far.
 
-    grads_wait_far: near has states but no certain room for their gradients (homes_for_capacity): those count as well.
+    grads_wait_far: near has states but no guaranteed room for their gradients (near_states_for_capacity): add those.
     """
-    near = set(near_homes)
-    at_home = costs.param + (costs.grad if grads_wait_far else 0)
+    near = set(near_state_groups)
+    kept_far = costs.param + (costs.grad if grads_wait_far else 0)
     pieces = sum(
-        group.piece_elems * (at_home if group.index in near else costs.total) for group in layout.groups
+        group.piece_elems * (kept_far if group.index in near else costs.total) for group in layout.groups
     )
     if layout.num_ranks == 1:
         added = [costs.param * group.piece_elems for group in layout.groups if group.index not in near]

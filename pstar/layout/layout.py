@@ -1,20 +1,19 @@
-"""Which parameter lies at which offset of which chunk: pure functions of numbers, no tensors.
+"""Each parameter's chunk and offset: pure functions of numbers, no tensors.
 
-A *chunk* is a flat run of elements, the unit of ownership and of movement (PatrickStar, section 6.1). With p ranks, p
-consecutive chunks form a *communication group*: rank r owns chunk r of every group, a group is gathered and reduced in
-one collective (section 7). All offsets below are inside the group's flat space of p * chunk_elems elements:
+A *chunk* is a flat run of elements, the unit of ownership and of copies (PatrickStar, section 6.1). With p ranks, p
+consecutive chunks form a *communication group*: rank r owns chunk r of every group, and one collective gathers or reduces a
+group (section 7). All offsets below are inside the group's flat space of p * chunk_elems elements:
 
     group 0                                       group 1
     | chunk 0 (rank 0)    | chunk 1 (rank 1)    | | chunk 2 (rank 0)    | chunk 3 (rank 1)    |
     | wte ........... pad | wpe h.0 h.1 .. pad  | | h.2 ............pad | h.3 ... ln_f    pad |
 
-That is the ownership "whole" of PatrickStar. With the ownership "sharded" (ColossalAI's Gemini) every chunk is a group of
-its own, cut into p equal pieces, one a rank: a gathered group is then one chunk, not p of them, and a parameter may lie on
-several ranks.
+That is PatrickStar's ownership "whole". With the ownership "sharded" (ColossalAI's Gemini) every chunk is a separate group,
+cut into p equal pieces, one a rank: a gathered group is then one chunk, not p, and a parameter may be split between ranks.
 
-Parameters are packed in construction order, module by module, and a module's parameters are never split over two chunks
-while they fit into one ("module-atomic next-fit"). A parameter larger than a chunk gets a group of its own, cut into p
-equal pieces: there the owner of a piece holds a part of the parameter.
+Parameters are packed in construction order, module by module. A module's parameters are never split over two chunks if they
+fit into one ("module-atomic next-fit"). A parameter larger than a chunk gets a separate group, cut into p equal pieces: each
+owner of a piece has a part of the parameter.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +21,21 @@ from dataclasses import dataclass, replace
 
 from pstar.errors import ConfigError
 
-# Offsets are multiples of 32 elements, 64 bytes in 16 bit and 128 in fp32, so that every parameter starts on a cache line
-# whatever the chunk size: matrix libraries may choose another code path, and so other roundings, for unaligned operands.
+# Offsets are multiples of 32 elements (64 bytes in 16 bit, 128 in fp32): parameters start on cache lines for any chunk size.
+# For unaligned operands matrix libraries may choose another code path, and so other roundings.
 ALIGN_ELEMS = 32
 
 OWNERSHIPS = ("whole", "sharded")
 COMMUNICATIONS = ("group", "chunk")
 
-# What the start of one more collective and copy costs, in elements that could have travelled meanwhile: some 100
-# microseconds at 0.6 GB/s between two processes without a GPU. On a faster link it is more, and matters less.
+# The cost of one more collective and copy, in elements that the link moves in the time of their start: some 100 microseconds
+# at 0.6 GB/s between two processes without a GPU. On a faster link it is more elements, and matters less.
 GROUP_COST_ELEMS = 16 * 1024
 
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """The parameters that one module owns directly, in order. A tied parameter is listed once, where it comes first."""
+    """The parameters that one module owns directly, in order. A tied parameter is listed in the first module only."""
 
     name: str
     parameters: tuple[tuple[str, int], ...]
@@ -45,7 +44,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lives."""
+    """One parameter's place in the chunks."""
 
     name: str
     numel: int
@@ -56,7 +55,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Span:
-    """The part of one parameter that lies in one rank's piece of a group."""
+    """The part of one parameter that is in one rank's piece of a group."""
 
     name: str
     piece_offset: int
@@ -68,7 +67,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Group:
-    """What is gathered and reduced together: p pieces of equal size, one a rank (whole chunks, or parts of one)."""
+    """Chunks that are gathered and reduced together: p pieces of equal size, one a rank (whole chunks, or parts of one)."""
 
     index: int
     piece_elems: int
@@ -92,15 +91,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one collective brings together: a whole group, or the chunk that one rank owns of it."""
+    """The part of the layout that one collective moves: a whole group, or one rank's chunk of it."""
 
     index: int
     group: int
     owner: int | None
-    """The rank that has all of it; None for a group, of which each rank has a piece."""
+    """The rank that has the whole chunk; None for a group, of which each rank has a piece."""
     elems: int
     slots: tuple[Slot, ...]
-    """Their offsets are inside the unit."""
+    """Slots with offsets inside the unit."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,9 @@ class Layout:
         return {slot.name: slot for group in self.groups for slot in group.slots}
 
     def units(self, communication: str = "group") -> tuple[Unit, ...]:
-        """What is gathered and reduced at once: groups, or, with "chunk", each chunk alone. Empty chunks are left out.
+        """The units of collectives: groups, or, with "chunk", single chunks. Empty chunks are left out.
 
-        A group whose parameters reach over several pieces (sharded, or larger than a chunk) is one unit either way.
+        A group with parameters that are split between pieces (sharded, or larger than a chunk) is always one unit.
         """
         units: list[Unit] = []
         for group in self.groups:
@@ -173,7 +172,7 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
 
 
 def _measure(modules: Sequence[ModuleSpec]) -> list[tuple[list[tuple[str, int, int]], int, int]]:
-    """For each module with parameters: (name, numel, aligned numel) of them, the sum and the largest of the aligned."""
+    """For each module with parameters: their (name, numel, aligned numel), and the sum and maximum of the aligned numels."""
     measured = []
     for module in modules:
         own = [(name, numel, align(numel)) for name, numel in module.parameters]
@@ -184,7 +183,7 @@ def _measure(modules: Sequence[ModuleSpec]) -> list[tuple[list[tuple[str, int, i
 
 def _pack(measured: list[tuple[list[tuple[str, int, int]], int, int]], chunk_elems: int, num_ranks: int,
           ownership: str) -> Layout:
-    """make_layout of what _measure found: a search measures once and packs many times."""
+    """make_layout of the result of _measure: a search measures once and packs many times."""
     chunks: list[list[tuple[str, int, int]]] = []    # the ordinary chunks: name, numel, offset inside the chunk
     oversized: list[tuple[str, int]] = []            # parameters larger than a chunk
     fill = chunk_elems                               # "full", so that the first module opens the first chunk
@@ -228,7 +227,7 @@ def _pack(measured: list[tuple[list[tuple[str, int, int]], int, int]], chunk_ele
 
 def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
                       ownership: str = "whole", num_candidates: int = 128) -> list[Layout]:
-    """Layouts with chunk sizes up to max_elems, from small ones in geometric and from middling ones in linear steps.
+    """Layouts with chunk sizes up to max_elems: in geometric steps below the median module's size, in linear steps above.
 
     max_elems defaults to the whole model in one chunk a rank. Only packings are computed, no tensor is made.
     """
@@ -249,10 +248,10 @@ def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_ele
 
 
 def least_waste(layouts: Sequence[Layout], fits: Callable[[Layout], bool] = lambda layout: True) -> Layout | None:
-    """The layout that costs least: padding is carried along, and each group costs a collective and a copy, which take
-    their time however small they are. Among layouts within half a per cent the one with the largest chunks.
+    """The layout of least cost: its elements, padding included, plus GROUP_COST_ELEMS for each group's collective and copy.
+    Among layouts within half a per cent of it, the one with the largest chunks; None if no layout fits.
 
-    fits: which layouts may be chosen; asked of as few as possible. None where none does.
+    fits: whether a layout may be chosen; called for as few layouts as possible.
     """
     cost = {layout.chunk_elems: layout.total_elems + GROUP_COST_ELEMS * len(layout.groups) for layout in layouts}
     cheapest = next(filter(fits, sorted(layouts, key=lambda layout: cost[layout.chunk_elems])), None)

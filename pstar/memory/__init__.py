@@ -1,1 +1,1 @@
-"""Bytes in tiers with a ledger, blocks with copies in them, and the copies between them."""
+"""Tiers with byte budgets and a ledger, blocks with copies in the tiers, and the queues that copy between tiers."""

@@ -1,10 +1,10 @@
-"""Bytes that are not model data: activations, gradients on their way, temporary tensors. Measured, not estimated.
+"""Bytes that are not model data: activations, gradients on their way to a chunk, temporary tensors. Measured, not estimated.
 
-What is left of near for chunks at a moment of the step is near less the non-model bytes of that moment (PatrickStar, section
-8.1). PatrickStar's monitor sampled them from a thread; here they are counted, in the one step that is traced.
+At each moment of a step, chunks may take near's bytes less the non-model bytes (PatrickStar, section 8.1). PatrickStar's
+monitor sampled these from a thread; here they are counted in the one step that is traced.
 
-LiveBytes counts where the CPU computes: it sees every operation, and is told when a tensor's memory ends. CudaPeak asks the
-allocator of a GPU, which counts by itself. Both have `take_peak()`.
+LiveBytes counts if the CPU computes: it intercepts every operation, and weak references report when a tensor's memory is
+freed. CudaPeak reads the counters of a GPU's allocator. Both have `take_peak()`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all memory that operations inside it make, exactly, until its last tensor is gone.
+    """Counts the bytes of all memory that operations inside it allocate, exactly, until the memory's last tensor is freed.
 
         with LiveBytes(is_chunk) as live:
             loss = model(batch)
             forward_bytes = live.take_peak()
             loss.backward()
 
-    A storage counts once, whole, whatever views there are of it. Numbers are not changed. What it does not see: memory made
-    before it was entered; tensors made without an operation (from_numpy, frombuffer); scratch memory that a kernel takes and
-    gives back inside itself; memory of other devices, sparse tensors.
+    A storage counts once, whole, whatever views there are of it. Results are not changed. Not counted: memory allocated
+    before it was entered; tensors made without an operation (from_numpy, frombuffer); scratch memory that a kernel allocates
+    and frees itself; memory of other devices; sparse tensors.
 
-    Compiled modules stay compiled: their kernels run as ever, and what happens inside a fused one is not seen.
+    Compiled modules stay compiled; memory inside a fused kernel is not counted.
 
     Args:
-        is_chunk: whether an address is that of a chunk buffer, which is not counted. It is asked once for each new storage,
-            when the operation after the one that made it begins: a buffer is then in its tier's books.
+        is_chunk: whether an address is that of a chunk buffer, which is not counted. Called once for each new storage, when
+            the operation after the one that made it begins: the tier has recorded its buffer by then.
 
     Attributes:
         now, peak: bytes alive, and the most since the last take_peak; up to date when they are read.
@@ -44,14 +44,14 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._is_chunk = is_chunk
         self._now = self._peak = 0
-        # By the address of the storage object, which is another's as soon as the weak reference has told its end.
+        # By the address of the storage object; the entry is removed when the weak reference reports that it was freed.
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._unsure: list[int] = []    # made by the last operation
         self._peak_before = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Said to torch.compile, which would otherwise give up the functions it meets here, for good."""
+        """Tells torch.compile to ignore this mode; else it would never compile functions that it meets inside."""
         return True
 
     @property
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         inputs = {storage._cdata: storage for storage in map(_storage, tree_leaves((args, kwargs))) if storage is not None}
         if func is torch.ops.aten.lift_fresh.default:
-            inputs = {}    # torch.tensor(...): the memory is new, nothing made it
+            inputs = {}    # torch.tensor(...): its memory is new, though it is this operation's input
         for key, storage in inputs.items():
             if key in self._alive and storage.nbytes() != self._alive[key][1]:    # resize_, or an output given as out=
                 self._add(self._alive[key][0], key, storage.nbytes() - self._alive[key][1], storage.nbytes())
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
         self._now -= self._alive.pop(key)[1]
 
     def _settle(self) -> None:
-        """Chunks among what the last operation made are taken out again, of the peak as well."""
+        """Subtracts chunk buffers among the results of the last operation again, from the peak as well."""
         unsure, self._unsure = self._unsure, []
         for key in unsure:
             ref, num_bytes = self._alive.get(key, (lambda: None, 0))
@@ -106,14 +106,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CudaPeak:
-    """The same of a GPU: what its allocator gave out at most, less the chunks. Also used with `with`.
+    """The same for a GPU: the peak of its allocator less the bytes of chunks. Also used in a with statement.
 
-    Exact where the chunks near were those of now for the whole time since the last take_peak: call it before chunks move.
-    When chunks have gone meanwhile the result is too large by them; when they have come it may be too small by them.
+    Exact if no chunk was copied to near or evicted since the last take_peak: call it before chunks move. The result is too
+    large by chunks evicted meanwhile, and may be too small by chunks that were copied to near.
 
     Args:
         device: the GPU.
-        chunk_bytes: bytes that near has taken from the device now, idle buffers included (Tier.reserved_bytes).
+        chunk_bytes: bytes that near has allocated on the device now, idle buffers included (Tier.reserved_bytes).
     """
 
     def __init__(self, device: torch.device, chunk_bytes: Callable[[], int]):
@@ -142,7 +142,7 @@ class CudaPeak:
 
 
 def _storage(value: object) -> torch.UntypedStorage | None:
-    """A tensor's memory, where it is ordinary memory of the CPU."""
+    """A tensor's memory; None if it is no ordinary memory of the CPU."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return None
     return value.untyped_storage()

@@ -1,4 +1,4 @@
-"""A block of model data, where its copies are, and the pins that keep it there."""
+"""A block of model data, its copies in the tiers, and the pins that keep it there."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,25 +23,25 @@ class Block:
     copies: dict[str, Any] = field(default_factory=dict)
     """The valid copies by tier, all of them equal: tensors, on disk an Extent."""
     came: dict[str, int] = field(default_factory=dict)
-    """When each of them came, on the residency's clock."""
+    """When each copy was made, on the residency's clock."""
     pins: int = 0
     pending: list[Handle] = field(default_factory=list)
     """Copies under way that read or write one of the copies."""
     shared: bool = False
-    """Whether somebody keeps a view of the near copy, which is about to go."""
+    """Whether other tensors keep views of the near copy, which is about to be dropped."""
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     def unpin(self) -> None:
-        """Gives one pin back."""
+        """Removes one pin. Raises StateError without one."""
         if self.pins == 0:
             raise StateError(f"block {self.key} is unpinned more often than it was pinned")
         self.pins -= 1
 
     def __enter__(self) -> None:
-        """The block is pinned in a with."""
+        """Pins the block inside a with statement."""
         self.pins += 1
 
     def __exit__(self, *_: object) -> None:
@@ -49,7 +49,7 @@ class Block:
 
 
 class Pins:
-    """Several blocks that stay where they are until the end of a with."""
+    """Several blocks, pinned until the end of a with statement."""
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []

@@ -1,14 +1,13 @@
-"""Blocks in tiers: where each block's bytes are, and the copies that bring them elsewhere. Does not know why.
+"""Blocks in tiers: the tiers of each block's bytes, and the copies between them. It does not know why blocks move.
 
-A *block* is one kind of model data of one group: its parameters, its gradients, its first moments, ... It lies near, far,
-on disk, or in several places with equal content; a block that is equal in a slower tier is *clean* and leaves without a
-copy. Blocks in use are pinned and are never victims. Some blocks are *derived* (a gathered group): they live near only and
-are dropped.
+A *block* is one kind of model data of one group: its parameters, its gradients, its first moments, ... It is in near, far,
+on disk, or in several tiers with equal content. A block with an equal copy in a slower tier is *clean*: its eviction needs
+no copy. Blocks in use are pinned and are never evicted. Some blocks are *derived* (a gathered group): they are in near only,
+and eviction drops them.
 
-Copies go on in the background (copy_queue.py). The books are kept when a copy is begun: a block that leaves is gone from
-near at once, its bytes are valid far when the copy has ended, and its buffer may be taken again by whoever waits for that.
-So what lies where follows from what is asked for alone, not from the speed of a link, and where ranks ask alike they decide
-alike.
+Copies run in the background (copy_queue.py). The records change when a copy begins: an evicted block is gone from near at
+once. Its bytes are valid in far when the copy has ended, and the next user of its near buffer waits for that. So a block's
+tiers depend on the sequence of calls alone, not on the speed of a link: ranks with equal calls evict equally.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,29 +29,29 @@ ORDER = (NEAR, FAR, DISK)
 
 
 class Views(Protocol):
-    """Who has tensors that are views of near copies."""
+    """An object whose tensors are views of near copies."""
 
     def leave(self, key: Key, buffer: torch.Tensor) -> bool:
-        """A block's near copy, this buffer, is about to go; whether somebody keeps a view of it."""
+        """A block's near copy, this buffer, is about to be dropped. Returns whether other tensors keep views of it."""
 
 
 class Pending(Protocol):
-    """Something that goes on beside the program and holds near memory meanwhile, a collective for example."""
+    """Background work that holds near memory, for example a collective."""
 
     def finish(self) -> None:
-        """Waits for its end, takes itself out of UnderWay, gives back what it held, and makes its result known."""
+        """Waits for its end, removes itself from UnderWay, unpins its blocks, and passes its result on."""
 
 
 class UnderWay:
-    """What goes on beside the program, put here by who began it. All of it is finished before anything is evicted from near:
-    which of it there is depends on the program alone, so that all ranks evict the same."""
+    """Background work, added here by the object that began it. All of it is finished before a block is evicted from near.
+    Which work is under way depends on the program alone, so all ranks evict the same blocks."""
 
     def __init__(self) -> None:
         self.gathers: list[Pending] = []
         self.reductions: list[Pending] = []
 
     def finish_pending(self) -> bool:
-        """Finishes all, gathers first; whether there was something."""
+        """Finishes all, gathers first; returns whether any work was under way."""
         if not self.gathers and not self.reductions:
             return False
         while self.gathers:
@@ -69,12 +68,12 @@ class Residency:
     """All blocks of a rank, in two tiers or three.
 
     Args:
-        near, far, disk: the tiers; without disk what does not fit into far is refused.
-        ledger: where copies are written.
+        near, far, disk: the tiers; without disk a block that does not fit into far is a BudgetError.
+        ledger: counts copies.
         schedule: names the victims.
-        views: is told before a block's near copy goes.
-        movers: what carries out the copies; at once, where none are given.
-        profile: records what comes and goes.
+        views: its `leave` is called before a block's near copy is dropped.
+        movers: carry out the copies; None: each copy is finished at once.
+        profile: records copies and evictions.
     """
 
     def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, views: Views | None = None,
@@ -85,7 +84,7 @@ class Residency:
         self.blocks: dict[Key, Block] = {}
         self.under_way = UnderWay()
         self.departures = 0
-        """How often a block has left near."""
+        """Number of times that a block has left near."""
         self._clock = 0
 
     def __contains__(self, key: Key) -> bool:
@@ -96,11 +95,11 @@ class Residency:
         return block is not None and NEAR in block.copies
 
     def model_bytes(self) -> int:
-        """Bytes of model data, each block counted once however many copies it has, derived ones not at all."""
+        """Bytes of model data: each block counts once, however many copies it has, and derived ones do not count."""
         return sum(block.num_bytes for block in self.blocks.values() if not block.derived)
 
     def create(self, key: Key, numel: int, dtype: torch.dtype, tier: str, derived: bool = False) -> torch.Tensor:
-        """A new block, near or far, its content undefined. Returns its buffer, (numel,) of dtype."""
+        """Creates a block in near or far. Returns its buffer, (numel,) of dtype, its content undefined."""
         if key in self.blocks:
             raise StateError(f"block {key} exists already")
         block, fences = Block(key, numel, dtype, derived), []
@@ -111,9 +110,9 @@ class Residency:
         return block.copies[tier]
 
     def ensure(self, key: Key, tier: str) -> torch.Tensor:
-        """The block's content in that tier, near or far, copied there if it is not; other copies stay and stay valid.
+        """The block's buffer in that tier, near or far, copied there if it is not; other copies stay valid.
 
-        Nothing goes on in the background with this block when it returns: the caller may write into the buffer.
+        Waits for all background work on this block: the caller may write into the buffer.
         """
         block = self._bring(key, tier)
         if block.pending:
@@ -122,13 +121,13 @@ class Residency:
 
     def work(self, name: str, keys: Sequence[Key], tier: str,
              prepare: Callable[[dict[Key, torch.Tensor]], Callable[[], object]], background: bool) -> None:
-        """Brings blocks to a tier and does something there that reads and writes them, now or in the background.
+        """Copies blocks to a tier and runs a job there that reads and writes them, now or in the background.
 
-        prepare: from the blocks' buffers, which may still be on their way, to the job; called before it is submitted. In the
-        background the job begins when its blocks are there, and whoever uses one of them waits for its end.
+        prepare: returns the job, given the blocks' buffers (copies into them may be under way). It is called before the job
+        is submitted. A background job begins when its blocks are in the tier; the next use of one of them waits for its end.
         """
         buffers, before, handle = {}, [], None
-        with Pins() as pins:    # no block makes room for the next one
+        with Pins() as pins:    # none of these blocks is evicted for the next one
             for key in keys:
                 block = self._bring(key, tier)
                 buffers[key] = block.copies[tier]
@@ -152,17 +151,17 @@ class Residency:
                 self._block(key).pending.append(handle)
 
     def is_settled(self, key: Key) -> bool:
-        """Whether nothing goes on with the block any more."""
+        """Whether all background work on the block has ended."""
         return all(handle.done for handle in self._block(key).pending)
 
     def finish(self, key: Key) -> None:
-        """Waits for what goes on with the block."""
+        """Waits for all background work on the block."""
         self._settle_block(self._block(key))
 
     def load_ahead(self, key: Key, tier: str, next_use: float) -> bool:
-        """Begins to bring a block to a tier in which it will be needed; whether it is there or under way.
+        """Begins to copy a block to the tier in which it will be needed; returns whether it is there or under way.
 
-        Only blocks leave for it whose own next use lies behind next_use: nothing is loaded that would not have been.
+        Only blocks that are used after next_use are evicted for it: they would have been evicted anyway.
         """
         block = self.blocks.get(key)
         if block is None or tier in block.copies:
@@ -177,7 +176,7 @@ class Residency:
         return True
 
     def peek(self, key: Key) -> tuple[str, torch.Tensor]:
-        """(tier, buffer) of a valid copy, near first; moves nothing but what lies on disk only, which comes to far.
+        """(tier, buffer) of a valid copy, near first; only a block that is on disk alone is moved, to far.
 
         The buffer may be read until the next operation that needs room; see reading().
         """
@@ -188,7 +187,7 @@ class Residency:
 
     @contextmanager
     def reading(self, keys: Sequence[Key]) -> Iterator[dict[Key, tuple[str, torch.Tensor]]]:
-        """peek() of several blocks, which stay where they are until the end of the with."""
+        """peek() of several blocks, which are pinned until the end of the with statement."""
         places = {}
         with Pins() as pins:
             for key in keys:
@@ -197,7 +196,7 @@ class Residency:
             yield places
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, source_tier: str, target_tier: str) -> None:
-        """Copies a buffer at once, and writes it into the ledger when it crosses tiers."""
+        """Copies a buffer at once, and counts it in the ledger if the tiers differ."""
         if source_tier == target_tier:
             target.copy_(source)
             return
@@ -206,12 +205,12 @@ class Residency:
         if self.movers.simulated:
             job = self._timed(way, "piece", source.nbytes, lambda: self.movers.copy(target, source))
             self.wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
-        else:    # nobody gains from a worker that is waited for
+        else:    # a background worker would gain nothing: this call waits
             with self._waiting():
                 self._timed(way, "piece", source.nbytes, lambda: target.copy_(source))()
 
     def mark_written(self, key: Key, tier: str) -> None:
-        """The copy in that tier was changed: every other copy is out of date and goes."""
+        """The copy in that tier was changed: drops all other copies, which are out of date."""
         block = self._block(key)
         if tier not in block.copies:
             raise StateError(f"block {key} was written in {tier}, where it is not")
@@ -220,19 +219,19 @@ class Residency:
                 self._drop_copy(block, other)
 
     def send_far(self, key: Key) -> None:
-        """The block leaves near: copied to far if no other tier has an equal copy, dropped if it is derived."""
+        """Evicts the block from near: copies it to far if no other tier has an equal copy; drops it if it is derived."""
         block = self._block(key)
         if block.derived:
             self.drop(key)
         elif NEAR in block.copies:
             self._check_unpinned(block)
-            self._leave(block)    # before a copy of it begins, which has views of its own
+            self._leave(block)    # before a copy of it begins: the copy's views would count as kept ones
             if len(block.copies) == 1:
                 self._begin(block, FAR)
             self._drop_copy(block, NEAR, has_left=True)
 
     def drop(self, key: Key) -> None:
-        """The block ends."""
+        """Deletes the block with all its copies. Raises StateError if it is pinned."""
         block = self._block(key)
         if block.pins:
             raise StateError(f"block {key} is in use ({block.pins} pins) and cannot be dropped")
@@ -241,20 +240,20 @@ class Residency:
         del self.blocks[key]
 
     def pinned(self, key: Key) -> Block:
-        """For a with: the block stays where it is until its end."""
+        """For a with statement, which pins the block until its end."""
         return self._block(key)
 
     def pin(self, key: Key) -> Block:
-        """The block stays where it is until its unpin was called as often."""
+        """Pins the block until unpin was called as often."""
         try:
             block = self.blocks[key]
         except KeyError:
-            return self._block(key)    # which says what is wrong
+            return self._block(key)    # raises a StateError that names the block
         block.pins += 1
         return block
 
     def unpin(self, key: Key) -> None:
-        """For who did not keep what pin gave him."""
+        """Removes one pin, for callers without the Block that pin returned."""
         try:
             self.blocks[key].unpin()
         except KeyError:
@@ -263,16 +262,16 @@ class Residency:
     # ------------------------------------------------------------------ room
 
     def limit(self, num_bytes: int | None) -> None:
-        """What blocks may take of near from now on; blocks leave until that holds, pinned ones excepted."""
+        """Sets the bytes that blocks may take of near from now on; evicts unpinned blocks until they take no more."""
         near = self.tiers[NEAR]
         near.limit(num_bytes)
         while near.bound_bytes is not None and near.used_bytes > near.bound_bytes:
             if not self.under_way.finish_pending() and not self._evict(NEAR):
                 return
-        near.limit(num_bytes)    # what has left is idle now
+        near.limit(num_bytes)    # frees the buffers of the evicted blocks
 
     def make_room(self, tier: str, num_bytes: int, what: str) -> None:
-        """Evicts until num_bytes fit into the tier. Raises BudgetError when nothing more may leave."""
+        """Evicts blocks until num_bytes fit into the tier. Raises BudgetError if no more may be evicted."""
         if not self._free(tier, num_bytes):
             used, budget = self.tiers[tier].used_bytes, self.tiers[tier].bound_bytes
             raise BudgetError(f"{tier}: no room for {what} ({format_bytes(num_bytes)}): {format_bytes(used)} of "
@@ -280,7 +279,7 @@ class Residency:
                               f"give --{tier}-budget at least {format_bytes(used + num_bytes)}")
 
     def _free(self, tier: str, num_bytes: int, next_use: float | None = None) -> bool:
-        """Evicts until num_bytes fit, with next_use only blocks that are needed after it; whether they do."""
+        """Evicts until num_bytes fit, with next_use only blocks that are needed after it; returns whether they fit."""
         while not self.tiers[tier].has_room(num_bytes):
             if tier == NEAR and next_use is None and self.under_way.finish_pending():
                 continue
@@ -290,14 +289,14 @@ class Residency:
 
     def _allocate(self, tier: str, block: Block, fences: list[Handle]) -> Any:
         if not self.tiers[tier].has_room(block.num_bytes):
-            with block:    # making room for a copy must not take its source away
+            with block:    # the copy's source must not be evicted to make room for it
                 self.make_room(tier, block.num_bytes, f"{block.key[0]} of group {block.key[1]}")
         if tier == DISK:
             return self.tiers[DISK].allocate(block.numel, block.dtype, block.key[0])
         return self.tiers[tier].allocate(block.numel, block.dtype, block.key[0], fences)
 
     def _evict(self, tier: str, next_use: float | None = None) -> bool:
-        """One block leaves a tier for the next one; whether one could."""
+        """Evicts one block from a tier to the next slower one; returns whether one could be evicted."""
         if tier == DISK:
             return False
         if tier == FAR and next_use is None and self._drop_duplicate():
@@ -315,8 +314,8 @@ class Residency:
         return True
 
     def _evictable(self, tier: str, next_use: float | None = None) -> list[Block]:
-        """The blocks that may leave a tier for the next one: not pinned, and not in far because near has them. With next_use
-        only those that are needed after it, and for which the next tier has room."""
+        """The blocks that may be evicted to the next slower tier: not pinned; from far only those that are not in near. With
+        next_use only those that are needed after it and for which the slower tier has room."""
         slower = ORDER[ORDER.index(tier) + 1]
         if slower not in self.tiers:
             return []
@@ -328,17 +327,17 @@ class Residency:
         return held
 
     def _takes(self, tier: str, num_bytes: int) -> bool:
-        """Whether a tier takes num_bytes more, of its own room or by passing something on."""
+        """Whether a tier has room for num_bytes more, or can evict blocks to disk for them."""
         return self.tiers[tier].has_room(num_bytes) or (tier == FAR and DISK in self.tiers)
 
     @staticmethod
     def _candidate(block: Block, tier: str) -> Candidate:
-        """A gathered block needs no copy out, but to gather it again is as dear: it takes a copy in and a collective."""
+        """A derived block counts as dirty: it needs no copy out, but gathering it again costs a copy in and a collective."""
         clean = len(block.copies) > 1
         return Candidate(block.key, block.num_bytes, 0 if clean else block.num_bytes, block.came[tier])
 
     def _drop_duplicate(self) -> bool:
-        """Frees one far copy that near holds too (a clean block becomes dirty, nothing is lost)."""
+        """Drops one far copy of a block that is also in near (a clean block becomes dirty, no bytes are lost)."""
         for block in self.blocks.values():
             if NEAR in block.copies and FAR in block.copies and not block.pins:
                 self._drop_copy(block, FAR)
@@ -348,14 +347,14 @@ class Residency:
     # ---------------------------------------------------------------- copies
 
     def _bring(self, key: Key, tier: str) -> Block:
-        """The block, which has a copy in that tier, there or on its way."""
+        """Returns the block, with a copy in that tier that is complete or under way."""
         block = self._block(key)
         if tier not in block.copies:
             self._begin(block, tier)
         return block
 
     def _begin(self, block: Block, tier: str, for_next_step: bool = False) -> None:
-        """Begins to copy a block to a tier, from the fastest one that has it; between disk and near it goes through far."""
+        """Begins to copy a block to a tier, from the fastest tier that has it; between disk and near through far."""
         source = next(tier for tier in ORDER if tier in block.copies)
         if {source, tier} == {NEAR, DISK}:
             self._begin(block, FAR)
@@ -382,7 +381,7 @@ class Residency:
         self._add_copy(block, tier, buffer)
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
-        """The job, which writes into the profile when it was."""
+        """The job, which then also writes its time into the profile."""
         profile = self.profile
         if profile is None:
             return job
@@ -395,12 +394,12 @@ class Residency:
         return timed
 
     def _settle_block(self, block: Block) -> None:
-        """Waits for what goes on with a block."""
+        """Waits for all background work on a block."""
         pending, block.pending = block.pending, []
         self.wait(pending)
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """Waits for copies, and writes down how long."""
+        """Waits for copies, and adds the seconds to the ledger."""
         if handles:
             with self._waiting():
                 for handle in handles:
@@ -408,7 +407,7 @@ class Residency:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Records the seconds of its block as waiting: nothing else is done meanwhile."""
+        """Counts the seconds inside the with statement as waiting for copies."""
         begin = self.movers.now()
         yield
         self.ledger.copy_waited_s += self.movers.now() - begin
@@ -444,8 +443,8 @@ class Residency:
             raise StateError(f"block {block.key} is in use ({block.pins} pins) and cannot leave near")
 
     def _leave(self, block: Block) -> None:
-        """Who knows of the near copy lets go of it. A view may stay all the same: what a module returned of its parameter
-        (positions that every layer adds), or a graph that was made in backward (create_graph). Nothing is written there."""
+        """Tells `views` that the near copy is about to be dropped. Other views of it may stay, which are never written: a
+        module's result (positions that every layer adds), or a graph that was made in backward (create_graph)."""
         if self._views is not None and self._views.leave(block.key, block.copies[NEAR]):
             block.shared = True
 

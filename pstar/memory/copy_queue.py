@@ -1,8 +1,8 @@
-"""A mover carries copies out one after the other, on a thread of its own or at once. Does not know what is copied.
+"""A mover carries out copies one after the other, on a background thread or at once. It does not know what is copied.
 
-A link between two tiers moves one thing at a time, so one worker a link suffices, and the order of the submissions is the
-order of the copies: who submits a write and then a read of the same place reads what was written. Copies must give the
-interpreter's lock back while they move bytes (torch's copy_ does, and os.preadv and os.pwritev), else nothing is gained.
+A link between two tiers moves one copy at a time, so one worker a link suffices. Copies run in the order in which they were
+submitted: a read that is submitted after a write of the same place reads what was written. A copy must release the GIL while
+it moves bytes (torch's copy_, os.preadv and os.pwritev do), else it does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable
 from pstar.errors import StateError
 
 EXIT_WAIT_S = 60.0
-"""How long the exit of a process waits for the copy that is under way."""
+"""How long the exit of a process waits for the copy under way."""
 
 
 class Handle:
     """A copy that was submitted."""
 
     def __init__(self, mover: Mover, job: Callable[[], None]):
-        self._mover = mover                  # which must not be collected while somebody may wait
+        self._mover = mover                  # keeps the mover alive: a collected mover would drop this copy
         self._job: Callable[[], None] | None = job
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -32,15 +32,15 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the copy has ended, well or badly."""
+        """Whether the copy has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Returns when the copy is done; raises what it raised, every time. Inside a copy
-        only for one that was submitted before it: else the two may wait for each other.
+        """Returns when the copy is done; raises its error, on every call. A copy may itself wait only for copies that were
+        submitted before it: else the two may wait for each other.
 
-        Raises StateError for a copy that will not be done: it was dropped at the exit of the process, or this process is a
-        fork of the one in which it is under way.
+        Raises StateError for a copy that will never be done: it was dropped at the exit of the process, or this process is
+        a fork of the one that carries it out.
         """
         self._wait_for_end()
         self._told = True
@@ -53,7 +53,7 @@ class Handle:
         self._ended.wait()
 
     def _run(self) -> BaseException | None:
-        """Carries it out and lets go of its tensors, before anybody hears that it has ended. What it raised."""
+        """Runs the job and drops its tensors, before any wait returns. Returns the job's error or None."""
         try:
             self._job()
         except BaseException as error:
@@ -76,44 +76,44 @@ class Mover:
     Args:
         name: for messages and the thread's name.
         asynchronous: False runs each copy at once, in submit.
-        bytes_per_s: simulates a link of this speed: a copy takes at least num_bytes / bytes_per_s. None: as fast as it goes.
+        bytes_per_s: simulates a link of this speed: a copy takes at least num_bytes / bytes_per_s seconds. None: no limit.
 
-    Submit from one thread only. The thread starts with the first submission. At the exit of the process it ends the copy
-    under way, and what was still waiting is dropped. A fork takes no threads along: make movers after it; one that was made
-    before raises StateError in the child.
+    Submit from one thread only. The first submission starts the background thread. When the process exits, the thread
+    finishes the copy under way and drops the queued ones. A forked child has no threads: make movers after the fork. A mover
+    that was made before it raises StateError in the child.
     """
 
     def __init__(self, name: str, asynchronous: bool = True, bytes_per_s: float | None = None):
         self.name, self.asynchronous, self.pid = name, asynchronous, os.getpid()
         self._worker = _Worker(bytes_per_s)
-        self._open: list[Handle] = []        # those under way, and those whose error nobody has heard of
+        self._open: list[Handle] = []        # copies under way, and copies whose error was not raised yet
         # Runs at the exit of the process or when the mover is collected, whichever comes first.
         self._stop = weakref.finalize(self, self._worker.stop)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it was copying, what a simulated link takes included."""
+        """Seconds spent copying, including the waits of a simulated link."""
         return self._worker.busy_s
 
     def submit(self, job: Callable[[], None], num_bytes: int = 0) -> Handle:
-        """Runs job after all those before it. What it raises is kept for wait or drain, also where it runs at once."""
+        """Runs job after all earlier ones. Its error is kept for wait or drain, even if the job runs at once."""
         if not self._stop.alive or self.pid != os.getpid():
             reason = "it was made before a fork, make movers after it" if self._stop.alive else "it is closed"
             raise StateError(f"mover {self.name} takes no more copies: {reason}")
         handle = Handle(self, job)
-        del job    # the handle's, which drops it when it is done
+        del job    # only the handle keeps it now, and drops it when it has run
         self._open = [each for each in self._open if not each.done or each._owes_error] + [handle]
         if self.asynchronous:
             self._worker.start(f"pstar mover {self.name}")
             self._worker.jobs.put((num_bytes, handle))
         else:
             self._worker.run(num_bytes, handle)
-            if not isinstance(handle._error, Exception | None):    # Ctrl-C is the user's, not the copy's
+            if not isinstance(handle._error, Exception | None):    # Ctrl-C is raised at once: it is no error of the copy
                 handle.wait()
         return handle
 
     def drain(self) -> None:
-        """Waits for all copies; then raises the first error that no wait has raised yet, so that none is lost."""
+        """Waits for all copies; then raises the first error that no wait has raised yet."""
         for handle in self._open:
             handle._wait_for_end()
         ended, self._open = self._open, []
@@ -124,7 +124,7 @@ class Mover:
             raise errors[0]._error
 
     def close(self) -> None:
-        """Waits for all copies and ends the thread; raises nothing that a copy raised. A second time: nothing."""
+        """Waits for all copies and ends the thread; does not raise the copies' errors. A second call has no effect."""
         if self.pid == os.getpid():
             for handle in self._open:
                 handle._wait_for_end()
@@ -135,7 +135,7 @@ class Mover:
 
 
 class _Worker:
-    """The thread and what it works on. Knows no Mover, so that one that nobody holds can be collected."""
+    """The thread and its queue. It has no reference to the Mover, so that an unused Mover is garbage-collected."""
 
     def __init__(self, bytes_per_s: float | None):
         self.bytes_per_s = bytes_per_s
@@ -151,22 +151,22 @@ class _Worker:
             self.thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the copy under way; drops the others. (A daemon thread that is in the middle of a copy when
-        the interpreter goes away may take the process down with it, in C++ code that it must not be stopped in.)"""
+        """Ends the thread after the copy under way; drops the others. (If the interpreter exits while a daemon thread is
+        copying, in C++ code, the process may abort.)"""
         self.stopping.set()
         self.jobs.put(None)
-        if self.copying.acquire(timeout=EXIT_WAIT_S):    # not a join: this may be called by the garbage collector, anywhere
+        if self.copying.acquire(timeout=EXIT_WAIT_S):    # not join: the garbage collector may call this on any thread
             self.copying.release()
 
     def work(self) -> None:
-        """An item and its tensors end under the lock: freeing memory is C++ code too, so stop must wait for that as well."""
+        """Runs the jobs. An item and its tensors are freed under the lock: stop must wait for that C++ code as well."""
         item = self.jobs.get()
         while item is not None:
             with self.copying:
                 if not self.stopping.is_set():
                     self.run(*item)
                     item = None
-                while self.stopping.is_set():    # and None is the last that was put
+                while self.stopping.is_set():    # drop items up to the None that stop has put
                     if item is not None:
                         item[1]._end(StateError("the process ends: this copy was dropped"))
                     if (item := self.jobs.get()) is None:

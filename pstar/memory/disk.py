@@ -1,17 +1,16 @@
-"""The disk tier: a file of one rank on a local disk, with the face of a Tier, in which allocate returns a place in the file.
+"""The disk tier: one rank's file on a local disk, with the interface of a Tier. allocate returns an extent of the file.
 
-The file grows as it is needed and does not shrink: training needs the same space again in every step, and space that was
-given back could be gone by then. What is released becomes a gap, neighbouring gaps become one. A new extent takes the
-smallest gap that holds it; without one it is put together from several, and the file grows by what they lack. So the file is
-never longer than what was in use at once, and there is room whenever the numbers say so, in whatever order things were
-released.
+The file grows as needed and does not shrink: training needs the same space again in every step, and other programs could
+take space that was returned. A released extent becomes a gap, and neighbouring gaps are merged. A new extent takes the
+smallest gap that holds it. Without one it takes several gaps, and the file grows by the missing bytes. So the file is never
+longer than the extents that were in use at once. All free bytes can be used, in whatever order extents were released.
 
     file   | extent | padding | gap      | extent, first piece | extent | padding | extent, second piece | padding |
 
-Bytes go around the page cache where the file system can do that (O_DIRECT): what is on disk would otherwise be in host
-memory a second time, and host memory is what is short. The kernel then wants whole blocks: offsets and memory that are
-multiples of ALIGN. Every extent begins at such an offset; what of it is no whole block, and memory that lies elsewhere, go
-through a second, buffered descriptor. Linux keeps the two consistent.
+Reads and writes bypass the page cache if the file system supports it (O_DIRECT): else bytes on disk would be in host memory
+as well, which is scarce. The kernel then requires whole blocks: offsets, sizes and addresses that are multiples of ALIGN.
+Every extent begins at such an offset. The rest of an extent after its last whole block, and unaligned memory, go through a
+second, buffered descriptor. Linux keeps the two consistent.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ RESUME = "the last checkpoint is complete"
 
 @dataclass(eq=False)
 class Extent:
-    """A place in the file: pieces of whole blocks, almost always one, of which the first nbytes bytes are content."""
+    """A part of the file: one piece of whole blocks, seldom several; the first nbytes bytes are content."""
 
     nbytes: int
     pieces: tuple[tuple[int, int], ...]
@@ -61,20 +60,20 @@ class Extent:
 class DiskTier:
     """One file in which extents are allocated, written, read and released.
 
-    It is opened under a name of its own and unlinked at once: it is never seen in the folder, and its space returns when the
-    process ends, also when it is killed. (A network file system may show it under a name of its own until then.)
-    All methods may be called by several threads; reads and writes run at the same time, without the interpreter's lock. A
-    forked child shares the file: it must leave the tier alone.
+    It is opened under a unique name and unlinked at once: it is not visible in the folder, and its space is free again when
+    the process ends, even if it is killed. (A network file system may show it under another name until then.)
+    All methods may be called by several threads; reads and writes run at the same time, without the GIL. A forked child
+    shares the file: it must not use the tier.
 
     Args:
         folder: made if it is missing.
         budget_bytes: the most that the file may take, padding included; None for no bound but the disk.
         rank: part of the name under which the file is opened.
-        direct: True for direct I/O, False for buffered; None for direct where the file system can. `direct` then tells.
+        direct: True for direct I/O, False for buffered; None: direct if the file system supports it (see property `direct`).
 
-    used_bytes, peak_bytes and used_by_kind count content without padding, idle_bytes what lies in gaps.
+    used_bytes, peak_bytes and used_by_kind count content without padding, idle_bytes the bytes of gaps.
 
-    Raises DiskError where the file cannot be made, ConfigError for direct=True where there is no direct I/O.
+    Raises DiskError if the file cannot be made, ConfigError for direct=True on a file system without direct I/O.
     """
 
     name = DISK
@@ -91,22 +90,22 @@ class DiskTier:
         self._block_bytes = 0                   # of content and padding
         self._gaps: dict[int, int] = {}         # bytes by offset
         self._taken: set[Extent] = set()
-        self._change = threading.Condition()    # of everything here and of Extent.num_users
+        self._change = threading.Condition()    # guards all attributes and Extent.num_users
         self._buffered, self._direct = self._open(rank, direct is not False)
         self._closing = weakref.finalize(self, _close, self._buffered, self._direct)
-        self._closing.atexit = False            # the system does it, and a thread may still be writing
+        self._closing.atexit = False            # at exit the system closes the files, and a thread may still be writing
         if direct and self._direct is None:
             self.close()
             raise ConfigError(f"{self.folder}: this file system has no direct I/O; leave direct out or give another folder")
 
     @property
     def direct(self) -> bool:
-        """Whether whole blocks go around the page cache."""
+        """Whether whole blocks bypass the page cache."""
         return self._direct is not None
 
     @property
     def bound_bytes(self) -> int | None:
-        """As in Tier: here always the budget."""
+        """As in Tier; here always the budget: a disk has no limit of the moment."""
         return self.budget_bytes
 
     @property
@@ -114,14 +113,14 @@ class DiskTier:
         return self.used_bytes + self.idle_bytes
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether num_bytes more, padded, fit into the budget beside what is in use; the disk itself is not asked."""
+        """Whether num_bytes more, padded, fit into the budget; does not ask how much room the disk has."""
         return self.budget_bytes is None or self._block_bytes + _padded(num_bytes) <= self.budget_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Extent:
-        """A place for numel elements, its content undefined, its space reserved: a later write finds room.
+        """An extent for numel elements, its content undefined, its space reserved: a later write finds room.
 
-        (Where a file system writes changed blocks elsewhere, such as btrfs or ZFS, a write may fail all the same.)
-        Raises BudgetError over budget and DiskError where the disk is full; nothing is changed then.
+        (On a copy-on-write file system, such as btrfs or ZFS, a write may still fail.)
+        Raises BudgetError over budget and DiskError if the disk is full; nothing is changed then.
         """
         num_bytes = numel * dtype.itemsize
         with self._change:
@@ -139,7 +138,7 @@ class DiskTier:
         return extent
 
     def release(self, extent: Extent) -> None:
-        """Gives a place back. Raises StateError for one that is not in use here, or that is being read or written."""
+        """Releases an extent. Raises StateError for one that is not in use here, or that is being read or written."""
         with self._change:
             if extent not in self._taken:
                 raise StateError(f"{self.name}: an extent of {extent.nbytes} bytes was released that is not in use")
@@ -153,20 +152,20 @@ class DiskTier:
             self._check()
 
     def write(self, extent: Extent, tensor: torch.Tensor) -> None:
-        """Writes the whole content; returns when it is written (or, buffered, when the system has taken it over).
+        """Writes the whole content; returns when it is written (or, buffered, when it is in the page cache).
 
         tensor: contiguous, on the CPU, extent.nbytes bytes of any dtype.
-        Raises DiskError where the disk fails: the extent's content is then undefined, the tier and its other extents are as
-        before. Raises StateError for another extent or tensor.
+        Raises DiskError if the disk fails: the extent's content is then undefined, the tier and its other extents are as
+        before. Raises StateError for an extent that is not in use here, or a tensor of another size, layout or device.
         """
         self._transfer(os.pwritev, "writing", extent, tensor)
 
     def read(self, extent: Extent, tensor: torch.Tensor) -> None:
-        """Reads the whole content into tensor; as write."""
+        """Reads the whole content into tensor; arguments and errors as in write."""
         self._transfer(os.preadv, "reading", extent, tensor)
 
     def close(self) -> None:
-        """Gives the file back with all its extents, once reads and writes under way have ended. A second time: nothing."""
+        """Closes the file when reads and writes under way have ended; all extents are gone. A second call has no effect."""
         with self._change:
             self._change.wait_for(lambda: not any(extent.num_users for extent in self._taken))
             self._closing()
@@ -183,7 +182,7 @@ class DiskTier:
             raise StateError(f"{self.name}: {doing} {extent.nbytes} bytes needs a contiguous tensor of that size on the "
                              f"CPU, not {tensor.nbytes} bytes of {tuple(tensor.shape)} on {tensor.device}")
         with self._using(extent):
-            # The tensor's own memory, as bytes whatever the dtype. It lives as long as the caller's reference does.
+            # The tensor's memory as bytes, whatever its dtype; valid as long as the caller keeps the tensor.
             memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
             begin = 0
             try:
@@ -195,8 +194,8 @@ class DiskTier:
                 raise self._error(f"{doing} {format_bytes(extent.nbytes)}", error, extent.nbytes) from error
 
     def _transfer_piece(self, call: Callable, offset: int, memory: memoryview, address: int) -> None:
-        """All of memory, which begins at address. The system may move less than it was asked for (Python itself repeats a
-        call that a signal has interrupted); what is left of a block then is buffered like every other part of a block."""
+        """Moves all of memory, which begins at address. The system may move less than asked for (Python itself repeats a
+        call that a signal has interrupted); the rest of a block is then buffered like every other part of a block."""
         done = 0
         while done < len(memory):
             whole = (len(memory) - done) // ALIGN * ALIGN
@@ -211,7 +210,7 @@ class DiskTier:
 
     @contextmanager
     def _using(self, extent: Extent) -> Iterator[None]:
-        """Neither the extent nor the file goes away inside. (The number of a closed descriptor may be another file's.)"""
+        """Keeps the extent and the file open inside. (The number of a closed descriptor may be reused for another file.)"""
         with self._change:
             self._must_be_open()
             if extent not in self._taken:
@@ -227,7 +226,7 @@ class DiskTier:
     # ------------------------------------------------------------------ space
 
     def _take(self, num_bytes: int) -> list[tuple[int, int]]:
-        """Pieces of num_bytes in all (a multiple of ALIGN), out of the gaps; the file grows by what they lack together."""
+        """Takes pieces of num_bytes in total (a multiple of ALIGN) from the gaps; the file grows by the missing bytes."""
         if num_bytes > self.idle_bytes:
             self._grow(num_bytes - self.idle_bytes)
         pieces = []
@@ -244,7 +243,7 @@ class DiskTier:
         return pieces
 
     def _grow(self, num_bytes: int) -> None:
-        """num_bytes more at the end of the file, reserved on the disk: what does not fit is known now, not at a write."""
+        """Appends num_bytes to the file, reserved on the disk: a full disk is an error now, not at a later write."""
         try:
             _reserve(self._buffered, self.file_bytes, num_bytes)
         except OSError as error:
@@ -255,7 +254,7 @@ class DiskTier:
         self.file_bytes += num_bytes
 
     def _add_gaps(self, pieces: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:
-        """These become gaps; neighbours become one."""
+        """Turns pieces into gaps and merges neighbouring ones."""
         self._gaps.update(pieces)
         self.idle_bytes += sum(size for _, size in pieces)
         merged: list[tuple[int, int]] = []
@@ -274,7 +273,7 @@ class DiskTier:
     # ------------------------------------------------------------------ the file
 
     def _open(self, rank: int, try_direct: bool) -> tuple[int, int | None]:
-        """Descriptors of one new file without a name, the second for direct I/O or None."""
+        """Opens and unlinks a new file. Returns a buffered descriptor and one for direct I/O, or None."""
         try:
             _make_folder(self.folder)
             buffered, path = tempfile.mkstemp(prefix=f"pstar_rank{rank}_", dir=self.folder)
@@ -294,7 +293,7 @@ class DiskTier:
             raise StateError(f"{self.name}: the tier is closed")
 
     def _error(self, doing: str, error: OSError, num_bytes: int = 0) -> DiskError:
-        """What failed and what to do, in one line."""
+        """A DiskError that names the failed operation and what to do, in one line."""
         if error.errno in NO_SPACE and num_bytes:
             advice = f"free {format_bytes(num_bytes)} there or give another --disk-path"
         elif error.errno == errno.EFBIG:
@@ -306,9 +305,9 @@ class DiskTier:
 
 
 def check_disk_path(folder: Path | str) -> None:
-    """Makes the folder, if it is missing, and a file in it, for a moment. Raises ConfigError where that cannot be done.
+    """Makes the folder, if it is missing, and a file in it, and removes them again. Raises ConfigError if that fails.
 
-    For the start of a program, before there are processes that would all fail alike. Leaves nothing.
+    For the start of a program, before it starts processes that would all fail with this error.
     """
     try:
         missing = [each for each in (Path(folder), *Path(folder).parents) if not each.exists()]
@@ -340,8 +339,8 @@ def _close(*files: int | None) -> None:
 
 
 def _open_direct(path: str) -> int | None:
-    """A second descriptor of the file, for direct I/O; None where the file system has none. Tried, for opening may succeed
-    where reading and writing do not."""
+    """A second descriptor of the file, for direct I/O; None if the file system does not support it. Writes and reads a page:
+    open may succeed where these fail."""
     if not hasattr(os, "O_DIRECT"):
         return None
     file = None
@@ -362,7 +361,7 @@ def _open_direct(path: str) -> int | None:
 
 
 def _reserve(file: int, offset: int, num_bytes: int) -> None:
-    """Space on the disk for these bytes; written as zeros where the file system cannot reserve."""
+    """Reserves space on the disk for these bytes; writes zeros if the file system cannot reserve."""
     try:
         return os.posix_fallocate(file, offset, num_bytes)
     except AttributeError:

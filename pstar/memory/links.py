@@ -1,4 +1,4 @@
-"""Workers in the background: one for each link between the tiers (into near, out of near, the disk), one for updates."""
+"""Background workers: one for each link between tiers (to near, from near, the disk), and one for updates."""
 
 import time
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from pstar.memory.tier import DISK, NEAR
 class Movers:
     """Carries out copies between tiers: in the background, or at once.
 
-    A link of two directions moves both at the same time (PCIe does), so each has a worker; a disk has one for both.
+    A link such as PCIe moves bytes in both directions at the same time, so each direction has a worker; a disk has one.
 
     Args:
-        asynchronous: copies run beside the computation; False: each one at once.
-        bytes_per_s: simulates links between near and far of this speed, each direction for itself.
-        device: of near. On a GPU each worker has a stream of its own, on which a copy begins when all that the GPU had been
-            given before the copy was submitted is done: what it reads is written by then, and what it overwrites was read.
+        asynchronous: copies overlap with computation; False: each copy is finished in submit.
+        bytes_per_s: simulates links of this speed between near and far, each direction separately.
+        device: near's device. On a GPU the workers to and from near each have a stream. A copy waits for all work that was
+            queued on the current stream before it was submitted: its source is written then, and its target no longer read.
     """
 
     def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None):
@@ -34,26 +34,26 @@ class Movers:
     now = staticmethod(time.perf_counter)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """What a job calls to copy a buffer to one of the same size and dtype.
+        """Copies a buffer to one of the same size and dtype; called by jobs.
 
-        In the background and in host memory it keeps to its own thread. torch would share a large copy among a team of
-        threads; with a team of its own in a worker, the process has more OpenMP threads than the machine has cores, and from
-        then on OpenMP lets the model's threads sleep between any two operators: 1,000 times a step, seen as 7 % of it.
+        A background copy in host memory uses one thread. torch would share a large copy among a team of threads. With a
+        second team, in a worker, the process has more OpenMP threads than the machine has cores. From then on OpenMP lets
+        the model's threads sleep between any two operators: 1,000 times a step, measured as 7 % of it.
         """
         if self.asynchronous and target.device.type == source.device.type == "cpu":
-            np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())    # releases Python's lock
+            np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())    # releases the GIL
         else:
             target.copy_(source)
 
     def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int) -> Handle:
-        """Begins a copy of num_bytes between two tiers, after those that were submitted for the same link before."""
+        """Queues a copy of num_bytes between two tiers, behind the earlier ones of the same link."""
         mover = self._disk if DISK in (source, target) else self._in if target == NEAR else self._out
         if mover in self._streams:
             job = self._on_stream(mover, job)
         return mover.submit(job, num_bytes)
 
     def update(self, job: Callable[[], object]) -> Handle:
-        """Begins an update on the host, after those before it."""
+        """Queues an update on the host, behind the earlier ones."""
         return self._update.submit(job)
 
     def _on_stream(self, mover: Mover, job: Callable[[], object]) -> Callable[[], None]:
@@ -70,7 +70,7 @@ class Movers:
         return on_stream
 
     def drain(self) -> None:
-        """Waits for all copies; raises the first error that nobody was told of."""
+        """Waits for all copies; raises the first error that no wait has raised yet."""
         for mover in (self._in, self._out, self._disk, self._update):
             mover.drain()
 

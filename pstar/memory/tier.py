@@ -1,8 +1,8 @@
-"""Tiers: memory arenas with a byte budget, and the ledger in which every allocation, copy and release is written.
+"""Tiers: memory arenas with a byte budget, and the ledger that counts every copy and collective.
 
 `near` is the accelerator's memory, `far` the host's. Without a GPU near is an arena of host memory with the budget that
-the user gives: the budget, the evictions and the copies are the same, only the bytes lie elsewhere. The budget is an
-invariant: it is checked after every operation, in production too.
+the user gives: budget, evictions and copies are the same, only the memory is another. The budget is an invariant: it is
+checked after every operation, in production too.
 """
 
 import ctypes
@@ -31,13 +31,14 @@ KEPT_BYTES, MMAP_BYTES, START_MMAP_BYTES = 2**31 - 1, 32 * 2**20, 2**18
 
 
 def keep_freed_memory(keep: bool = True) -> bool:
-    """Lets this process keep the host memory that it frees, for its next step; whether that could be arranged.
+    """Lets this process keep the host memory that it frees for its next step; returns whether malloc could be tuned.
 
-    At the end of a step activations and gradients are free, glibc gives their pages back to the system, and the next step
-    takes them anew: on a CPU a page fault for every 4096 bytes, seen as 15 % of a step. Where a GPU computes they are not in
-    host memory. False for the start, in which large tensors come and go once between small ones that stay, and where
-    activations are offloaded, whose memory would be kept beside their copies, seen as a tenth of the process: they get pages
-    of their own and give them back. Nothing is changed where the user's environment tunes malloc, or without glibc.
+    At the end of a step glibc returns the pages of freed activations and gradients to the system. The next step allocates
+    them anew: on a CPU one page fault for every 4096 bytes, measured as 15 % of a step. (With a GPU they are not in host
+    memory.) keep=False: large tensors get separate pages, which are returned when they are freed. It is used during the
+    start, when large temporary tensors are allocated between small ones that stay. It is also used with offloaded
+    activations: kept memory in addition to their copies was measured as a tenth of the process. Nothing is changed if the
+    user's environment tunes malloc, or without glibc.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -50,32 +51,32 @@ def keep_freed_memory(keep: bool = True) -> bool:
 
 
 OWN_PAGES_BYTES = 2**16
-"""From this size on a host buffer has pages of its own."""
+"""From this size on a host buffer has separate pages."""
 
 
 OWN_USES = 3
-"""Of a buffer's memory, by the tier's tensor, by its user's view of that in another dtype, and by who counts."""
+"""References to a buffer's storage without kept views: the tier's tensor, the user's view of it, the one in `shared`."""
 
 
 class Ledger:
-    """What happened: bytes and counts of copies between tiers and of collectives, in all and in the last whole step."""
+    """Bytes and counts of copies between tiers and of collectives, in total and in the last whole step."""
 
     def __init__(self) -> None:
         self.moved_bytes: Counter[str] = Counter()
         self.moves: Counter[str] = Counter()
         self.step_bytes: Counter[str] = Counter()
-        """Moved for the last step that was ended: what came for the next one already counts there, whenever it came."""
+        """Bytes moved for the last ended step; bytes that were moved ahead for the next step count for that one."""
         self.waited_s = 0.0
-        """Seconds in which this process did nothing but wait for collectives."""
+        """Seconds in which this process only waited for collectives."""
         self.step_waited_s = 0.0
-        """Those of the last step that was ended."""
+        """waited_s of the last ended step."""
         self.copy_waited_s = 0.0
-        """Seconds in which it did nothing but wait for copies between tiers: what prefetching leaves visible."""
+        """Seconds in which this process only waited for copies between tiers: those that prefetch could not hide."""
         self.step_copy_waited_s = 0.0
-        """Those of the last step that was ended."""
+        """copy_waited_s of the last ended step."""
         self._at_begin: Counter[str] = Counter()
         self._early: Counter[str] = Counter()         # moved in this step for the next one
-        self._came_early: Counter[str] = Counter()    # and in the last one for this
+        self._came_early: Counter[str] = Counter()    # moved in the last step for this one
         self._waited_at_begin = self._copy_waited_at_begin = 0.0
 
     def add(self, kind: str, num_bytes: int, for_next_step: bool = False) -> None:
@@ -101,20 +102,21 @@ class Ledger:
 
 
 class Fence(Protocol):
-    """A copy that goes on in the background and still reads or writes a buffer."""
+    """A copy in the background that still reads or writes a buffer."""
 
     def wait(self) -> None: ...
 
 
 class Tier:
-    """One arena. Buffers that are given back are kept for the next taker of the same size, inside the budget.
+    """One arena. Released buffers are kept for the next allocation of the same size, inside the budget.
 
-    A buffer may be given back while a copy still works on it, together with what must be waited for (its fences): the next
-    taker waits, or, if it is a copy itself, is told to. So the ledger follows the program alone, never how fast a copy is.
+    A buffer may be released while copies still use it, together with their handles (its fences). The next allocation waits
+    for the fences, or returns them to a caller that begins a copy. So the ledger depends on the program alone, never on the
+    speed of a copy.
 
     Args:
         name: 'near' or 'far', for messages.
-        device: where the bytes lie.
+        device: the device of the buffers.
         budget_bytes: the most that may be reserved at once; None for no bound.
         pin_memory: page-lock host buffers, so that copies to and from a GPU run at the link's speed.
     """
@@ -122,7 +124,7 @@ class Tier:
     def __init__(self, name: str, device: torch.device, budget_bytes: int | None = None, pin_memory: bool = False):
         self.name, self.device, self.budget_bytes, self.pin_memory = name, device, budget_bytes, pin_memory
         self.limit_bytes: int | None = None
-        """What may be in use at this moment, where that is less than the budget: the rest belongs to activations."""
+        """Bytes that may be in use at this moment, if less than the budget: activations take the rest."""
         self.used_bytes = 0
         self.idle_bytes = 0
         self.peak_bytes = 0
@@ -145,21 +147,21 @@ class Tier:
         return min(bounds) if bounds else None
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether num_bytes more fit beside what is in use (idle buffers give way)."""
+        """Whether num_bytes more fit in addition to the bytes in use (idle buffers are freed for them)."""
         bound = self.bound_bytes
         return bound is None or self.used_bytes + num_bytes <= bound
 
     def limit(self, num_bytes: int | None) -> None:
-        """Sets the limit of this moment; idle buffers give way to it. What is in use above it is for the caller to move."""
+        """Sets the limit of this moment and frees idle buffers above it. The caller must evict what is in use above it."""
         self.limit_bytes = num_bytes
         if num_bytes is not None:
             self._shrink_idle(0)
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str, fences: list[Fence] | None = None) -> torch.Tensor:
-        """A buffer of numel elements, its content undefined.
+        """A buffer (numel,) of dtype, its content undefined.
 
-        fences: takes what the buffer's user must wait for; without it that is waited for here.
-        Raises BudgetError where it does not fit; making room is the caller's business.
+        fences: a list that receives the copies for which the buffer's user must wait; None: this call waits for them.
+        Raises BudgetError if it does not fit; the caller makes room.
         """
         num_bytes = numel * dtype.itemsize
         if not self.has_room(num_bytes):
@@ -167,7 +169,7 @@ class Tier:
                               f"{self.used_bytes} of {self.budget_bytes} bytes are in use")
         idle = self._idle[num_bytes]
         if idle:
-            # The last one that nobody works on (it may be in a cache), else the one whose copies will end first.
+            # The last released one without fences (it may be in a cache), else the first, whose copies will end first.
             free = [number for number, (_, pending) in enumerate(idle) if not pending]
             buffer, pending = idle.pop(free[-1] if free else 0)
             self.idle_bytes -= num_bytes
@@ -186,10 +188,10 @@ class Tier:
         return buffer.view(dtype)
 
     def release(self, tensor: torch.Tensor, fences: Sequence[Fence] = (), keep: bool = True) -> None:
-        """Gives a buffer back, which is free when the fences are passed. keep: for the next taker; False: somebody
-        else still looks at it (see shared), so its memory is his now.
+        """Releases a buffer, which is free when its fences have ended. keep: reuse it for the next allocation; False: other
+        tensors are views of it (see shared) and keep its memory.
 
-        Raises StateError for one that is not from this tier or was given back before.
+        Raises StateError for a buffer that is not from this tier or was released before.
         """
         taken = self._taken.pop(tensor.data_ptr(), None)
         if taken is None:
@@ -201,30 +203,30 @@ class Tier:
             self._idle[buffer.nbytes].append((buffer, tuple(fences)))
             self.idle_bytes += buffer.nbytes
         else:
-            _wait_for(fences)    # from here on nobody here knows of it, and a copy on a stream does not keep memory alive
+            _wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep memory alive
         self._check()
 
     @staticmethod
     def shared(tensor: torch.Tensor) -> bool:
-        """Whether tensors beside the tier's and its user's look at the memory of a buffer: views that somebody kept."""
+        """Whether tensors other than the tier's and its user's are views of a buffer's memory."""
         storage = tensor.untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata) > OWN_USES
 
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
-        """num_bytes of memory, uint8. In host memory large ones get pages of their own, outside malloc's heap: activations
-        that come and go between chunks that stay would leave holes there, seen as a tenth of a rank's memory."""
+        """num_bytes of memory, uint8. Large host buffers get separate pages, outside malloc's heap: activations that are
+        freed between chunks that stay would leave holes there, measured as a tenth of a rank's memory."""
         if self.device.type == "cpu" and not self.pin_memory and num_bytes >= OWN_PAGES_BYTES:
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=torch.uint8)    # which keeps the pages, and gives them back with itself
+            return torch.frombuffer(pages, dtype=torch.uint8)    # the tensor owns the pages: they are freed with it
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
 
     def _shrink_idle(self, num_bytes: int) -> None:
-        """Drops idle buffers, of other sizes all of them, until num_bytes fit into the budget and into what was in use at
-        most: idle buffers never make a process larger than those that were needed at once."""
+        """Drops idle buffers until num_bytes fit into the budget and into the peak of bytes in use. So idle buffers never
+        make a process larger than the buffers that it needed at once."""
         bound = max(self.peak_bytes, self.used_bytes + num_bytes)
         if self.bound_bytes is not None:
             bound = min(bound, self.bound_bytes)
-        for size in list(self._idle):    # the garbage collector may give an activation's buffer back meanwhile
+        for size in list(self._idle):    # the garbage collector may release an activation's buffer meanwhile
             buffers = self._idle[size]
             while buffers and self.reserved_bytes + num_bytes > bound:
                 _wait_for(buffers.pop()[1])

@@ -1,1 +1,1 @@
-"""What a model may ask for, or needs before it is in chunks: scopes, embeddings in host memory, tiled layers, lazy start."""
+"""Options of a model and its start before it is in chunks: scopes, host-memory embeddings, tiled layers, lazy start."""

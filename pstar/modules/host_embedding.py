@@ -1,9 +1,9 @@
-"""Embeddings computed in host memory, where their tables stay: what crosses the link is the rows of a batch.
+"""Embeddings computed in host memory, where their tables stay: only the rows of a batch cross the link.
 
-A table of V rows is needed near for the B * T rows that a batch looks up, and its gradient is as large as itself
-(PatrickStar, section 8.2). Here lookup, gradient and update take place far; (B, T, H) goes near in forward and comes back
-in backward.
-A table that another module uses too, as a head tied to it does, is needed near anyway and stays in its chunk.
+A batch looks up B * T rows, but near must hold the whole table of V rows, and a gradient as large as the table (PatrickStar,
+section 8.2). Here lookup, gradient and update are computed in far. (B, T, H) is copied to near in forward, and its gradient
+back in backward.
+A table that another module uses too, for example a tied head, is needed in near anyway and stays in its chunk.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pstar.modules.scope import mode_of, stay_far
 
 
 def compute_embeddings_far(module: torch.nn.Module, device: torch.device) -> list[str]:
-    """Lets the nn.Embedding modules of a model compute in host memory; to be called before anything is planned.
+    """Lets the nn.Embedding modules of a model compute in host memory; to be called before the Plan is made.
 
     Args:
         module: the model, its parameters real or on the meta device.
-        device: of near, where their results go.
+        device: near's device, to which their results are copied.
 
     Returns:
-        the names of the modules that do; those with a shared table do not.
+        the names of these modules; a module with a shared table is not changed.
     """
     owners = Counter(id(param) for child in module.modules() for param in child.parameters(recurse=False))
     found = []

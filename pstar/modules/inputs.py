@@ -1,4 +1,4 @@
-"""What a model is called with: its floating tensors in the dtype of the parameters, and its shapes."""
+"""A model's inputs: casts floating tensors to the parameters' dtype, and reads the shapes."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def shape_of(value: Any) -> Any:
-    """What of an argument makes a step another one: the shapes of its tensors."""
+    """The part of an argument that decides which trace a step follows: the shapes and dtypes of its tensors."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), str(value.dtype))
     if isinstance(value, (list, tuple)):

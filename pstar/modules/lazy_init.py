@@ -1,10 +1,10 @@
 """Lazy start: a model is built without memory, and its initial weights are made one parameter at a time.
 
-`record` runs model_func on the meta device and writes down every operation that touches a tensor. `Recipe.replay` runs
-them again, for real and in the same order, so that the random generator gives each parameter the very numbers that a plain
-start with the same seed gives it. A parameter is handed over, and forgotten, as soon as its last operation is done. What
-is overwritten later (torch initialises a layer when it is made, most models once more at the end) is computed into
-scratch memory only as far as it draws random numbers.
+`record` runs model_func on the meta device and records every operation on a tensor. `Recipe.replay` runs the operations
+again, on real tensors and in the same order. So the random generator gives each parameter the same numbers as a plain start
+with the same seed. A parameter is handed over, and its memory freed, when its last operation is done. Many values are
+overwritten later: torch initialises a layer when it is made, most models once more at the end. Such values are computed only
+if that draws random numbers, into temporary memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pstar.errors import ConfigError, StateError
 
-# In-place operations that write every element of their first argument and read none of it.
+# In-place operations that write every element of their first argument and read none of them.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_", "copy_",
               "geometric_", "bernoulli_"}
 
-# Initialisations of torch.nn.init that look at values, or do nothing at all when they see the meta device.
+# Initialisations of torch.nn.init that read values, or do nothing on the meta device.
 NOT_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A meta tensor: which storage, and which view of it."""
+    """A meta tensor: its storage, and its view of the storage."""
 
     storage: int
     dtype: torch.dtype
@@ -59,15 +59,15 @@ class Op:
 
 
 class _Recorder(TorchDispatchMode):
-    """Makes every new tensor on the meta device, and writes down what is done to it.
+    """Makes every new tensor on the meta device, and records the operations on it.
 
-    Not `with torch.device("meta")`: some libraries see that and leave out their initialisation.
+    Not `with torch.device("meta")`: some libraries detect that and skip their initialisation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Op] = []
-        self.kept: dict[int, Any] = {}    # storages stay alive, so that an address means one storage
+        self.kept: dict[int, Any] = {}    # keeps storages alive, so that no address is reused
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves, spec = tree_flatten((args, kwargs or {}))
@@ -76,14 +76,14 @@ class _Recorder(TorchDispatchMode):
             return self._follow(func, leaves, spec)
         if not inputs and any(argument.name == "device" for argument in func._schema.arguments):
             device = (kwargs or {}).get("device")
-            if device is None or device.type != "meta":    # somebody's own meta tensor is not ours to make
+            if device is None or device.type != "meta":    # the model makes a meta tensor on purpose
                 leaves, spec = tree_flatten((args, {**(kwargs or {}), "device": torch.device("meta")}))
                 return self._follow(func, leaves, spec)
         return func(*args, **(kwargs or {}))
 
     def whole(self, function: Callable) -> Callable:
-        """Wraps an initialisation that must be written down as one operation, because it looks at values."""
-        def write_down(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Wraps an initialisation that must be recorded as one operation, because it reads values."""
+        def record_whole(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not self.recorded(tensor):
                 return function(tensor, *args, **kwargs)
             ref = self._ref(tensor)
@@ -93,15 +93,15 @@ class _Recorder(TorchDispatchMode):
             self.ops.append(Op(function, leaves, spec, [ref], reads, {ref.storage}, covers, random=True))
             return tensor
 
-        return write_down
+        return record_whole
 
     def recorded(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "meta" and storage_key(tensor) in self.kept
 
     def _follow(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """Runs an operation on shapes alone and writes it down; a real tensor among its inputs is written down itself.
+        """Runs an operation on shapes alone and records it; the record refers to real input tensors themselves.
 
-        Raises StateError where an input is on the meta device and nobody recorded how it was made.
+        Raises StateError if an input is on the meta device and its making was not recorded.
         """
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and not self.recorded(leaf):
@@ -115,7 +115,7 @@ class _Recorder(TorchDispatchMode):
         outputs = [self._ref(value) for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
         mutates = func._schema.is_mutable
         if not mutates and outputs and all(output.storage in inputs for output in outputs):
-            return result    # a view: every use of it tells its own size and stride
+            return result    # a view: each use of it records its size and stride
         target = refs[0] if isinstance(refs[0], Ref) else None
         whole = mutates and target is not None and func._schema.name.split("::")[1] in OVERWRITES and (
             target.storage_bytes == math.prod(target.size) * target.dtype.itemsize)
@@ -133,19 +133,21 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass
 class Recipe:
-    """How to make a model's initial weights."""
+    """The operations that make a model's initial weights."""
 
     ops: list[Op]
     kept: dict[int, Any]
     peak_bytes: int = 0
-    """The most that was in memory at once during replay, handed-over parameters not counted."""
+    """Peak of memory during replay, without parameters that were handed over."""
 
     def replay(self, wanted: dict[int, Any], take: Callable[[Any, torch.Tensor], None]) -> None:
         """Makes every wanted storage and hands it over, in the order in which they are finished.
 
         Args:
-            wanted: storage (storage_key of a meta tensor) -> what to call it.
-            take: called with that name and the storage's bytes as a flat uint8 tensor in host memory.
+            wanted: storage (storage_key of a meta tensor) -> its label.
+            take: called with that label and the storage's bytes as a flat uint8 tensor in host memory.
+
+        Raises StateError if the operations do not make all of them.
         """
         live, last_use = self._liveness(set(wanted))
         made: dict[int, torch.UntypedStorage] = {}
@@ -153,7 +155,7 @@ class Recipe:
             if live[index]:
                 self._run(op, made)
             elif op.random:
-                self._run(op, {key: made[key] for key in op.reads if key in made})    # draws its numbers, keeps nothing
+                self._run(op, {key: made[key] for key in op.reads if key in made})    # only to draw its random numbers
             self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in made.values()))
             for key in [key for key in made if last_use.get(key, -1) <= index]:
                 storage = made.pop(key)
@@ -164,7 +166,7 @@ class Recipe:
             raise StateError(f"the model's start does not say how these are made: {list(wanted.values())}")
 
     def _liveness(self, needed: set[int]) -> tuple[list[bool], dict[int, int]]:
-        """(which operations matter for what is needed in the end, the last operation that matters for each storage)."""
+        """(for each operation whether a needed storage depends on it, for each storage its last such operation)."""
         live, last_use = [False] * len(self.ops), {}
         for index in reversed(range(len(self.ops))):
             op = self.ops[index]
@@ -195,12 +197,12 @@ class Recipe:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies a meta tensor's memory."""
+    """A number that identifies a meta tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe]:
-    """(the model on the meta device, how to make its weights). Draws no random number."""
+    """(the model on the meta device, the recipe of its weights). Draws no random number."""
     recorder = _Recorder()
     with ExitStack() as stack:
         for name in NOT_ON_META:
@@ -211,7 +213,7 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
 
 
 def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
-    """The name of an attribute with a recorded tensor that no replay would make; None where there is none."""
+    """The name of an attribute with a recorded tensor that replay would not make; None if there is none."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for prefix, child in module.named_modules():
         for name, value in vars(child).items():
@@ -223,7 +225,7 @@ def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
 
 
 def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
-    """The model without memory and the recipe of its weights; where that cannot be, the model and None, with a warning.
+    """The model without memory and the recipe of its weights; if that is not possible, the model and None, with a warning.
 
     Raises ConfigError for a model that the engine cannot train.
     """
@@ -233,8 +235,8 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
             raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
         if (name := _unregistered(module, recipe)) is not None:
             raise StateError(f"its {name} is a tensor, neither a parameter nor a buffer (register_buffer makes it one)")
-    except Exception as error:    # whatever the model's own code raises when it computes with shapes alone
-        module, recipe = model_func(), None    # a mistake of the model's own is raised again here
+    except Exception as error:    # the model's code may raise any error when it computes with shapes alone
+        module, recipe = model_func(), None    # raises again if the error is in the model
         reason = str(error).split("\n")[0]
         warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)
     _check(module)
@@ -242,7 +244,7 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
 
 
 def _check(module: torch.nn.Module) -> None:
-    """Raises ConfigError for a scripted module, and for a parameter that chunks, and fp32 masters, cannot hold."""
+    """Raises ConfigError for a scripted module, and for a parameter that is no floating number."""
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise ConfigError(f"module {name or 'of model_func'} is scripted (torch.jit) and takes no hooks: "

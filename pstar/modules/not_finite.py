@@ -1,4 +1,4 @@
-"""Where a number that is not finite was made first: looked for when several steps in a row had to be skipped."""
+"""Finds the module that first makes a number that is not finite, after several steps in a row were skipped."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,22 +9,22 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 PATIENCE = 3
-"""Skipped steps in a row after which the next forward is watched. (One skipped step is nothing unusual.)"""
+"""Skipped steps in a row after which the next forward is watched. (A single skipped step is normal.)"""
 
 
 class FirstNotFinite:
-    """Watches one forward of a model and says, once a run, which module gave the first output that is not finite.
+    """Watches one forward of a model and warns, once a run, which module returned the first output that is not finite.
 
-    Looking at every output costs a wait for the device each, so nothing is looked at before it is needed.
+    Each check of an output waits for the device, so no output is checked before steps were skipped.
     """
 
     def __init__(self, module: torch.nn.Module):
-        self.module, self.said = module, False
+        self.module, self.warned = module, False
 
     @contextmanager
     def watching(self, skipped_in_a_row: int) -> Iterator[None]:
-        """The forward of a training step runs inside. Warns after it where PATIENCE steps before it were skipped."""
-        if self.said or skipped_in_a_row < PATIENCE:
+        """The forward of a training step runs inside. Warns after it if PATIENCE steps before it were skipped."""
+        if self.warned or skipped_in_a_row < PATIENCE:
             yield
             return
         found: list[str] = []
@@ -41,7 +41,7 @@ class FirstNotFinite:
         finally:
             for handle in handles:
                 handle.remove()
-        self.said = True
+        self.warned = True
         where = (f"the first module whose output is not finite, though its inputs are, is {found[0]}" if found else
                  "the outputs of all modules are finite: look at the loss outside of the model, backward and the loss scale")
         warnings.warn(f"{skipped_in_a_row} steps in a row were skipped because gradients were not finite: {where}",

@@ -1,4 +1,4 @@
-"""Whose a parameter is: which stay with PyTorch, by a mark on the parameter, and which a module uses itself."""
+"""The owner of a parameter: marks parameters that stay with PyTorch, and finds those that a module's own forward uses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.modules.module import (
 
 _MARK = "_pstar_outside"
 
-# Children that a module of torch never calls: its own forward computes with their parameters.
+# Children that a torch module never calls: the module's own forward computes with their parameters.
 BORROWED = ((torch.nn.MultiheadAttention, "out_proj"),)
 
 
 def used_by(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that a module's own forward computes with."""
+    """The parameters with which a module's own forward computes."""
     own = list(module.parameters(recurse=False))
     for kind, child in BORROWED:
         if isinstance(module, kind):
@@ -31,23 +31,23 @@ class Outside(Enum):
     """How the gradient of a parameter outside the chunks is treated."""
 
     AVERAGED = "averaged over the ranks: every rank has the same parameter"
-    LOCAL = "left as backward made it: every rank has a parameter of its own, under the same name"
-    FAR = "averaged, as the first, but it stays in host memory, where its module computes (see pstar.modules.host_embedding)"
+    LOCAL = "not averaged: every rank has another parameter, under the same name"
+    FAR = "averaged over the ranks; it stays in host memory, where its module computes (see pstar.modules.host_embedding)"
 
 
 @contextmanager
 def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
     """Inside model_func: parameters that are made in this scope stay with PyTorch and go into no chunk.
 
-    They are ordinary tensors on the near device, always there, outside the budgets and the ledger; the engine's optimizer
-    updates them with the rest (the same formula, masters, loss scale, clipping and skipped steps). For what chunks do not
-    suit: the experts of a mixture of experts, which differ from rank to rank.
+    They are ordinary tensors on near's device, always there, outside the budgets and the ledger. The engine's optimizer
+    updates them with the rest (the same formula, masters, loss scale, clipping and skipped steps). Use it for parameters
+    that cannot be in chunks: the experts of a mixture of experts, which differ from rank to rank.
 
-    More exactly: marked is what a module registers inside the scope, parameters and whole submodules.
+    More exactly: it marks the parameters and whole submodules that any module registers inside the scope.
 
     Args:
-        do_allreduce: average their gradients over the ranks. False: each rank keeps its own, from its own gradients; in the
-            global norm every rank's counts as a parameter of its own.
+        do_allreduce: average their gradients over the ranks. False: each rank updates its parameter with its gradients; in
+            the global norm the parameters of different ranks count as different parameters.
     """
     kind = Outside.AVERAGED if do_allreduce else Outside.LOCAL
 
@@ -56,7 +56,7 @@ def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
 
     def mark_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         for param in child.parameters() if child is not None else ():
-            if mode_of(param) is None:    # what an inner scope has marked stays as it is
+            if mode_of(param) is None:    # an inner scope's mark stays
                 setattr(param, _MARK, kind)
 
     hooks = [register_module_parameter_registration_hook(mark_param), register_module_module_registration_hook(mark_module)]
@@ -68,9 +68,9 @@ def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
 
 
 def exclude(module: torch.nn.Module, do_allreduce: bool = True) -> torch.nn.Module:
-    """Marks all parameters that a module has, as torch_scope does while they are made. Returns the module.
+    """Marks all parameters of a module, as torch_scope does while they are made. Returns the module.
 
-    Inside model_func, or in a subclass's __init__: before initialize_engine returns.
+    Call it inside model_func, or in a subclass's __init__: before initialize_engine returns.
     """
     for param in module.parameters():
         setattr(param, _MARK, Outside.AVERAGED if do_allreduce else Outside.LOCAL)
@@ -83,5 +83,5 @@ def stay_far(param: torch.nn.Parameter) -> None:
 
 
 def mode_of(param: torch.nn.Parameter) -> Outside | None:
-    """How a parameter outside the chunks is treated; None for one that belongs into them."""
+    """How a parameter outside the chunks is treated; None for a parameter in chunks."""
     return getattr(param, _MARK, None)

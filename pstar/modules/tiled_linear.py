@@ -1,13 +1,13 @@
-"""Linear layers larger than near: cut into tiles of rows, each a module of its own, so that one is near at a time.
+"""Linear layers larger than near: cut into tiles of rows, each a separate module, so that one tile is in near at a time.
 
-A module's own parameters are its working set, and the engine cannot run with less room than the largest one needs. The rows
-of a linear layer do not know each other: y = x W^T + b gives the features of y tile by tile (ZeRO-Infinity, section 5.1.3,
-calls it memory-centric tiling):
+A module's own parameters are its working set, and near must hold at least the largest working set. The rows of a linear
+layer are independent: y = x W^T + b gives the features of y tile by tile (ZeRO-Infinity, section 5.1.3, memory-centric
+tiling):
 
     y[..., rows of tile i] = x W_i^T + b_i        dx = sum over the tiles of dy_i W_i
 
-The result is that of the whole layer but for roundings: a matrix product of another shape may add in another order, and dx
-is summed over the tiles.
+The result equals that of the whole layer except for roundings: a matrix product of another shape may add in another order,
+and dx is summed over the tiles.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Tile(nn.Module):
 
 
 class TiledLinear(nn.Module):
-    """nn.Linear whose weight lies in several modules. Starts with the very numbers that nn.Linear would start with.
+    """nn.Linear whose weight is split between several modules. Its initial values are those of nn.Linear.
 
-    Its parameters are `tiles.0.weight`, `tiles.0.bias`, ... state_dict() gives plain `weight` and `bias`, whole, as copies;
-    load_state_dict takes these, or the tiles. What reads `layer.weight` directly cannot use it.
+    Its parameters are `tiles.0.weight`, `tiles.0.bias`, ... state_dict() gives whole copies, `weight` and `bias`;
+    load_state_dict takes these, or the tiles. Code that reads `layer.weight` directly cannot use it.
 
     Args:
         in_features, out_features, bias: as for nn.Linear.
         num_tiles: 1 to out_features; tiles differ by one row at most.
 
-    Raises ConfigError for a number of tiles that cannot be.
+    Raises ConfigError for another num_tiles.
 
     forward: (..., in_features) -> (..., out_features).
     """
@@ -95,7 +95,7 @@ def _join(layer: TiledLinear, state: dict, prefix: str, local_metadata: dict) ->
 
 
 def _joined(layer: TiledLinear, state: dict, prefix: str) -> dict[str, torch.Tensor]:
-    """Takes the tiles of one layer out of state; returns what they are together, by plain names."""
+    """Removes the tiles of one layer from state; returns the joined weight and bias by plain names."""
     found = {}
     for kind in ("weight", "bias"):
         names = [f"{prefix}tiles.{index}.{kind}" for index in range(len(layer.tiles))]
@@ -118,7 +118,7 @@ def _split(layer: TiledLinear, state: dict, prefix: str, local_metadata: dict, s
 
 
 def join_tiles(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of an engine (gather_state, a file of export_weights) by the names that the model has without tiles.
+    """Weights of an engine (gather_state, a file of export_weights), with tiles joined, by the names of the untiled model.
 
     module: the tiled model, for example engine.module.
     """
@@ -132,11 +132,11 @@ def join_tiles(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[s
 def tile_linears(module: nn.Module, max_elems: int) -> int:
     """Replaces every nn.Linear inside module whose weight has more than max_elems elements by a TiledLinear.
 
-    Call it inside model_func, on the finished model. The values are not changed, and no memory is taken. Returns how many
-    were replaced. Left as they are, with a warning that names them: layers whose weight another module uses as well, and
-    layers with hooks. Left without one: subclasses of nn.Linear, and parameters that are in no chunk (torch_scope).
+    Call it inside model_func, on the finished model. Values are not changed, and no memory is allocated. Returns the number
+    of replaced layers. Not replaced, with a warning that names them: layers whose weight another module uses as well, and
+    layers with hooks. Not replaced, without a warning: subclasses of nn.Linear, and layers in no chunk (torch_scope).
 
-    Raises ConfigError where one row alone is larger than max_elems, and for a module that is itself an nn.Linear.
+    Raises ConfigError if a single row is larger than max_elems, and for a module that is itself an nn.Linear.
     """
     if type(module) is nn.Linear:
         raise ConfigError("tile_linears replaces layers inside a module, and this one is a Linear itself: use "
@@ -167,7 +167,7 @@ def _is_large(child: nn.Module | None, max_elems: int) -> bool:
 
 
 def _obstacle(linear: nn.Linear, name: str, owners: dict[int, list[tuple[str, nn.Module]]]) -> bool:
-    """Whether something keeps a large layer from being replaced; says what."""
+    """Whether a large layer cannot be replaced; warns why."""
     uses = [use for param in linear._parameters.values() if param is not None for use in owners[id(param)]]
     others = sorted({other for other, child in uses if child is not linear})
     hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks

@@ -1,1 +1,1 @@
-"""What an update computes with: dtypes of the states, the gradients' norm, the loss scale."""
+"""Numbers of an update: dtypes of parameters and states, the gradients' norm, the loss scale."""

@@ -1,15 +1,15 @@
-"""The global norm of gradients that lie in pieces on several ranks, with the same bits whatever the layout.
+"""The global norm of gradients whose pieces are on several ranks, with the same bits whatever the layout.
 
-A sum of floating-point numbers depends on the order of its additions. Here the order belongs to the parameter: its
-elements are squared in float64 and added in blocks of NORM_BLOCK, the blocks' sums are added in one fixed order (see
-pstar.kernels.squared_norms), and the norms of the parameters in the model's order, as clip_grad_norm_ does. Which rank
-holds which part changes nothing but who computes a block's sum:
+A sum of floating-point numbers depends on the order of its additions. Here the order is fixed for each parameter. Its
+elements are squared in float64 and added in blocks of NORM_BLOCK, and the blocks' sums are added in one fixed order (see
+pstar.kernels.squared_norms). The parameters' norms are added in the model's order, as clip_grad_norm_ does. The layout only
+decides which rank computes a block's sum:
 
     parameter   | block 0 | block 1 | block 2 | block 3 | ..      rank 0 sums blocks 0 and 1, rank 1 sums block 3, and the
-    rank 0      |xxxxxxxxxxxxxxxxxxxxxxxx|                        elements of block 2 are brought together: each of its
-    rank 1                               |xxxxxxxxxxxxxxxx ..     places is written by one rank and 0 on the others
+    rank 0      |xxxxxxxxxxxxxxxxxxxxxxxx|                        ranks exchange the elements of block 2: each element is
+    rank 1                               |xxxxxxxxxxxxxxxx ..     written by one rank, and 0 on the others
 
-Block sums and those elements travel in sums over the ranks in which all terms but one are 0, which is exact.
+Block sums and these elements are exchanged by a sum over the ranks in which all terms but one are 0, which is exact.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,13 +28,13 @@ def parameter_norms(grads: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def global_norm(grads: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients together, an fp32 scalar on the CPU; infinite or NaN where one of them is not finite."""
+    """The 2-norm of all gradients together, an fp32 scalar on the CPU; infinite or NaN if an element is not finite."""
     return torch.linalg.vector_norm(parameter_norms(grads))
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_ with the engine's norm: scales gradients in place, returns the norm before."""
+    """torch.nn.utils.clip_grad_norm_ with the engine's norm: scales gradients in place, returns the norm before clipping."""
     grads = [param.grad for param in parameters if param.grad is not None]
     total = global_norm(grads)
     scale = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
@@ -49,30 +49,30 @@ def _root(squares: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Found:
-    """What this rank contributes of one group."""
+    """This rank's contribution of one group."""
 
     numbers: list[int] = field(default_factory=list)
-    """Of the parameters that lie here as a whole."""
+    """Numbers of the parameters that are whole on this rank."""
     squares: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     """Their sums of squares, (len(numbers),), float64."""
     blocks: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """(number of the first block, sums of squares, float64) of the blocks that lie here as a whole."""
+    """(number of the first block, sums of squares, float64) of runs of blocks that are whole on this rank."""
     rows: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
-    """(row, first element in it, elements, fp32) of blocks that lie on several ranks."""
+    """(row, first element in it, elements, fp32) of blocks that are split between ranks."""
 
 
 class ParameterNorms:
     """The norm of every parameter's gradient, from the pieces that the ranks hold.
 
-    A group is taken as soon as its gradients are complete, while they are near, and warm in a cache: at the step nothing is
-    read again, wherever the gradients have gone since. With one process each gradient is summed even before that, in the
-    pass that puts it into its chunk, where a kernel does both.
+    `take` reads a group as soon as its gradients are complete, in near and still in a cache: at the step no gradient is read
+    again, whatever tier it is in then. With one process a kernel computes a gradient's sum of squares even earlier, while it
+    copies the gradient into its chunk (`store`).
 
     Args:
-        layout: which part lies on which rank.
-        names: the parameters in the model's order; those of the layout.
-        collectives: what brings the parts together.
-        device: where tensors must be that travel between ranks.
+        layout: the part of each parameter on each rank.
+        names: the layout's parameters in the model's order.
+        collectives: sum over the ranks.
+        device: the device of tensors for collectives.
     """
 
     def __init__(self, layout: Layout, names: list[str], collectives: Collectives, device: torch.device):
@@ -80,26 +80,26 @@ class ParameterNorms:
         self._number = {name: index for index, name in enumerate(names)}
         self._spans = {group.index: group.spans(collectives.rank) for group in layout.groups}
         self._numel = {name: slot.numel for name, slot in layout.slots.items()}
-        self._first_block: dict[str, int] = {}               # of each parameter that lies on several ranks
-        self._shared: dict[tuple[str, int], int] = {}        # (name, block) on several ranks -> row of what travels
+        self._first_block: dict[str, int] = {}               # of each parameter that is split between ranks
+        self._shared: dict[tuple[str, int], int] = {}        # (name, block split between ranks) -> its row in `rows`
         self._num_blocks = 0
         self._found: dict[int, _Found] = {}
-        self._stored: dict[str, float] = {}                  # sums of squares that are known since a gradient was stored
+        self._stored: dict[str, float] = {}                  # sums of squares that `store` has computed
         for group in layout.groups:
             for rank in range(group.num_ranks):
                 for span in group.spans(rank):
                     if span.param_offset == 0 and span.numel < self._numel[span.name]:
                         self._first_block[span.name] = self._num_blocks
                         self._num_blocks += -(-self._numel[span.name] // NORM_BLOCK)
-                    if span.param_offset % NORM_BLOCK:       # a boundary inside a block
+                    if span.param_offset % NORM_BLOCK:       # a boundary between ranks inside a block
                         self._shared.setdefault((span.name, span.param_offset // NORM_BLOCK), len(self._shared))
 
     def store(self, name: str, place: torch.Tensor, grad: torch.Tensor, add: bool, num_threads: int | None = None) -> None:
-        """Puts a parameter's gradient into its place in a chunk, or adds it to what is there; both of the same shape.
+        """Copies a parameter's gradient into its slot in a chunk, or adds it to the slot; both of the same shape.
 
-        What is summed on the way, the next take of its group need not read.
+        If the kernel also sums the squares, the next `take` of the group need not read this gradient.
         """
-        one = self._collectives.num_ranks == 1    # else others have gradients of it as well: nothing is worth squaring yet
+        one = self._collectives.num_ranks == 1    # with more, only the mean over the ranks is squared
         square = store_squared(place, grad, add, num_threads, None if one else "torch")
         if square is not None:
             self._stored[name] = square
@@ -107,16 +107,16 @@ class ParameterNorms:
             self._stored.pop(name, None)
 
     def take(self, group: int, piece: torch.Tensor, arrived: Callable[[str], bool]) -> None:
-        """Sums what this rank has of a group's gradients; nothing of the piece is kept. Called again, it forgets the first.
+        """Sums the squares of this rank's piece of a group's gradients; keeps no view. A second call replaces the first.
 
-        piece: this rank's piece of the reduced gradients, (S,), fp32, bf16 or fp16, on any device, which is not waited for.
+        piece: this rank's piece of the reduced gradients, (S,), fp32, bf16 or fp16, on any device; does not wait for a GPU.
         arrived: whether a parameter got a gradient on this rank.
         """
         found = self._found[group] = _Found()
         parts, numbers, known = [], [], []
         for span in self._spans[group]:
             if self._collectives.num_ranks == 1 and not arrived(span.name):
-                continue                                     # its place was never written; on several ranks it is 0
+                continue                                     # its slot was never written; with several ranks it is 0
             part = piece[span.piece_offset : span.piece_offset + span.numel]
             if span.name in self._first_block:
                 self._take_part(span, part, found)
@@ -133,7 +133,7 @@ class ParameterNorms:
             found.squares = torch.cat([found.squares, squares]) if known else squares
 
     def forget(self) -> None:
-        """Forgets what was taken."""
+        """Forgets all sums of squares."""
         self._found.clear()
         self._stored.clear()
 
@@ -143,7 +143,7 @@ class ParameterNorms:
     def __call__(self, arrived: Callable[[str], bool]) -> tuple[torch.Tensor, set[str]]:
         """(fp32 norms, (N,), on the CPU, of the parameters that have a gradient on some rank, in order; their names).
 
-        Every group that has a gradient on some rank must have been taken on all ranks; it is forgotten.
+        Every group that has a gradient on some rank must have been taken on all ranks; its sums are then forgotten.
         arrived: whether a parameter got a gradient on this rank.
         """
         num = len(self._names)
@@ -171,7 +171,7 @@ class ParameterNorms:
         return _root(squares[present]), used
 
     def _take_part(self, span: Span, part: torch.Tensor, found: _Found) -> None:
-        """A part of a parameter: its whole blocks are summed, elements of the others are kept for their rows."""
+        """Takes a part of a parameter: sums its whole blocks, and copies the elements of split blocks for their rows."""
         start, stop, end = span.param_offset, span.param_offset + span.numel, self._numel[span.name]
         first = -(-start // NORM_BLOCK)
         last = -(-stop // NORM_BLOCK) if stop == end else stop // NORM_BLOCK

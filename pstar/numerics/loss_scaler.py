@@ -1,33 +1,33 @@
-"""The loss scale (Micikevicius et al. 2018): a state machine of numbers. Knows no gradient; it is told how steps went.
+"""The loss scale (Micikevicius et al. 2018): a state machine of numbers. It sees no gradients; `update` reports each step.
 
-fp16 is zero below 6e-8, and many gradients are smaller. So the loss is multiplied by a scale before backward, and the
-gradients are divided by it on their way into the update. A scale that is too large makes one of them infinite: then the
-step is skipped. A dynamic scale looks for the largest that works, by DeepSpeed's rules:
+Numbers below 6e-8 are zero in fp16, and many gradients are smaller. So the loss is multiplied by a scale before backward,
+and the update divides the gradients by it. A scale that is too large makes a gradient infinite: then the step is skipped.
+A dynamic scale searches for the largest one that works, by DeepSpeed's rules:
 
-    good step, the window-th in a row       scale * 2, and as many overflows as at first are forgiven again
-    overflow while some are forgiven        one fewer is; the scale stays          (hysteresis: how many, counted with the
-    overflow when none is left              scale / 2, not below the minimum        first that is not; it is no factor)
+    good step, the window-th in a row       scale * 2, and `forgiving` is reset to `hysteresis`
+    overflow with forgiving > 1             forgiving - 1; the scale stays      (hysteresis: the number of the overflow that
+    overflow with forgiving = 1             scale / 2, not below the minimum     halves the scale first; it is no factor)
 """
 
 from pstar.errors import StateError
 
 FACTOR = 2.0
-LARGEST = 2.0**32    # gradients that are all zero would double it for ever
+LARGEST = 2.0**32    # without a limit, gradients that are all zero would double the scale for ever
 PATIENCE = 20
-"""Steps skipped in a row, by a scale that cannot become smaller, after which a run has no hope."""
+"""Steps skipped in a row with a scale that cannot become smaller, after which the run is ended with an error."""
 
 
 class LossScaler:
-    """The scale of one run. Every rank has one, and all are told the same, so that all agree.
+    """The scale of one run. Every rank has one; all get the same calls and so agree.
 
     Args:
-        scale: at the start.
-        dynamic: whether it changes.
+        scale: the scale at the start.
+        dynamic: whether the scale changes.
         window: good steps in a row after which it doubles.
-        hysteresis: the overflow that first halves it: 1 for every one, 2 forgives one.
-        consecutive: a good step restores the forgiveness; else only a doubling does.
-        minimum: it never becomes smaller.
-        name: of the setting to blame in messages.
+        hysteresis: the number of the overflow that first halves the scale: 1 for every overflow, 2 forgives one.
+        consecutive: a good step resets `forgiving`; else only a doubling does.
+        minimum: the smallest scale.
+        name: the setting's name in messages.
     """
 
     def __init__(self, scale: float = 1.0, dynamic: bool = False, window: int = 1000, hysteresis: int = 2,
@@ -35,18 +35,18 @@ class LossScaler:
         self.scale, self.dynamic, self.window = scale, dynamic, window
         self.hysteresis, self.consecutive, self.minimum, self.name = hysteresis, consecutive, minimum, name
         self.forgiving = hysteresis
-        """Overflows until the scale is halved, the halving one counted."""
+        """The scale is halved by the overflow with this number from now on; 1: by the next one."""
         self.good_steps = 0
-        """Since the last overflow or doubling."""
+        """Good steps since the last overflow or doubling."""
         self.skipped_steps = 0
-        """In the whole run."""
+        """Skipped steps in the whole run."""
         self.skipped_in_a_row = 0
-        """Those that no smaller scale can end."""
+        """Steps skipped in a row with a scale that cannot become smaller."""
 
     def update(self, overflow: bool) -> None:
-        """A step is over; with an overflow it was skipped. Sets the scale of the next one.
+        """Called after each step; with an overflow the step was skipped. Sets the scale of the next step.
 
-        Raises StateError after PATIENCE skipped steps in a row that no smaller scale can end.
+        Raises StateError after PATIENCE steps skipped in a row with a scale that cannot become smaller.
         """
         stuck = not self.dynamic or self.scale <= self.minimum
         if not overflow:
@@ -78,12 +78,12 @@ class LossScaler:
                          "parameter of another one in a scripted function (NaN where it is not near: give its clone())")
 
     def state(self) -> dict[str, float]:
-        """What a run that goes on needs; every number fits fp32 exactly (counts up to 2^24)."""
+        """The state for a checkpoint; every number fits fp32 exactly (counts up to 2^24)."""
         return {"loss_scale": self.scale, "good_steps": float(self.good_steps), "forgiving": float(self.forgiving),
                 "skipped_steps": float(self.skipped_steps)}
 
     def load(self, state: dict[str, float]) -> None:
-        """Goes on from state(); a fixed scale is what the configuration says, not what it was."""
+        """Continues from state(); a fixed scale is the configuration's, not the checkpoint's."""
         self.skipped_steps = int(state["skipped_steps"])
         if self.dynamic:
             self.scale, self.good_steps = float(state["loss_scale"]), int(state["good_steps"])

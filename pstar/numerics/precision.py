@@ -1,13 +1,13 @@
-"""Where the fp32 master of a parameter is: what the model computes with, and what the optimizer changes.
+"""The fp32 master of a parameter, which the optimizer updates, and the dtype with which the model computes.
 
-| compute | parameter | states beside it | bytes a parameter, gradient included |
+| compute | parameter | optimizer states | bytes a parameter, gradient included |
 |---|---|---|---|
 | fp32 | its own master | both moments | 4 + 4 + 8 |
 | bf16 | the master's high half | the low half, both moments | 2 + 2 + 2 + 8 |
 | fp16 | the master, rounded | the master, both moments | 2 + 2 + 4 + 8 |
 
-bf16 has fp32's exponent, so that a master can be split in two halves and lose nothing (see kernels.split_master); fp16 has
-not, so it needs a whole one (Micikevicius et al. 2018). A gradient summed in fp32 takes 2 bytes more in 16 bit.
+bf16 has fp32's exponent, so a master can be split into two halves without loss (see kernels.split_master). fp16 has not, so
+it needs a whole master (Micikevicius et al. 2018). With 16 bit, gradients summed in fp32 take 2 bytes more a parameter.
 """
 
 from collections.abc import Mapping
@@ -44,15 +44,15 @@ class Precision:
 
     @property
     def state_bytes(self) -> int:
-        """Of an element's states."""
+        """Bytes of one element's states."""
         return sum(dtype.itemsize for dtype in self.states.values())
 
     def grad_dtype(self, accumulates: bool) -> torch.dtype:
-        """Of gradients; those of several micro-steps are summed in fp32."""
+        """The dtype of gradients; gradients of several micro-steps are summed in fp32."""
         return torch.float32 if accumulates else self.param_dtype
 
     def read_master(self, buffers: Buffers) -> torch.Tensor:
-        """The fp32 master, a copy."""
+        """A copy of the fp32 master, (N,)."""
         if MASTER in self.states:
             return buffers[MASTER].clone()
         if LOW in self.states:
@@ -60,7 +60,7 @@ class Precision:
         return buffers[PARAM].clone()
 
     def write_master(self, values: torch.Tensor, buffers: Buffers) -> None:
-        """Gives the parameter, and its master where it has one, fp32 values (N,)."""
+        """Writes fp32 values, (N,), into the parameter and its master."""
         if LOW in self.states:
             high, low = (torch.empty_like(values, dtype=buffers[kind].dtype) for kind in (PARAM, LOW))
             split_master(values.contiguous(), high, low)

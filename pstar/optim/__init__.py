@@ -1,1 +1,1 @@
-"""Updates where the states lie: Adam over chunks, on plain tensors, and for parameters outside of chunks."""
+"""Adam in the tier of its states: over chunks, on plain tensors, and for parameters outside of chunks."""

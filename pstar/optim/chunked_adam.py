@@ -1,4 +1,4 @@
-"""The optimizer front: a torch.optim.Optimizer whose states lie in chunks."""
+"""The engine's optimizer: a torch.optim.Optimizer whose states are in chunks."""
 
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -20,27 +20,27 @@ from pstar.optim.unmanaged import OutsideParams
 class ChunkedAdam(torch.optim.Optimizer):
     """Adam and AdamW over chunks. Parameter groups and learning-rate schedulers work as on any torch optimizer.
 
-    Each group of chunks is updated in the tier where its states lie: only gradients and parameters travel. Where updates are
-    streamed, a group whose states lie far is updated near all the same: they come and go. Updates near are begun first, so
-    that a GPU works on them while the CPU works on those far. The global norm is taken per parameter and then over
-    parameters in the model's order, as clip_grad_norm_ does, its sums in an order that no layout changes (grad_norm.py).
+    Each group of chunks is updated in the tier of its states: only gradients and parameters are copied. With streamed
+    updates, states in far are copied to near for their update, and back. Updates in near are begun first, so that a GPU
+    computes them while the CPU computes the updates in far. The global norm is taken per parameter and then over parameters
+    in the model's order, as clip_grad_norm_ does; no layout changes the order of its sums (grad_norm.py).
 
-    A step whose gradients are not all finite is skipped, in every precision and on all ranks alike: parameters, moments
-    and counts of updates stay as they are. What tells is the norm, which is taken after the reduction and travels anyway.
+    A step with a gradient that is not finite is skipped, in every precision and on all ranks: parameters, moments and counts
+    of updates stay as they are. The norm decides, which is computed after the reduction and is the same on all ranks.
 
     Args:
         param_groups: as for any torch optimizer.
         params: qualified name to parameter, all of them, in the model's order.
         chunks: the parameters and gradients.
         outside: the parameters that are in no chunk.
-        stages: are told when an update begins and ends, and refuse that of a part of the gradients.
-        precision: which states a parameter has.
-        scaler: of the loss, and so of the gradients in the chunks; they are divided by it inside the update.
+        stages: refuse an update of incomplete gradients, and are told when the step is over.
+        precision: the states of a parameter.
+        scaler: the scale of the loss and so of the gradients; the update divides the gradients by it.
         adamw: decoupled weight decay, or Adam with L2 regularisation.
         clip_norm: largest global norm; 0 for no clipping.
         defaults: lr, betas, eps, weight_decay.
-        movable: states that lie far may leave far, for near or for disk.
-        overlap: what is updated far is updated in the background, in forward order; step() returns before it is done.
+        movable: states in far may leave it, to near or to disk.
+        overlap: updates in far run in the background, in forward order; step() returns before they are done.
     """
 
     def __init__(self, param_groups: list[dict], params: dict[str, torch.nn.Parameter], chunks: Chunks,
@@ -59,7 +59,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         self._overlap = overlap
         self._far_stays = not (chunks.tiers.streamed or movable)
         self._pins: dict[Key, Block] = {}
-        """Of states that stay where their update is computed."""
+        """The pins of states that never leave the tier of their update."""
         for group in chunks.layout.groups:
             for kind, dtype in precision.states.items():
                 key = (kind, group.index)
@@ -68,13 +68,13 @@ class ChunkedAdam(torch.optim.Optimizer):
                     self._pins[key] = self.residency.pin(key)
 
     def add_param_group(self, param_group: dict) -> None:
-        """As any torch optimizer, but only at the start. Raises StateError later: what is trained lies in chunks."""
+        """As any torch optimizer, but only at the start. Raises StateError later: chunks cannot take new parameters."""
         if hasattr(self, "names"):
             raise StateError("parameters cannot be added to chunks: give param_groups to initialize_engine")
         super().add_param_group(param_group)
 
     def _check_groups(self) -> None:
-        """Raises ConfigError unless the groups list every parameter of the model and no other one."""
+        """Raises ConfigError unless the groups list every parameter of the model and no others."""
         listed = {id(param) for group in self.param_groups for param in group["params"]}
         missing = [name for number, name in self.names.items() if number not in listed]
         if missing:
@@ -84,11 +84,11 @@ class ChunkedAdam(torch.optim.Optimizer):
             raise ConfigError(f"param_groups lists {len(listed) - len(self.names)} parameters that the model does not have")
 
     def _stays(self, group: int) -> bool:
-        """Whether the group's states never leave the tier in which they lie."""
+        """Whether the group's states never leave their tier."""
         return self.chunks.tiers.states_tier[group] == NEAR or self._far_stays
 
     def move_states(self, near: Collection[int]) -> bool:
-        """The states of these groups lie near from now on, all others far; whether any moved. Between two steps."""
+        """Moves the states of these groups to near and all others to far; returns whether any moved. Between two steps."""
         changed, tiers = False, self.chunks.tiers
         for group in self.chunks.layout.groups:
             tier = NEAR if group.index in near else FAR
@@ -113,7 +113,7 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss; 1 where nothing is scaled."""
+        """The factor of the next loss; 1 without loss scaling."""
         return self.scaler.scale
 
     @property
@@ -130,10 +130,10 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """One update of every parameter that got a gradient on some rank; none where a gradient is not finite.
+        """Updates every parameter that got a gradient on some rank; skips the step if a gradient is not finite.
 
-        Raises StateError after many skipped steps in a row that no smaller loss scale can end, and in the middle of the
-        micro-steps of one.
+        Raises StateError after many skipped steps in a row with a loss scale that cannot become smaller, and before the
+        last micro-step of a step.
         """
         if closure is not None:
             raise StateError("ChunkedAdam.step takes no closure: call model.backward(loss) before it")
@@ -141,7 +141,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         total, used = self._total_norm()
         self.grad_norm = float(total)
         if self.skipped:
-            self._touch_all()    # a step that is skipped is the step that was traced
+            self._touch_all()    # a skipped step must follow the trace too
         else:
             clip = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)) if self.clip_norm > 0 else 1.0
             self._apply(clip / self.loss_scale, used)
@@ -155,7 +155,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         self._stages.save_profile()
 
     def _use_margin(self) -> None:
-        """After a step that was recorded: what is left of near at all moments of all traces is for states."""
+        """After a recorded step: fills the bytes of near that are free at every moment of all traces with states."""
         schedule, room = self.residency.schedule, self.chunks.room
         margin = room.margin(schedule.known_peaks())
         if margin is not None:
@@ -164,7 +164,7 @@ class ChunkedAdam(torch.optim.Optimizer):
                 schedule.forget_all()    # the update's order changes with them
 
     def _apply(self, grad_scale: float, used: set[str]) -> None:
-        """Adam on all that got a gradient, every gradient times grad_scale."""
+        """Adam on all parameters that got a gradient; every gradient is multiplied by grad_scale."""
         for name in used:
             self.steps[name] += 1
         options = self._options()
@@ -175,12 +175,13 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.outside.update(used, lambda name: options[name] | {"step": self.steps[name]})
 
     def _order(self) -> Iterator[Group]:
-        """The groups that have gradients: those that are updated near, then those that are updated far, each in the order of
-        forward, in which the link brings them back.
+        """The groups that have gradients: those updated near, then those updated far, each in forward order, in which the
+        link copies them back to near.
 
-        But where a link is slow, gradients are still on their way: what has arrived is updated before, and where nothing
-        has, what will arrive first. So the link brings parameters back while it takes gradients away. In the background
-        nobody waits here, and ranks must agree about what is where: there the order is that of forward whatever arrives.
+        With a slow link gradients may still be on their way to far. Then groups whose gradients have arrived are updated
+        first, and if there are none, the group whose gradients will arrive first. So the link copies parameters to near
+        while it copies gradients to far. Background updates do not wait here, and several ranks must agree about the tiers
+        of blocks: both keep forward order.
         """
         chunks, residency = self.chunks, self.residency
         groups = [group for group in chunks.layout.groups if ("grad", group.index) in residency]
@@ -222,7 +223,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         return gradients.norms(gradients.arrived)
 
     def _update(self, group: Group, used: set[str], options: dict[str, dict]) -> None:
-        """Adam on this rank's piece of one group, in the tier where it is to be updated."""
+        """Adam on this rank's piece of one group, in the tier of its update."""
         tier = self.chunks.tiers.update_tier(group.index)
         self.chunks.touch_update(group.index)
         self.chunks.unsharding.drop_gathered(group.index)
@@ -236,10 +237,11 @@ class ChunkedAdam(torch.optim.Optimizer):
 
         keys = [(kind, group.index) for kind in ("grad", *kinds)]
         self.residency.work(f"adam {group.index}", keys, tier, prepare, self._overlap and tier == FAR)
-        self.residency.drop(("grad", group.index))    # its room is for the next group's
+        self.residency.drop(("grad", group.index))    # the next group's gradient can use the room
 
     def _runs(self, group: Group, used: set[str], options: dict[str, dict]) -> Iterator[tuple[slice, int, dict]]:
-        """(place in this rank's piece, number of the update, options) of what is updated: neighbours alike are one run."""
+        """(slice of this rank's piece, number of the update, options) of each run: neighbours with equal numbers and options
+        are one run."""
         begin = end = step = 0
         option: dict = {}
         for span in self._spans[group.index]:
@@ -254,7 +256,7 @@ class ChunkedAdam(torch.optim.Optimizer):
             yield slice(begin, end), step, option
 
     def _options(self) -> dict[str, dict]:
-        """Each parameter's hyper-parameters as AdamUpdate takes them, as they are now in param_groups."""
+        """Each parameter's current hyper-parameters from param_groups, as AdamUpdate takes them."""
         return {
             self.names[id(param)]: {"lr": float(group["lr"])} | {key: group[key] for key in ("betas", "eps", "weight_decay")}
             for group in self.param_groups for param in group["params"]

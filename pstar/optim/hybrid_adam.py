@@ -1,4 +1,4 @@
-"""Adam and AdamW for plain tensors, wherever each lies: the fused kernels behind the face of a torch optimizer."""
+"""Adam and AdamW for plain tensors on any device: the fused kernels as a torch optimizer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class HybridAdam(torch.optim.Optimizer):
     Parameters on the CPU are updated by the CPU kernel while those on CUDA devices are updated by the CUDA kernel. fp32
     parameters are updated as they are; bf16 and fp16 parameters have an fp32 master:
 
-    | master | bytes a parameter beside the gradient | |
+    | master | bytes a parameter without the gradient | |
     |---|---|---|
     | "split" | 2 + 2 + 8 | bf16: the parameter is the master's high half; fp16 gets a separate one |
-    | "separate" | 2 + 4 + 8 | the same numbers, but for ties in rounding |
-    | "none" | 2 + 8 | bf16 only; an update below half a unit is lost, or, with stochastic_rounding, made now and then |
+    | "separate" | 2 + 4 + 8 | the same numbers, except for ties in rounding |
+    | "none" | 2 + 8 | bf16 only; updates below half a unit in the last place are lost, or rounded stochastically |
 
     Args:
         params: as for any torch optimizer.
-        lr, betas, eps, weight_decay: may differ from group to group.
-        adamw_mode: decoupled weight decay; else it is added to the gradient.
+        lr, betas, eps, weight_decay: each parameter group may have other values.
+        adamw_mode: decoupled weight decay; else weight decay is added to the gradient.
         master: see above.
         bits: 32, or 8 for block-quantised moments (Dettmers et al. 2022), 2 bytes a parameter instead of 8. Changes numbers.
-        stochastic_rounding: with master "none".
-        seed: of the rounding.
-        implementation: None for the compiled kernels where there are any; "torch" for torch operations.
+        stochastic_rounding: only with master "none".
+        seed: the seed of the rounding.
+        implementation: None for the compiled kernels if there are any; "torch" for torch operations.
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -72,17 +72,17 @@ class HybridAdam(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss anew and returns it.
-            grad_scale: every gradient is multiplied by it on the way: clip factor / loss scale. An fp32 tensor of one
-                element is read by the kernels, so that on its own device nothing waits for it.
-            skip: an fp32 tensor of one element: where it is not 0 nothing is written. The step is counted all the same.
+            grad_scale: a factor for every gradient: clip factor / loss scale. An fp32 tensor of one element is read by the
+                kernels, so the host does not wait for a GPU to compute it.
+            skip: an fp32 tensor of one element: if it is not 0, no tensor is written. The step is counted in any case.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        near = {param.device for group in self.param_groups for param in group["params"]}
-        scales = {each: grad_scale.to(each) if isinstance(grad_scale, torch.Tensor) else grad_scale for each in near}
-        skips = {each: None if skip is None else skip.to(each) for each in near}
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        scales = {each: grad_scale.to(each) if isinstance(grad_scale, torch.Tensor) else grad_scale for each in devices}
+        skips = {each: None if skip is None else skip.to(each) for each in devices}
         updates = []
         for group in self.param_groups:
             for param in group["params"]:
@@ -94,7 +94,7 @@ class HybridAdam(torch.optim.Optimizer):
         for update in updates:
             for tensor in (update.param, update.copy16):
                 if tensor is not None:
-                    torch.autograd.graph.increment_version(tensor)    # kernels write behind autograd's back
+                    torch.autograd.graph.increment_version(tensor)    # autograd does not see what kernels write
         return loss
 
     def _update(self, param: torch.Tensor, group: dict, grad_scale: float | torch.Tensor,
@@ -143,7 +143,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        """Gives a parameter an fp32 value, of its shape, whose digits beyond 16 bits the master keeps."""
+        """Sets a parameter to an fp32 value of its shape; its master, if any, keeps the digits beyond 16 bits."""
         state = self.state[param]
         if not state:
             self._create_state(param, state)

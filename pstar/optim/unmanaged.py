@@ -1,5 +1,5 @@
-"""Parameters outside the chunks (see scope.py): ordinary tensors, masters and moments beside them; on the near device, or,
-where their module computes in host memory, there."""
+"""Parameters outside the chunks (see scope.py): ordinary tensors with masters and moments, on near's device, or in host
+memory if their module computes there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SUM_ELEMS = 2**19
 
 
 class OutsideParams:
-    """What the optimizer needs of them. On every rank the same names in the same order.
+    """Values, gradients and states of these parameters. Every rank must have the same names in the same order.
 
     Args:
-        params: qualified name to parameter, in the model's order; taken over by adopt().
+        params: qualified name to parameter, in the model's order; adopt() moves them.
         precision: compute dtype and states.
-        accumulates: sum micro-steps in fp32.
+        accumulates: sum the gradients of micro-steps in fp32.
         collectives, device: as for the chunks.
     """
 
@@ -38,23 +38,23 @@ class OutsideParams:
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
 
     def keys(self, name: str) -> list[str]:
-        """Its names in a checkpoint: one, or NAME@RANK for each rank where every rank has its own."""
+        """The parameter's names in a checkpoint: one, or NAME@RANK for each rank if it is LOCAL (differs between ranks)."""
         local = self.modes[name] == Outside.LOCAL
         return [f"{name}@{rank}" for rank in range(self.collectives.num_ranks)] if local else [name]
 
     def own_key(self, name: str) -> str:
-        """The one of keys() that is this rank's."""
+        """This rank's name among keys()."""
         keys = self.keys(name)
         return keys[self.collectives.rank] if self.modes[name] == Outside.LOCAL else keys[0]
 
     @property
     def num_bytes(self) -> int:
-        """Of parameters and states on this rank."""
+        """Bytes of parameters and states on this rank."""
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """The parameters have their initial values: they move to the device, in the compute dtype, and get states."""
+        """Moves the parameters with their initial values to the device, in the compute dtype, and makes their states."""
         for name, param in self.params.items():
             device = self._devices[name]
             values = param.data.to(device, torch.float32).reshape(-1)
@@ -74,9 +74,10 @@ class OutsideParams:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages the gradients of all but LOCAL parameters: divided first, then added in fp32, as those in chunks.
+        """Averages the gradients of all but LOCAL parameters: divided first, then added in fp32, as in chunks.
 
-        A parameter that only some ranks used has zeros on the others; one that none used has none. Every rank calls it.
+        Ranks that did not use a parameter contribute zeros; a parameter that no rank used gets no gradient. Every rank calls
+        it.
         """
         if self.collectives.num_ranks == 1:
             return
@@ -93,7 +94,7 @@ class OutsideParams:
     def norms(self) -> tuple[dict[str, torch.Tensor], set[str]]:
         """(fp32 norm of each gradient, names that this rank must update); after reduce(). Every rank calls it.
 
-        The norm of a LOCAL parameter is the root of the sum of squares over the ranks, so that all clip and skip alike.
+        The norm of a LOCAL parameter is the root of the sum of squares over the ranks, so all ranks clip and skip equally.
         """
         used = {name for name, param in self.params.items() if param.grad is not None}
         names = [name for name in self.params if name in used]
@@ -107,32 +108,32 @@ class OutsideParams:
         return norms, used
 
     def _sum(self, values: Iterable[float]) -> list[float]:
-        """Of a number a parameter, over the ranks, in float64."""
+        """The sums over the ranks, in float64, of one number for each parameter."""
         numbers = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.device)
         return self.collectives.sum(numbers).tolist() if len(numbers) else []
 
     @torch.no_grad()
     def update(self, used: set[str], options: Callable[[str], Mapping[str, Any]]) -> None:
-        """Adam on the parameters in used; options gives AdamUpdate's other fields by name."""
+        """Adam on the parameters in `used`; options returns AdamUpdate's other fields for a name."""
         updates = []
         for name, param in self.params.items():
             if name in used:
                 updates.append(self.precision.update(param.grad.reshape(-1), self._buffers[name], **options(name)))
         adam_steps(updates)
         for name in used & self.params.keys():
-            torch.autograd.graph.increment_version(self.params[name])    # kernels write behind autograd's back
+            torch.autograd.graph.increment_version(self.params[name])    # autograd does not see what kernels write
 
     # ------------------------------------------------------------------- state
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """(kind -> fp32 values in the parameter's shape, on the host) of the master (PARAM) and both moments."""
+        """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments."""
         buffers = self._buffers[name]
         values = {PARAM: self.precision.read_master(buffers), EXP_AVG: buffers[EXP_AVG], EXP_AVG_SQ: buffers[EXP_AVG_SQ]}
         return {kind: each.to("cpu", copy=True).view(self.shapes[name]) for kind, each in values.items()}
 
     @torch.no_grad()
     def write(self, kind: str, name: str, values: torch.Tensor) -> None:
-        """Puts the master (kind PARAM) or a moment back; values of its shape, any floating dtype."""
+        """Sets the master (kind PARAM) or a moment to values, which have its shape and any floating dtype."""
         flat = values.to(self._devices[name], torch.float32).reshape(-1)
         if kind == PARAM:
             self.precision.write_master(flat, self._buffers[name])

@@ -1,9 +1,9 @@
-"""Where the update of groups whose states are far is computed: by the host, by the GPU, or by both. Pure numbers.
+"""Chooses who updates groups whose states are in far: the host, the GPU, or both. Pure numbers.
 
-Exact clipping needs all gradients before the first update, so the update is a phase of its own, in which the host's cores
-and the link are both free. Then the host computes Adam at the speed of its memory (or of its cores), or the states are
-streamed through the GPU at the speed of the link. Both read and write the same host memory, so doing both at once gains
-what the host's memory has left.
+Exact clipping needs all gradients before the first update. So the update is a separate phase, in which the host's cores and
+the link are both free. Either the host computes Adam at the speed of its memory or its cores, or the states are streamed
+through the GPU at the speed of the link. Both read and write the same host memory, so doing both at once gains only the
+bandwidth that one of them leaves unused.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from pstar.layout.budget import Costs
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured, for one rank: its share of what ranks share. 0 for what a machine has not."""
+    """Measured speeds of one rank, with its share of resources that ranks share. 0: the machine has no such device."""
 
     host_adam_params_per_s: float
     """Parameters that the host updates in a second."""
     link_bytes_per_s: float
-    """Between host and GPU, each way; both ways at once."""
+    """Between host and GPU, for each direction while both are in use."""
     gpu_memory_bytes_per_s: float
     host_memory_bytes_per_s: float = 0.0
-    """Of the host's memory; 0 where it is not known and the two ways are taken as independent."""
+    """Of the host's memory; 0: not known, the host's and the GPU's updates are taken as independent."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -35,25 +35,25 @@ class Speeds:
 
 @dataclass(frozen=True)
 class AdamChoice:
-    """What choose_adam answers."""
+    """The result of choose_adam."""
 
     where: str
     """host, stream or both."""
     streamed: float
-    """Share of the far parameters that goes through the GPU: 0 for host, 1 for stream."""
+    """Share of the far parameters that the GPU updates: 0 for host, 1 for stream."""
     seconds: float
-    """Of the update of the far parameters."""
+    """Seconds of the update of the far parameters."""
     host_seconds: float
-    """Had the host done all of it; inf where it cannot."""
+    """Seconds if the host updated all of them; inf if it cannot."""
     stream_seconds: float
-    """Had the GPU done all of it; inf where it cannot."""
+    """Seconds if the GPU updated all of them; inf if it cannot."""
 
 
 def adam_traffic_bytes(costs: Costs) -> int:
     """Bytes of memory that one update of one parameter reads and writes, by a kernel of one pass.
 
-    Gradient read; parameter and states read and written. 28 in fp32, 26 for bf16 with a split master, and 30 for fp16,
-    whose parameter the kernel only writes (28) but which we do not tell apart here. With fp32 accumulation 2 more.
+    The gradient is read; parameter and states are read and written. 28 in fp32, 26 for bf16 with a split master, 30 for
+    fp16 (in fact 28, because the kernel only writes an fp16 parameter: ignored here). With fp32 accumulation 2 more.
     """
     return costs.grad + 2 * (costs.param + costs.states)
 
@@ -67,16 +67,16 @@ def stream_bytes(costs: Costs) -> tuple[int, int]:
 
 
 def choose_adam(speeds: Speeds, costs: Costs, num_params: int, allow_both: bool = False) -> AdamChoice:
-    """Where the Adam update of num_params parameters, whose states are far, is done soonest.
+    """The fastest way to update num_params parameters whose states are in far.
 
     Args:
-        speeds: of one rank.
+        speeds: one rank's speeds.
         costs: bytes of each kind of model data.
-        num_params: of this rank's pieces, updated once a step.
-        allow_both: whether the two ways may run at once; else the faster one does all of it. Equal ones: the host, which
-            moves nothing.
+        num_params: elements of this rank's pieces, updated once a step.
+        allow_both: whether host and GPU may update at the same time; else the faster one updates all. If they are equally
+            fast it is the host, which copies nothing.
 
-    Raises ConfigError for speeds with which nothing could be updated, and for a negative num_params.
+    Raises ConfigError for speeds with which no update is possible, and for a negative num_params.
     """
     if num_params < 0:
         raise ConfigError(f"num_params is {num_params}; give a number from 0 on")
@@ -90,10 +90,10 @@ def choose_adam(speeds: Speeds, costs: Costs, num_params: int, allow_both: bool 
         stream = min(stream, memory / (bytes_in + bytes_out))    # the copies read and write the host's memory too
     host_s, stream_s = (num_params / rate if rate else float("inf") for rate in (host, stream))
     if allow_both and host and stream:
-        beside = min(host, max(0.0, memory - stream * (bytes_in + bytes_out)) / traffic) if memory else host
-        both_s = num_params / (beside + stream)
-        if both_s < 0.9 * min(host_s, stream_s):    # a tenth less is worth having two ways at work
-            return AdamChoice("both", stream / (beside + stream), both_s, host_s, stream_s)
+        host_left = min(host, max(0.0, memory - stream * (bytes_in + bytes_out)) / traffic) if memory else host
+        both_s = num_params / (host_left + stream)
+        if both_s < 0.9 * min(host_s, stream_s):    # both only if they save a tenth of the time
+            return AdamChoice("both", stream / (host_left + stream), both_s, host_s, stream_s)
     if stream_s < host_s:
         return AdamChoice("stream", 1.0, stream_s, host_s, stream_s)
     return AdamChoice("host", 0.0, host_s, host_s, stream_s)

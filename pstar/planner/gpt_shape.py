@@ -1,4 +1,4 @@
-"""A GPT as numbers: its parameters, its work and its activations, without a tensor. What `pstar plan` is asked about.
+"""A GPT as numbers: its parameters, flops and activations, without a tensor; the subject of `pstar plan`.
 
 The engine itself knows no GPT; only the planner does, because activations and time depend on more than parameters.
 """
@@ -68,10 +68,10 @@ class GptShape:
         return own | {"lm_head": ("transformer.wte.weight",)}
 
     def forward_flops(self, batch: int, seq_len: int) -> tuple[int, int]:
-        """(of the layers, of the head) for one forward pass over (batch, seq_len).
+        """(flops of the layers, flops of the head) for one forward pass over (batch, seq_len).
 
-        Narayanan et al. 2021, appendix: 24 b s h^2 + 4 b s^2 h a layer (here with the MLP's own width) and 2 b s h v for
-        the logits; backward takes twice as much. As there, the attention matrix counts whole, though it is causal.
+        Narayanan et al. 2021, appendix: 24 b s h^2 + 4 b s^2 h a layer (here with the MLP's width) and 2 b s h v for the
+        logits; backward takes twice as much. As there, the attention matrix counts whole, though it is causal.
         """
         tokens = batch * seq_len
         layer = 2 * tokens * (4 * self.hidden**2 + 2 * self.hidden * self.mlp) + 4 * tokens * seq_len * self.hidden
@@ -81,18 +81,17 @@ class GptShape:
                          offload: bool = False) -> int:
         """Bytes of activations near at the worst moment of a step on one GPU.
 
-        Korthikanti et al. 2022, without tensor parallelism: a layer keeps 34 s b h bytes in 16 bit when the attention
-        matrix is never stored (a fused kernel, or their selective recomputation), and with full recomputation its input,
-        2 s b h, while one layer at a time is computed anew. Before and after the layers: the embedding's output and the
-        last norm's input and output, 6 s b h. Logits: in the model's precision with their gradient, and their fp32
-        log-probabilities with theirs: 12 s b v in 16 bit, 16 in fp32. The worst moment is the
-        loss, or, where there is recomputation, the backward of one layer, in which the logits are gone.
-        fp32 doubles what is 16 bit.
+        Korthikanti et al. 2022, without tensor parallelism. A layer keeps 34 s b h bytes in 16 bit if the attention matrix
+        is never stored (a fused kernel, or their selective recomputation). With full recomputation it keeps its input, 2 s b
+        h, and one layer at a time is recomputed. Outside the layers: the embedding's output and the last norm's input and
+        output, 6 s b h. Logits: in the model's precision, and fp32 log-probabilities, both with gradients: 12 s b v in 16
+        bit, 16 in fp32. The worst moment is the loss, or with recomputation the backward of one layer, when the logits are
+        freed. In fp32 all 16-bit numbers double.
 
-        With offload what is kept waits far (offloaded_bytes), and the worst moment is the largest of three. At the loss:
-        log-probabilities, their gradient and that of the fp32 logits, 12 s b v. Behind it: the gradient of the tied table
-        as the head gives it, h v values, which autograd holds until the embedding's comes, beside that of the logits and
-        then beside one layer's tensors. At the end: the head's, the embedding's and their sum.
+        With offload kept activations are in far (offloaded_bytes), and the worst moment is the largest of three. At the
+        loss: log-probabilities, their gradient and the gradient of the fp32 logits, 12 s b v. Then: the head's gradient of
+        the tied table, h v values, which autograd holds until it has the embedding's, plus the logits' gradient or one
+        layer's tensors. At the end: the head's gradient, the embedding's, and their sum.
         """
         scale, tokens = bytes_per_value / 2, batch * seq_len
         anew = 34 * tokens * self.hidden * scale
@@ -104,12 +103,12 @@ class GptShape:
 
     def offloaded_bytes(self, batch: int, seq_len: int, bytes_per_value: int = 2, recompute: bool = False
                         ) -> tuple[int, int]:
-        """(bytes that offloaded activations take far at the end of forward, bytes that come back for backward).
+        """(bytes of offloaded activations in far at the end of forward, bytes that are copied back for backward).
 
-        Far lies all that activation_bytes counts as kept, and the fp32 log-probabilities, 4 s b v. What two operations
-        need one after the other comes back for each: the log-probabilities, and of a layer that is not computed anew the
-        output of its attention, 2 s b h in 16 bit. Tensors below pstar.chunks.LEAST_BYTES, which stay near, are
-        counted too: the model for which they matter is no larger than they.
+        In far are all activations that activation_bytes counts as kept, and the fp32 log-probabilities, 4 s b v. A tensor
+        that two operations read is copied back twice: the log-probabilities and, without recomputation, each layer's
+        attention output, 2 s b h in 16 bit. Tensors below pstar.chunks.LEAST_BYTES, which stay near, are counted too: they
+        matter only to models of about their size.
         """
         scale, tokens = bytes_per_value / 2, batch * seq_len
         logs = 4 * tokens * self.vocab
@@ -117,7 +116,7 @@ class GptShape:
         return away, away + logs + (0 if recompute else int(2 * self.layers * tokens * self.hidden * scale))
 
     def _kept_bytes(self, tokens: int, scale: float, recompute: bool) -> float:
-        """What lies between forward and backward beside the logits, see activation_bytes."""
+        """Bytes kept between forward and backward, without the logits; see activation_bytes."""
         return (self.layers * (2 if recompute else 34) + 6) * tokens * self.hidden * scale
 
 
@@ -149,7 +148,7 @@ MODELS = {
 def find_model(text: str) -> GptShape:
     """A name of MODELS, LAYERSxHIDDEN or LAYERSxHIDDENxHEADS, or the path of a Hugging Face config.json of a GPT-2.
 
-    Without HEADS a head is 64 wide where that divides the width, else there is one head: it matters to no memory here.
+    Without HEADS a head is 64 wide if that divides the width, else there is one head; no byte count here depends on it.
     Raises ConfigError for anything else.
     """
     named = {name.lower(): shape for name, shape in MODELS.items()} | {"small": MODELS["gpt2"]}

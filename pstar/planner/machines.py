@@ -1,8 +1,8 @@
-"""Machines as numbers: what `pstar plan` needs to know of one, and a table of some with the source of every figure.
+"""Machines as numbers for `pstar plan`: memory, speeds, and a table of machines with the source of every figure.
 
-Bytes are what a program can take (GiB where the driver says so), speeds are what is reached, not what is printed on the
-box: where no measurement is at hand they are the data sheet's peak times a share, and the machine's `source` says so.
-Whoever has the machine should measure and give a file (see load_machine).
+Bytes are those that a program can allocate (as the driver reports them). Speeds are those that programs reach, not the data
+sheet's peaks. Without a measurement they are a share of the peak, as the machine's `source` says. If you have the machine,
+measure, and write a file (see load_machine).
 """
 
 import difflib
@@ -19,41 +19,41 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """One or more equal nodes. Bytes of host and disk are a node's, bytes of near a GPU's."""
+    """One or more equal nodes. Bytes of host and disk are for one node, bytes of near for one GPU."""
 
     name: str
     num_gpus: int
-    """In all nodes together; a rank each."""
+    """In all nodes together; one rank for each GPU."""
     gpu_bytes: int
     """Memory of one GPU, as its driver reports it."""
     host_bytes: int
     """Memory of one node."""
     link_bytes_per_s: float
-    """Host to GPU, for each GPU while all copy at once; the same the other way at the same time."""
+    """Host to GPU, for each GPU while all copy at once; GPU to host is as fast, at the same time."""
     gpu_flops: float
     """Dense 16-bit floating-point operations per second that one GPU reaches in a transformer."""
     gpu_memory_bytes_per_s: float
     host_memory_bytes_per_s: float
-    """Of one node."""
+    """Bandwidth of one node's memory."""
     disk_bytes: int = 0
     """Free space of one node for chunks; 0 for none."""
     disk_bytes_per_s: float = 0.0
-    """Reading or writing, of one node."""
+    """Speed of one node's disk, reading or writing."""
     gpu_link_bytes_per_s: float = 0.0
-    """What one GPU receives in a collective over all GPUs; 0 with one GPU."""
+    """Bytes per second that one GPU receives in a collective over all GPUs; 0 with one GPU."""
     host_adam_params_per_s: float = 0.0
     """Parameters that one node's cores update in a second; 0: as fast as its memory moves their bytes."""
     nodes: int = 1
     has_bf16: bool = True
     """Whether matrix products in bf16 are fast; if not, 16 bit means fp16."""
     gpu_reserve_bytes: int = GIB
-    """Of one GPU: the CUDA context, NCCL's and cuBLAS's buffers."""
+    """Bytes of one GPU for the CUDA context, NCCL's and cuBLAS's buffers."""
     gpu_fragmentation: float = 0.05
     """Share of a GPU's memory that the allocator cannot use."""
     host_reserve_bytes: int = 8 * GIB
-    """Of one node: the operating system and the page cache that data loading needs."""
+    """Bytes of one node for the operating system and the page cache that data loading needs."""
     process_reserve_bytes: int = 2 * GIB
-    """Of the host, for each rank: Python, torch, CUDA's host side."""
+    """Host bytes of each rank for Python, torch, CUDA's host side."""
     source: str = ""
     """Where the figures come from."""
 
@@ -84,18 +84,18 @@ class Machine:
 
     @property
     def usable_gpu_bytes(self) -> int:
-        """Of one GPU, for model data and activations."""
+        """Bytes of one GPU for model data and activations."""
         return max(0, int(self.gpu_bytes * (1 - self.gpu_fragmentation)) - self.gpu_reserve_bytes)
 
     @property
     def usable_host_bytes(self) -> int:
-        """Of one rank, for far."""
+        """Bytes of far for one rank."""
         whole = self.host_bytes - self.host_reserve_bytes - self.gpus_per_node * self.process_reserve_bytes
         return max(0, whole // self.gpus_per_node)
 
     @property
     def usable_disk_bytes(self) -> int:
-        """Of one rank."""
+        """Bytes of disk for one rank."""
         return self.disk_bytes // self.gpus_per_node
 
 
@@ -146,17 +146,17 @@ def find_machine(text: str) -> Machine:
         return MACHINES[name]
     if text.endswith(".json") or Path(text).exists():
         return load_machine(text)
-    near = difflib.get_close_matches(name, [*MACHINES, *ALIASES], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(MACHINES)}, or a JSON file"
+    similar = difflib.get_close_matches(name, [*MACHINES, *ALIASES], n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"give one of {', '.join(MACHINES)}, or a JSON file"
     raise ConfigError(f"--machine {text}: no such machine; {hint}")
 
 
 def load_machine(source: "str | Path | dict[str, Any]") -> Machine:
     """A checked Machine from a JSON file or its content. Amounts of bytes may be written '80GiB'.
 
-    The key "like" names a machine of the table whose figures are taken where no other is given.
-    Raises ConfigError for an unreadable file, an unknown key (naming the nearest known one), a missing one and a value of
-    a wrong type.
+    The key "like" names a machine of the table, whose figures are used for keys that are missing.
+    Raises ConfigError for an unreadable file, an unknown key (naming the most similar one), a missing key and a value of a
+    wrong type.
     """
     where = "the machine"
     if not isinstance(source, dict):
@@ -175,8 +175,8 @@ def load_machine(source: "str | Path | dict[str, Any]") -> Machine:
         if key == "like":
             continue
         if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.4)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(kinds)}"
+            similar = difflib.get_close_matches(key, kinds, n=1, cutoff=0.4)
+            hint = f"did you mean '{similar[0]}'?" if similar else f"known keys: {', '.join(kinds)}"
             raise ConfigError(f"{where}: unknown key '{key}'; {hint}")
         values[key] = _convert(kinds[key], value, where, key)
     if "like" in source:

@@ -1,6 +1,6 @@
-"""The largest model of a machine, for this engine and for the layouts it is compared with, beside what was published.
+"""The largest model that fits a machine, for this engine and for other layouts, compared with published figures.
 
-Nothing here is fitted to the published figures: they are printed next to what the formulas say, with the assumptions.
+No formula is fitted to the published figures: they are printed next to the formulas' results, with the assumptions.
 """
 
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from pstar.planner.machines import MACHINES, Machine
 from pstar.planner.predict import MODES, Job, predict
 
 STRATEGIES = ("patrickstar", "patrickstar-margin", "zero-offload", "ddp", "ddp-fp32-grads")
-"""patrickstar: this engine in any mode. patrickstar-margin: without the modes `full` and `disk`, that is, near holds states
-only in the room that all parameters together leave, as PatrickStar's section 8.2 has it.
+"""patrickstar: this engine in any mode. patrickstar-margin: without the modes `full` and `disk`, that is, states are in near
+only in the room that all parameters together leave (PatrickStar, section 8.2).
 
-zero-offload: Ren et al. 2021. Each GPU holds all 16-bit parameters, 2 bytes each, and the gradients of one layer on their
-way out; the hosts hold, each once, 16-bit gradients and fp32 master and moments, 14 bytes.
+zero-offload: Ren et al. 2021. Each GPU holds all 16-bit parameters, 2 bytes each, and the gradients of one layer before they
+are copied to the host. The hosts together hold one copy of 16-bit gradients and fp32 master and moments, 14 bytes each.
 ddp: 16-bit parameters and gradients, fp32 master and moments on every GPU, 16 bytes a parameter; 18 with fp32 gradients."""
 
 ENGINE = STRATEGIES[:2]
@@ -30,11 +30,11 @@ class Published:
     patrickstar: float
     """Parameters."""
     deepspeed: str
-    """What the same source says of DeepSpeed ZeRO-3 with offload on the machine."""
+    """The same source's claim about DeepSpeed ZeRO-3 with offload on the machine."""
 
 
-# PatrickStar: Fang et al., IEEE TPDS 2023 (arXiv 2108.05818) and the README of Tencent/PatrickStar, whose words about
-# DeepSpeed are "over twice as large as DeepSpeed" (v0.4.3) and "over 6x larger than DeepSpeed v0.5.7".
+# PatrickStar: Fang et al., IEEE TPDS 2023 (arXiv 2108.05818) and the README of Tencent/PatrickStar, which says "over twice
+# as large as DeepSpeed" (v0.4.3) and "over 6x larger than DeepSpeed v0.5.7".
 PUBLISHED = (
     Published("yard", MODELS["18B"], 18e9, "below 9"),
     Published("superpod", MODELS["68B"], 68e9, "below 11.3"),
@@ -43,7 +43,7 @@ PUBLISHED = (
 
 
 def fits(shape: GptShape, machine: Machine, strategy: str, job: Job) -> bool:
-    """Whether the model trains on the machine under one of STRATEGIES, by bytes alone."""
+    """Whether the model's bytes fit the machine under one of STRATEGIES. Raises ValueError for another strategy."""
     if strategy == "patrickstar":
         return predict(shape, machine, job).fits
     if strategy == "patrickstar-margin":
@@ -59,19 +59,19 @@ def fits(shape: GptShape, machine: Machine, strategy: str, job: Job) -> bool:
 
 
 def largest_model(machine: Machine, strategy: str, width: GptShape, job: Job | None = None) -> GptShape | None:
-    """The deepest GPT of a width (layers of `width` are ignored) that fits; None where not even one layer does.
+    """The deepest GPT of a width (layers of `width` are ignored) that fits; None if not even one layer fits.
 
-    With this engine it fits with a chunk size that was searched for a model of about this depth.
+    For this engine the chunk size is searched once, for a model of about this depth.
 
-    16 bit is bf16 where the machine's GPUs have it, else fp16; batch 1 of 1024 tokens with full recomputation by default.
+    16 bit is bf16 if the machine's GPUs have it, else fp16; batch 1 of 1024 tokens with full recomputation by default.
     """
     job = job or Job(precision="bf16" if machine.has_bf16 else "fp16")
 
-    # No layout holds more parameters than all bytes divided by 12, less than any of them takes: a start from above.
+    # An upper bound: every layout takes more than 12 bytes a parameter.
     everything = machine.num_gpus * (machine.usable_gpu_bytes + machine.usable_host_bytes + machine.usable_disk_bytes)
     layer = replace(width, layers=2).num_params - replace(width, layers=1).num_params
     low, high = 0, everything // (12 * layer) + 1    # low fits, high does not
-    # One search for a chunk size, of a model of about the right depth; then a trial packs only once.
+    # Search the chunk size once, for a model of about the right depth: then each trial packs only once.
     middling = replace(width, layers=max(1, everything // (20 * layer)))
     rough = replace(job, chunk_elems=predict(middling, machine, job).layout.chunk_elems) if strategy in ENGINE else job
     while high - low > 1:
@@ -84,7 +84,7 @@ def largest_model(machine: Machine, strategy: str, width: GptShape, job: Job | N
 
 
 def paper_rows() -> list[dict[str, object]]:
-    """One row a published machine: parameters in billions by strategy, and what was published."""
+    """One row for each published machine: parameters in billions by strategy, and the published figures."""
     rows = []
     for entry in PUBLISHED:
         machine = MACHINES[entry.machine]
@@ -97,8 +97,8 @@ def paper_rows() -> list[dict[str, object]]:
 
 
 def _narrow(width: GptShape, strategy: str) -> GptShape:
-    """Data parallelism reaches 2 billion parameters: in layers as wide as those of the largest models that is one layer or
-    none, so it is asked for width 2048."""
+    """The width to search with. Data parallelism fits 2 billion parameters, one layer or none of the largest models' width:
+    it gets width 2048."""
     return MODELS["1B"] if strategy.startswith("ddp") else width
 
 

@@ -1,4 +1,4 @@
-"""What follows from a model's shapes and a configuration, before any memory is taken: layout, budgets, bytes a parameter."""
+"""Layout, budgets and bytes a parameter, from a model's shapes and a configuration, before any memory is allocated."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ from pstar.errors import BudgetError, ConfigError
 from pstar.layout.budget import (
     Costs,
     auto_layouts,
-    homes_by,
-    homes_for_capacity,
+    choose_near_states,
     model_data_bytes,
+    near_states_for_capacity,
     smallest_far_budget,
     smallest_near_budget,
     smallest_streaming_budget,
@@ -42,15 +42,15 @@ def module_specs(module: torch.nn.Module) -> tuple[list[ModuleSpec], Uses]:
 
 
 class Plan:
-    """What follows from a model's shapes and a configuration, before any memory is taken.
+    """The layout and budgets for a model's shapes and a configuration, before any memory is allocated.
 
     Args:
-        module: the model; on the meta device is enough.
+        module: the model; the meta device suffices.
         config: a checked configuration.
         num_ranks: p.
-        default_near_bytes: the near budget where the configuration says auto; None means all model data.
+        default_near_bytes: the near budget if the configuration says auto; None means all model data.
 
-    Raises ConfigError, and BudgetError when no module-sized working set fits into the near budget.
+    Raises ConfigError, and BudgetError if a budget is too small.
     """
 
     def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None):
@@ -59,15 +59,16 @@ class Plan:
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes)
         specs, uses = module_specs(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
-        """least_near: bytes near with which every module can run. Chunks need them whatever else is near."""
+        """least_near: bytes of near with which every module can run. Chunks need them in any case."""
         if config.far_states == "stream":
             self._make_room_to_stream()
         self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory()
-        self.near_homes = self.homes(self.near_budget) if self._states_near else []
+        self.near_state_groups = self.choose_near_states(self.near_budget) if self._states_near else []
         whole = model_data_bytes(self.layout, self.costs)
-        self.stays_near = (num_ranks == 1 and self.near_memory is None and len(self.near_homes) == len(self.layout.groups)
-                           and self.near_budget >= whole and config.profile is None and not config.offload_activations)
-        """Whether nothing ever leaves near. Then no hook needs to report what is in use."""
+        all_near = len(self.near_state_groups) == len(self.layout.groups)
+        self.stays_near = (num_ranks == 1 and self.near_memory is None and all_near and self.near_budget >= whole
+                           and config.profile is None and not config.offload_activations)
+        """Whether no block is ever evicted from near, so that modules need not acquire their parameters."""
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
         if config.disk_path is not None:
             check_disk_path(Path(config.disk_path))
@@ -127,15 +128,15 @@ class Plan:
         if config.disk_path is not None:
             least = smallest_streaming_budget(layout, costs)
         else:
-            least = smallest_far_budget(layout, self.near_homes, costs, grads_stay)
+            least = smallest_far_budget(layout, self.near_state_groups, costs, grads_stay)
         if self.far_budget is None or self.far_budget >= least:
             return least
         if self._states_near:
             working = smallest_near_budget(layout, uses, costs, config.communication)[0]
-            homes = homes_for_capacity(layout, self.near_budget, working, costs)
+            homes = near_states_for_capacity(layout, self.near_budget, working, costs)
             least_full = smallest_far_budget(layout, homes, costs, grads_stay, grads_wait_far=True)
             if least_full < least:
-                self.near_homes, least = homes, least_full
+                self.near_state_groups, least = homes, least_full
         if self.far_budget < least:
             raise BudgetError(
                 f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of "
@@ -163,13 +164,13 @@ class Plan:
         """Whether states may live near from the first step on. With near_memory, the first step measures what is left."""
         return self.config.optimizer.params.use_hybrid_adam and self.config.near_memory == "auto"
 
-    def homes(self, room: int) -> list[int]:
-        """The groups whose states live near where chunks have `room` bytes there."""
+    def choose_near_states(self, room: int) -> list[int]:
+        """The groups whose optimizer states are in near, if chunks have `room` bytes there."""
         layout, costs = self.layout, self.costs
-        near = homes_by(self.config.near_states, layout, room, costs, self.config.communication, self.least_near,
-                        self.config.prefetch)
+        near = choose_near_states(self.config.near_states, layout, room, costs, self.config.communication, self.least_near,
+                                  self.config.prefetch)
         if self.config.far_states == "stream" and len(near) < len(layout.groups):
-            # States at home never leave: what is streamed must fit beside them.
+            # States in near never leave it: one streamed group must fit in addition to them.
             left = room - smallest_streaming_budget(layout, costs)
             while near and costs.states * sum(layout.groups[index].piece_elems for index in near) > left:
                 near.pop()
@@ -182,7 +183,7 @@ class Plan:
         return parse_bytes(self.config.near_budget, whole)
 
     def _candidates(self, specs: list[ModuleSpec], num_ranks: int) -> list[Layout]:
-        """The layout of the chunk size that was asked for, or layouts to choose from."""
+        """The layout of the configured chunk size, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
             whole = sum(align(size) for spec in specs for _, size in spec.parameters)    # a larger chunk is padding
@@ -197,9 +198,9 @@ class Plan:
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,
                 num_ranks: int = 1) -> Plan:
-    """Checks a configuration against a model before any process is started: builds the model without memory where it can.
+    """Checks a configuration against a model before any process is started; builds the model without memory if possible.
 
-    Raises what initialize_engine would raise.
+    Raises the errors that initialize_engine would raise.
     """
     module, config = build(model_func)[0], load_config(config)
     if config.use_cpu_embedding:

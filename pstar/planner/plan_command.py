@@ -1,4 +1,4 @@
-"""`pstar plan`: does a model fit on a machine, in which mode, with which chunk size, and how fast."""
+"""`pstar plan`: whether a model fits on a machine, in which mode, with which chunk size, and how fast."""
 
 import argparse
 import json
@@ -18,12 +18,12 @@ MODE_WORDS = {
     "hybrid": "hybrid: parameters stay near, optimizer states near as far as there is room",
     "far": "far: optimizer states in host memory, parameters travel",
     "full": "full: near is filled with optimizer states because far is too small, parameters travel",
-    "disk": "disk: what host memory cannot hold lies on disk",
+    "disk": "disk: model data that host memory cannot hold are on disk",
 }
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to what ArgumentParser.add_subparsers returned."""
+    """Adds the command to `commands`, the result of ArgumentParser.add_subparsers."""
     parser = commands.add_parser("plan", help="whether a model fits on a machine, in which mode, and how fast")
     parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}; LAYERSxHIDDEN[xHEADS]; or a config.json")
     parser.add_argument("--machine", default="h200", help=f"{', '.join(MACHINES)}; or a JSON file (default: h200)")
@@ -38,19 +38,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="activation checkpointing (default: on)")
     parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
-                        help="what backward needs waits in host memory meanwhile (default: off)")
+                        help="keep activations in host memory until backward (default: off)")
     parser.add_argument("--near-states", choices=("margin", "fill"), default="margin",
-                        help="optimizer states on the GPU: beside all parameters and gradients, or instead of some "
-                        "(default: margin)")
+                        help="optimizer states on the GPU: in addition to all parameters and gradients, or instead of "
+                        "some (default: margin)")
     parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto (default)")
     parser.add_argument("--measure", action="store_true", help="take the speeds of link, GPU memory and host Adam from this "
                         "machine, measured now, instead of the table's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--paper", action="store_true", help="print the largest models beside the published ones")
+    parser.add_argument("--paper", action="store_true", help="print the largest models next to the published ones")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the answer. 0 where the model fits, 1 where it does not. Raises ConfigError for bad input."""
+    """Prints the answer. Returns 0 if the model fits, 1 if it does not. Raises ConfigError for bad input."""
     if arguments.paper:
         rows = paper_rows()
         print(json.dumps({"rows": rows, "assumptions": ASSUMPTIONS}, indent=2) if arguments.json else paper_table(rows))
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     shape = find_model(arguments.model)
     seq_len = shape.positions if arguments.seq_len is None else arguments.seq_len
     if arguments.model.lower().replace("x", "").isdecimal() and seq_len > shape.positions:
-        shape = replace(shape, positions=seq_len)    # a model that is only described grows with its sequences
+        shape = replace(shape, positions=seq_len)    # LAYERSxHIDDEN does not say how many positions there are
     precision = arguments.precision or ("bf16" if machine.has_bf16 else "fp16")
     machine = _measured(machine, precision) if arguments.measure else machine
     chunk = arguments.chunk_size
@@ -91,7 +91,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _measured(machine: Machine, precision: str) -> Machine:
-    """The machine with the speeds of the one that this runs on, where they can be measured in a moment."""
+    """The machine with speeds of link, GPU memory and host Adam that are measured on the machine that runs this."""
     speeds = measure_here(precision)
     return replace(machine, link_bytes_per_s=speeds.link_bytes_per_s, gpu_memory_bytes_per_s=speeds.gpu_memory_bytes_per_s,
                    host_adam_params_per_s=speeds.host_adam_params_per_s,
@@ -99,7 +99,7 @@ def _measured(machine: Machine, precision: str) -> Machine:
 
 
 def as_json(answer: Prediction) -> dict[str, Any]:
-    """The prediction as plain values: bytes, seconds, and the configuration keys that make the engine do it."""
+    """The prediction as plain values: bytes, seconds, and the engine's configuration for it."""
     layout = answer.layout
     return {
         "fits": answer.fits, "mode": answer.mode, "model": vars(answer.shape), "parameters": answer.num_params,
@@ -115,7 +115,7 @@ def as_json(answer: Prediction) -> dict[str, Any]:
 
 
 def configuration(answer: Prediction) -> dict[str, Any]:
-    """The engine's keys for this plan; empty where it does not fit."""
+    """The engine's configuration for this plan; empty if it does not fit."""
     if not answer.fits:
         return {}
     precision = {answer.job.precision: {"enabled": True}} if answer.job.precision != "fp32" else {}
@@ -128,7 +128,7 @@ def configuration(answer: Prediction) -> dict[str, Any]:
 
 
 def table(answer: Prediction) -> str:
-    """The prediction for people."""
+    """The prediction as text."""
     shape, machine, job, layout = answer.shape, answer.machine, answer.job, answer.layout
     costs = job.costs
     rows = [
@@ -175,7 +175,7 @@ def table(answer: Prediction) -> str:
 
 
 def paper_table(rows: list[dict[str, object]]) -> str:
-    """Largest models in billions of parameters, for people."""
+    """Largest models in billions of parameters, as text."""
     head = ("machine", "16 bit", "PatrickStar (published)", "pstar", "pstar, states near by margin only",
             "DeepSpeed (published)", "ZeRO-Offload's layout", "data parallel, 16 to 18 bytes")
     lines = [head]

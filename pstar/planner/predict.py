@@ -1,15 +1,15 @@
-"""What a training step of a GPT on a machine will take: bytes in each tier, bytes moved, seconds. Pure numbers.
+"""Predicts a training step of a GPT on a machine: bytes in each tier, bytes moved, seconds. Pure numbers.
 
-The layout, the budgets and the homes of the optimizer's states come from the functions that the engine itself uses, so
-that a plan is what the engine does. The simplest mode that fits is taken:
+The layout, the budgets and the tiers of the optimizer states come from the functions that the engine itself uses, so the
+engine does what a plan says. The first mode that fits is taken:
 
 | mode | parameters | optimizer states |
 |---|---|---|
-| near | stay near, a copy far until the first update | near |
-| hybrid | fit near together, the rest of near holds states | some groups' near, the rest far |
-| far | travel | far |
-| full | travel | near is filled with states, because far alone is too small |
-| disk | travel, from the disk where far cannot hold them | far, and what far cannot hold on disk |
+| near | stay in near, with a copy in far until the first update | in near |
+| hybrid | all fit into near, the rest of near holds states | some groups' in near, the rest in far |
+| far | are copied and evicted | in far |
+| full | are copied and evicted | near is filled with states, because far alone is too small |
+| disk | are copied and evicted; on disk if far cannot hold them | in far, the rest on disk |
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,8 @@ from pstar.errors import ConfigError
 from pstar.layout.budget import (
     Costs,
     auto_layouts,
-    homes_by,
-    homes_for_capacity,
+    choose_near_states,
+    near_states_for_capacity,
     smallest_far_budget,
     smallest_near_budget,
 )
@@ -36,7 +36,7 @@ MODES = ("near", "hybrid", "far", "full", "disk")
 
 def costs_of(precision: str, accumulates: bool = False) -> Costs:
     """Bytes per element of each kind of model data: 16 in fp32, 14 in bf16 (split master), 16 in fp16; 2 more with
-    accumulation in 16 bit. The numbers of pstar.numerics.precision, which a test compares. Raises ConfigError."""
+    accumulation in 16 bit. A test compares them with pstar.numerics.precision. Raises ConfigError."""
     if precision not in PRECISIONS:
         raise ConfigError(f"precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
     param, states = {"fp32": (4, 8), "bf16": (2, 10), "fp16": (2, 12)}[precision]
@@ -45,7 +45,7 @@ def costs_of(precision: str, accumulates: bool = False) -> Costs:
 
 @dataclass(frozen=True)
 class Job:
-    """How a model is trained. Batch and sequence are those of one micro-step on one GPU."""
+    """How a model is trained. batch and seq_len: of one micro-step on one GPU."""
 
     batch: int = 1
     seq_len: int = 1024
@@ -57,7 +57,7 @@ class Job:
     ownership: str = "whole"
     communication: str = "group"
     offload_activations: bool = False
-    """What backward needs waits far meanwhile (pstar.chunks.activation_offload)."""
+    """Activations wait in far for their backward (pstar.chunks.activation_offload)."""
     near_states: str = "margin"
     """margin or fill, as in pstar's configuration."""
 
@@ -81,11 +81,11 @@ class Job:
 
     @property
     def bytes_per_value(self) -> int:
-        """Of an activation."""
+        """Bytes of one value of an activation."""
         return 4 if self.precision == "fp32" else 2
 
     def activations_of(self, shape: GptShape) -> tuple[int, int, int]:
-        """(bytes near at the worst moment, bytes far at the end of forward, bytes that come back) of one micro-step."""
+        """(bytes near at the worst moment, bytes far at the end of forward, bytes copied back) of one micro-step."""
         numbers = (self.batch, self.seq_len, self.bytes_per_value, self.recompute)
         away, back = shape.offloaded_bytes(*numbers) if self.offload_activations else (0, 0)
         return shape.activation_bytes(*numbers, self.offload_activations), away, back
@@ -93,35 +93,35 @@ class Job:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer. Bytes and seconds are those of one rank and one optimizer step; see predict."""
+    """The result of predict. Bytes and seconds are for one rank and one optimizer step."""
 
     shape: GptShape
     machine: Machine
     job: Job
     num_params: int
     mode: str | None
-    """One of MODES; None where it does not fit."""
+    """One of MODES; None if the model does not fit."""
     layout: Layout
     near_budget: int
-    """For chunks: what the GPU has left beside activations and reserves."""
+    """Bytes for chunks: the GPU's memory less activations and reserves."""
     activation_bytes: int
     near_bytes: int
-    """Most model data near at once; a bound, reached where the budget does not bind."""
+    """Peak of model data in near; an upper bound, which is reached if the budget does not limit it."""
     far_bytes: int
-    """Most far at once: chunks, and activations that are offloaded."""
+    """Peak of far: chunks and offloaded activations."""
     disk_bytes: int
     far_room: int
     disk_room: int
     near_groups: int
-    """Groups whose states live near."""
+    """Number of groups whose states are in near."""
     short_of: dict[str, int] = field(default_factory=dict)
-    """Bytes that are missing, by tier, where it does not fit."""
+    """Missing bytes by tier, if the model does not fit."""
     moved: dict[str, int] = field(default_factory=dict)
-    """As in the engine's ledger: far to near, near to far, gather, reduce; and the disk's."""
+    """Bytes moved, as in the engine's ledger: far to near, near to far, gather, reduce; and to and from disk."""
     seconds: dict[str, float] = field(default_factory=dict)
     adam: AdamChoice | None = None
     offloaded_bytes: int = 0
-    """Activations far at the end of forward."""
+    """Bytes of activations in far at the end of forward."""
 
     @property
     def fits(self) -> bool:
@@ -129,12 +129,12 @@ class Prediction:
 
     @property
     def gpu_peak_bytes(self) -> int:
-        """Of one GPU: model data, activations, and what the machine reserves."""
+        """Bytes of one GPU: model data, activations, and the machine's reserves."""
         return self.near_bytes + self.activation_bytes + self.machine.gpu_bytes - self.machine.usable_gpu_bytes
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         tokens = self.job.batch * self.job.seq_len * self.job.micro_steps * self.machine.num_gpus
         return tokens / self.seconds["step"] if self.seconds else 0.0
 
@@ -142,7 +142,7 @@ class Prediction:
 def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: int, job: Job) -> tuple[Layout, int, str]:
     """(layout, the least near bytes it needs, the module that needs them), as pstar.planner.plan.Plan chooses it.
 
-    Where nothing fits into near_budget it is the layout that needs least.
+    If no layout fits into near_budget, the one that needs least.
     """
     modules = shape.modules()
     if job.chunk_elems != "auto":
@@ -153,7 +153,7 @@ def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: in
     needs: dict[int, tuple[int, str]] = {}
 
     def need(layout: Layout) -> int:
-        """Asked of a few layouts only: it takes as long as making one."""
+        """Called for few layouts only: it takes as long as making a layout."""
         if layout.chunk_elems not in needs:
             needs[layout.chunk_elems] = smallest_near_budget(layout, uses, costs, job.communication)
         return needs[layout.chunk_elems][0]
@@ -163,10 +163,10 @@ def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: in
 
 
 def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tuple[str, ...] = MODES) -> Prediction:
-    """Whether a model trains on a machine, in the first of `modes` in which it does, with which bytes and how fast.
+    """Predicts whether a model fits a machine, in the first of `modes` that fits, with its bytes and seconds.
 
-    A chunk is in each tier once at most but for what the engine keeps as an equal copy. Far and disk are divided equally
-    among the ranks of a node. Raises ConfigError for a sequence longer than the model has positions.
+    Each byte of model data counts in one tier, except for equal copies that the engine keeps. Far and disk are divided
+    equally among the ranks of a node. Raises ConfigError for a sequence longer than the model has positions.
     """
     job = job or Job()
     if job.seq_len > shape.positions:
@@ -176,108 +176,111 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
     near_budget = machine.usable_gpu_bytes - activations
     layout, need, _ = choose_layout(shape, costs, machine.num_gpus, max(near_budget, 0), job)
     far_room, disk_room = machine.usable_host_bytes, machine.usable_disk_bytes
-    chunk_room = far_room - away    # the engine offloads what far has room for beside all that chunks may need there
-    near_homes = homes_by(job.near_states, layout, near_budget, costs, job.communication, need, Config.prefetch)
+    chunk_room = far_room - away    # the engine offloads only into room of far that chunks never need
+    near_state_groups = choose_near_states(job.near_states, layout, near_budget, costs, job.communication, need,
+                                           Config.prefetch)
 
-    mode, homes, far, disk, short = None, [], 0, 0, {}
+    mode, updated_near, far, disk, short = None, [], 0, 0, {}
     if need > near_budget:
         short["near"] = need - near_budget
         far = smallest_far_budget(layout, [], costs, job.micro_steps > 1)
     else:
         for candidate in modes:
-            homes, far, disk = _tiers(candidate, layout, near_homes, near_budget, need, costs, job, chunk_room)
-            right = {"near": len(homes) == len(layout.groups), "hybrid": 0 < len(homes) < len(layout.groups)}
+            updated_near, far, disk = _tiers(candidate, layout, near_state_groups, near_budget, need, costs, job, chunk_room)
+            right = {"near": len(updated_near) == len(layout.groups), "hybrid": 0 < len(updated_near) < len(layout.groups)}
             if right.get(candidate, True) and far <= chunk_room and disk <= disk_room:
                 mode = candidate
                 break
         else:
             short = {tier: miss for tier, miss in (("far", far - chunk_room), ("disk", disk - disk_room)) if miss > 0}
-    near = _near_bytes(layout, homes, near_budget, costs, job) if not short.get("near") else need
+    near = _near_bytes(layout, updated_near, near_budget, costs, job) if not short.get("near") else need
     answer = {"shape": shape, "machine": machine, "job": job, "num_params": layout.num_params, "layout": layout,
               "near_budget": near_budget, "activation_bytes": activations, "near_bytes": near,
-              "far_bytes": _far_peak(layout, homes, far, away, mode, costs, job), "offloaded_bytes": away,
-              "disk_bytes": disk, "far_room": far_room, "disk_room": disk_room, "near_groups": len(homes), "mode": mode,
-              "short_of": short}
+              "far_bytes": _far_peak(layout, updated_near, far, away, mode, costs, job), "offloaded_bytes": away,
+              "disk_bytes": disk, "far_room": far_room, "disk_room": disk_room, "near_groups": len(updated_near),
+              "mode": mode, "short_of": short}
     if mode is None:
         return Prediction(**answer)
-    moved = moved_bytes(layout, homes, near_budget, costs, job) | {"disk to far": disk, "far to disk": disk}
+    moved = moved_bytes(layout, updated_near, near_budget, costs, job) | {"disk to far": disk, "far to disk": disk}
     away, back = job.micro_steps * away, job.micro_steps * back
     moved |= {"near to far": moved["near to far"] + away, "far to near": moved["far to near"] + back}
-    adam, seconds = _seconds(shape, machine, job, layout, homes, moved, away + back)
+    adam, seconds = _seconds(shape, machine, job, layout, updated_near, moved, away + back)
     return Prediction(**answer, moved=moved, adam=adam, seconds=seconds)
 
 
-def _tiers(mode: str, layout: Layout, near_homes: list[int], near_budget: int, need: int, costs: Costs, job: Job,
+def _tiers(mode: str, layout: Layout, near_state_groups: list[int], near_budget: int, need: int, costs: Costs, job: Job,
            far_room: int) -> tuple[list[int], int, int]:
     """(groups whose states are near, far bytes, disk bytes) of one rank in one mode."""
     accumulates = job.micro_steps > 1
     if mode in ("near", "hybrid", "far"):
-        homes = [] if mode == "far" else near_homes
-        return homes, smallest_far_budget(layout, homes, costs, accumulates), 0
-    homes = homes_for_capacity(layout, near_budget, need, costs)
-    far = smallest_far_budget(layout, homes, costs, accumulates, grads_wait_far=True)
+        updated_near = [] if mode == "far" else near_state_groups
+        return updated_near, smallest_far_budget(layout, updated_near, costs, accumulates), 0
+    updated_near = near_states_for_capacity(layout, near_budget, need, costs)
+    far = smallest_far_budget(layout, updated_near, costs, accumulates, grads_wait_far=True)
     if mode == "full" or far <= far_room:
-        return homes, far, 0
-    # Disk: states of as many groups as must, then gradients and parameters; two groups' worth of them pass through far.
-    elsewhere = [group.piece_elems for group in layout.groups if group.index not in set(homes)]
+        return updated_near, far, 0
+    # On disk: states of as many groups as necessary, then gradients and parameters. Two groups at a time pass through far.
+    elsewhere = [group.piece_elems for group in layout.groups if group.index not in set(updated_near)]
     states = sum(elsewhere) * costs.states
     passing = 2 * max(elsewhere, default=0) * costs.total
     disk = min(far + passing - far_room, states + layout.elems_per_rank * (costs.param + costs.grad))
-    return homes, far + passing - disk, disk
+    return updated_near, far + passing - disk, disk
 
 
-def _far_peak(layout: Layout, homes: list[int], chunks: int, away: int, mode: str | None, costs: Costs, job: Job) -> int:
-    """Most bytes far at once: of chunks, which are complete when all gradients are there, and of offloaded activations.
+def _far_peak(layout: Layout, updated_near: list[int], chunks: int, away: int, mode: str | None, costs: Costs,
+              job: Job) -> int:
+    """Peak bytes of far: chunks, whose peak is when all gradients have arrived, and offloaded activations.
 
-    Activations are complete when the last backward begins. On one rank, without accumulation, no gradient is far by then,
-    and as these come activations go. Else gradients may wait there from before; so may states, in place of those that lie
-    on disk.
+    The peak of activations is at the begin of the last backward. On one rank, without accumulation, no gradient is in far
+    at that moment; then gradients arrive while activations are freed. Otherwise gradients may be in far before that, and so
+    may states instead of those on disk.
     """
     if layout.num_ranks > 1 or job.micro_steps > 1 or mode in ("disk", "full", None):
         return chunks + away
-    at_home = set(homes)
-    grads = costs.grad * sum(group.piece_elems for group in layout.groups if group.index not in at_home)
+    near = set(updated_near)
+    grads = costs.grad * sum(group.piece_elems for group in layout.groups if group.index not in near)
     return max(chunks, chunks - grads + away)
 
 
-def _grads_in_flight(layout: Layout, homes: list[int], costs: Costs, job: Job, at_once: int) -> int:
-    """Near bytes of gradients that are being collected or reduced: of the largest units, and of their reduced pieces.
+def _grads_in_flight(layout: Layout, updated_near: list[int], costs: Costs, job: Job, at_once: int) -> int:
+    """Near bytes of gradients that are being collected or reduced: of the largest units, with their reduced pieces.
 
-    None on one rank whose groups are all at home near: their gradients are counted there.
+    0 on one rank if all groups' states are in near: _resident_bytes counts their gradients.
     """
-    beside = layout.num_ranks > 1
-    if not beside and len(homes) == len(layout.groups):
+    several_ranks = layout.num_ranks > 1
+    if not several_ranks and len(updated_near) == len(layout.groups):
         return 0
-    grad = costs.grad if beside or job.micro_steps == 1 else costs.param    # micro-steps are summed far
-    sizes = sorted((grad * (unit.elems + (layout.groups[unit.group].piece_elems if beside else 0))
+    grad = costs.grad if several_ranks or job.micro_steps == 1 else costs.param    # micro-steps are summed far
+    sizes = sorted((grad * (unit.elems + (layout.groups[unit.group].piece_elems if several_ranks else 0))
                     for unit in layout.units(job.communication)), reverse=True)
     return sum(sizes[:at_once])
 
 
-def _resident_bytes(layout: Layout, homes: list[int], costs: Costs) -> int:
-    """Near bytes of the groups at home there: states and gradients, and with several ranks the own pieces."""
+def _resident_bytes(layout: Layout, updated_near: list[int], costs: Costs) -> int:
+    """Near bytes of the groups with states in near: states and gradients, and with several ranks this rank's pieces."""
     per_elem = costs.states + costs.grad + (costs.param if layout.num_ranks > 1 else 0)
-    return per_elem * sum(layout.groups[index].piece_elems for index in homes)
+    return per_elem * sum(layout.groups[index].piece_elems for index in updated_near)
 
 
-def _near_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs, job: Job) -> int:
-    # A bound: the next unit's gradients may begin before the last one's are all there.
-    wanted = (costs.param * layout.total_elems + _resident_bytes(layout, homes, costs)
-              + _grads_in_flight(layout, homes, costs, job, at_once=2))
+def _near_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs: Costs, job: Job) -> int:
+    # An upper bound: gradients of the next unit may arrive before those of the last unit are complete.
+    wanted = (costs.param * layout.total_elems + _resident_bytes(layout, updated_near, costs)
+              + _grads_in_flight(layout, updated_near, costs, job, at_once=2))
     return min(near_budget, wanted)
 
 
-def moved_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs, job: Job) -> dict[str, int]:
-    """Bytes of one rank and step after the first, as the engine's ledger counts them.
+def moved_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs: Costs, job: Job) -> dict[str, int]:
+    """Bytes that one rank moves in a step after the first, as the engine's ledger counts them.
 
-    With room near for R elements of parameters out of T, a forward and a backward over them bring each of the T - R twice
-    (2(n - C) loads, in the words of the maths), but what was updated far is brought in forward however much
-    room there is. Over p ranks all T are gathered after an update, whereby (p - 1) / p of each comes from others.
+    Near has room for R of T elements of parameters. Forward and backward copy each of the other T - R to near twice:
+    2(n - C) loads in the notation of the pages. Parameters that were updated in far are copied in forward in any case.
+    With p ranks all T are gathered after an update, and (p - 1) / p of each comes from other ranks.
     """
     ranks, total = layout.num_ranks, layout.total_elems
-    near_elems = sum(layout.groups[index].elems for index in homes)
-    resident, in_flight = _resident_bytes(layout, homes, costs), _grads_in_flight(layout, homes, costs, job, at_once=1)
-    crowded = resident + in_flight > near_budget    # mode full: states stay near, gradients and parameters come and go
+    near_elems = sum(layout.groups[index].elems for index in updated_near)
+    resident = _resident_bytes(layout, updated_near, costs)
+    in_flight = _grads_in_flight(layout, updated_near, costs, job, at_once=1)
+    crowded = resident + in_flight > near_budget    # mode full: only states stay near, gradients and parameters are evicted
     if crowded:
         resident = costs.states * near_elems // ranks
     far_elems = total if crowded else total - near_elems
@@ -285,10 +288,10 @@ def moved_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs
     again = away * (2 * job.micro_steps - 1)
     fetched = (total if ranks > 1 else max(far_elems, away)) + again
     share = far_elems / total if ranks > 1 else 1.0
-    dirty = near_elems if crowded else max(0, away - far_elems) if ranks == 1 else 0    # updated near, and have to leave
+    dirty = near_elems if crowded else max(0, away - far_elems) if ranks == 1 else 0    # updated near, and evicted
     for_update = (costs.grad + costs.param) * near_elems if crowded else 0
     left = costs.grad * far_elems
-    if ranks == 1 and job.micro_steps > 1:    # what is updated far is summed there, from each micro-step's gradients
+    if ranks == 1 and job.micro_steps > 1:    # for updates in far, each micro-step's gradients are copied and summed there
         left = costs.param * job.micro_steps * (total - near_elems) + costs.grad * (far_elems - (total - near_elems))
     return {
         "far to near": int(costs.param * fetched * share + for_update) // ranks,
@@ -298,11 +301,11 @@ def moved_bytes(layout: Layout, homes: list[int], near_budget: int, costs: Costs
     }
 
 
-def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, homes: list[int],
+def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, updated_near: list[int],
              moved: dict[str, int], offloaded: int) -> tuple[AdamChoice, dict[str, float]]:
-    """What a step takes. Copies each way, collectives and compute overlap within forward plus backward, so the longest
-    counts; but compute waits for the copies of activations, `offloaded` bytes both ways together. Then comes Adam: near and
-    far at the same time, and the disk with them."""
+    """The choice for updates in far, and the seconds of a step. In forward plus backward, copies in each direction,
+    collectives and compute overlap, so the longest counts; but compute waits for the copies of activations (`offloaded`
+    bytes in both directions together). Then come Adam in near, Adam in far and the disk, all at the same time."""
     costs = job.costs
     layers, head = shape.forward_flops(job.batch, job.seq_len)
     flops = machine.gpu_flops / (2 if job.precision == "fp32" else 1)    # TF32
@@ -311,7 +314,7 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, homes:
     link = max(moved["far to near"], moved["near to far"]) / machine.link_bytes_per_s
     received = moved["gather"] + moved["reduce"]
     collectives = received / machine.gpu_link_bytes_per_s if received else 0.0
-    near_elems = sum(layout.groups[index].piece_elems for index in homes)
+    near_elems = sum(layout.groups[index].piece_elems for index in updated_near)
     traffic = adam_traffic_bytes(costs)
     speeds = Speeds((machine.host_adam_params_per_s or machine.host_memory_bytes_per_s / traffic) / machine.gpus_per_node,
                     machine.link_bytes_per_s, machine.gpu_memory_bytes_per_s,
@@ -326,7 +329,7 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, homes:
 
 
 def what_would_fit(answer: Prediction) -> list[str]:
-    """For one that does not fit: each change that alone would do, in words; empty where none was found."""
+    """For a model that does not fit: single changes with which it would fit, as text; empty if none was found."""
     shape, machine = answer.shape, answer.machine
     job = replace(answer.job, chunk_elems=answer.layout.chunk_elems)    # one layout, not a search, for each trial
     trials = []
@@ -349,7 +352,7 @@ def what_would_fit(answer: Prediction) -> list[str]:
 
 
 def _least(shape: GptShape, machine: Machine, job: Job, name: str) -> float:
-    """The least bytes of one tier, to a part in 32, with which the model fits on the machine otherwise as it is."""
+    """The least bytes of one tier, to a part in 32, with which the model fits on the otherwise unchanged machine."""
     def fits(amount: int) -> bool:
         speed = {"disk_bytes_per_s": machine.disk_bytes_per_s or 1e9} if name == "disk_bytes" else {}
         return predict(shape, replace(machine, **{name: amount}, **speed), job).fits

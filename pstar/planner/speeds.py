@@ -1,8 +1,8 @@
-"""How fast this rank's host, link and near memory are, and what follows: where groups whose states lie far are updated.
+"""Measures this rank's host, link and near memory, and chooses where groups with states in far are updated.
 
-Measured once, when an engine starts, in a fraction of a second, and only where the answer is not known without. What is
-measured is what the update will use: the Adam kernel with the layout of the precision, and the engine's own Movers, so that
-a simulated link is as slow as it pretends to be. A rank measures while the other ranks do, as they update at the same time.
+Speeds are measured once, when an engine starts, in a fraction of a second, and only if the choice depends on them. The
+measurement runs the update's code: the Adam kernel with the precision's dtypes, and the engine's Movers, so that a simulated
+link has its simulated speed. All ranks measure at the same time, as they also update at the same time.
 """
 
 import statistics
@@ -25,31 +25,31 @@ REPETITIONS = 5
 MOST_S = 0.05
 """Repetitions end after this time, so that a slow link does not delay the start."""
 LONG_ENOUGH_S = 0.002
-"""A copy that takes so long is measured; shorter ones are mostly their own beginning and end."""
+"""A copy must take so long to count: shorter ones measure mostly the cost of their start."""
 FIRST_COPY_BYTES, MOST_COPY_BYTES = 2**12, 2**26
 MOST_ADAM_ELEMS = 2**23
-"""Of 14 to 18 bytes each, 144 MiB at most: more than the processor's caches, as the states of a model that needs far are."""
+"""14 to 18 bytes each, 144 MiB at most: more than the processor's caches, like the states of a model that needs far."""
 NEAR_COPIES = 8
-"""One after the other: a GPU copies 64 MiB in less time than it takes to tell it to."""
+"""Copies in one measurement: a GPU copies 64 MiB in less time than the launch takes."""
 
 ASKED = "as far_states says"
 NOTHING_FAR, ONE_MEMORY = "no group's states are far", "near is host memory too"
 NO_CHOICE = (NOTHING_FAR, ONE_MEMORY)
-"""Reasons why there is nothing to choose, and so nothing to say."""
+"""Reasons with which there is no choice, and so no line in the report."""
 
 
 def choose_far_states(plan: Plan, movers: Movers, collectives: Collectives, device: torch.device) -> tuple[str, str]:
-    """("host" or "stream", why): what the configuration's far_states says, or for auto the faster one, on all ranks alike.
+    """("host" or "stream", why): the configuration's far_states, or for auto the faster one; the same on all ranks.
 
-    Every rank calls it, before training. Equal numbers come out either way, so only speed is at stake: auto takes stream
-    only where nothing can be refused later that host would have had room for.
+    Every rank calls it, before training. Both give the same numbers, only the speed differs. auto takes stream only if it
+    can never raise a BudgetError that host would not raise.
     """
     if plan.config.far_states != "auto":
         return plan.config.far_states, ASKED
     reason = _known(plan, device)
     if reason:
         return "host", reason
-    near = set(plan.near_homes)
+    near = set(plan.near_state_groups)
     far_pieces = [group.piece_elems for group in plan.layout.groups if group.index not in near]
     collectives.from_all(None)    # so that all begin at once
     mine = measure_speeds(plan.precision, plan.grad_dtype, plan.costs, movers, device, max(far_pieces))
@@ -60,27 +60,27 @@ def choose_far_states(plan: Plan, movers: Movers, collectives: Collectives, devi
 
 
 def _known(plan: Plan, device: torch.device) -> str:
-    """Why the host updates what is far, whatever the speeds; empty where they decide."""
+    """The reason why the host updates groups in far, whatever the speeds; empty if the speeds decide."""
     config, costs, layout = plan.config, plan.costs, plan.layout
-    if len(plan.near_homes) == len(layout.groups):
+    if len(plan.near_state_groups) == len(layout.groups):
         return NOTHING_FAR
     if config.disk_path is not None:
-        return "states may be on disk"    # they would take two links
+        return "states may be on disk"    # they would cross two links
     if not config.optimizer.params.use_hybrid_adam:
         return "use_hybrid_adam is false"
     if config.overlap_update:
-        return "overlap_update runs it beside the next forward"    # which only the host can
-    # Near and far are one memory and one processor here: streaming can only add copies. With a simulated link that is so as
-    # well, but there the speeds are measured and shown, so that the choice can be watched without a GPU.
+        return "overlap_update runs the update during the next forward"    # only the host can do that
+    # Near and far are the same memory and processor here: streaming only adds copies. That is also true with a simulated
+    # link, but then speeds are measured and printed, to show the choice without a GPU.
     if device.type == "cpu" and not config.simulated_link:
         return ONE_MEMORY
-    homes = set(plan.near_homes)
-    held = costs.states * sum(group.piece_elems for group in layout.groups if group.index in homes)
-    # Beside activations, near is certain of no more than what chunks need at least.
+    near = set(plan.near_state_groups)
+    held = costs.states * sum(group.piece_elems for group in layout.groups if group.index in near)
+    # If activations share near's memory, only the least that chunks need is guaranteed.
     room = plan.near_budget - held if plan.near_memory is None else plan.least_near
     if room < smallest_streaming_budget(layout, costs):
         return "near has no certain room for all model data of a group"
-    # What makes way for a group's states may be anything, also gradients of groups at home near.
+    # Any block may be evicted for a group's states, also gradients of groups with states in near.
     late = plan.accumulates or config.find_unused_parameters
     if plan.far_budget is not None and plan.far_budget < smallest_far_budget(layout, [], costs, late):
         return "far has no certain room for what would make way"
@@ -88,12 +88,12 @@ def _known(plan: Plan, device: torch.device) -> str:
 
 
 def slowest(speeds: list[Speeds]) -> Speeds:
-    """Of each speed the lowest: the update is over when the last rank is done."""
+    """The lowest of each speed: the update is over when the last rank has finished."""
     return Speeds(*(min(values) for values in zip(*(vars(each).values() for each in speeds), strict=True)))
 
 
 def in_words(speeds: Speeds) -> str:
-    """For people."""
+    """The speeds as text."""
     link, memory = format_bytes(speeds.link_bytes_per_s), format_bytes(speeds.gpu_memory_bytes_per_s)
     return (f"host Adam {speeds.host_adam_params_per_s / 1e9:.3g} G parameters/s, link {link}/s each way, near memory "
             f"{memory}/s")
@@ -103,31 +103,31 @@ def measure_speeds(precision: Precision, grad_dtype: torch.dtype, costs: Costs, 
                    piece_elems: int) -> Speeds:
     """The Speeds of this rank.
 
-    Its buffers are scratch of the start, outside the tiers and their budgets: at most 256 MiB at a time, freed on return.
-    Random generators and ledgers are left alone.
+    Its buffers are temporary, outside the tiers and their budgets: at most 256 MiB at a time, freed on return. It changes no
+    random generator and no ledger.
 
     Args:
-        precision, grad_dtype, costs: of the model data, all three of one plan.
-        movers: the engine's; nothing else may be under way in them.
-        device: of near.
-        piece_elems: of the largest group, of this rank; more are never updated or copied at once.
+        precision, grad_dtype, costs: of the model data, all three from one plan.
+        movers: the engine's movers, without copies under way.
+        device: near's device.
+        piece_elems: elements of this rank's piece of the largest group, the most that one update or copy handles.
     """
     piece_elems = max(piece_elems, 1)
-    host = round(_host_adam(precision, grad_dtype, min(piece_elems, MOST_ADAM_ELEMS)))    # whole: exact below
+    host = round(_host_adam(precision, grad_dtype, min(piece_elems, MOST_ADAM_ELEMS)))    # an integer: `near` below is exact
     link = _link(movers, device, min(4 * piece_elems, MOST_COPY_BYTES))
-    # Without a GPU near is the same memory, and Adam near the same kernel on the same cores: as fast, not faster, and host
-    # it is, however fast the link. With a copy's speed in its place noise would decide what runs on a CPU move.
+    # Without a GPU near is the same memory, and Adam runs the same kernel on the same cores. It is exactly as fast, and so
+    # "host" is chosen, however fast the link is. If a copy's speed were measured instead, noise would decide on CPUs.
     near = _near_memory(device) if device.type == "cuda" else host * adam_traffic_bytes(costs)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        if hasattr(torch.accelerator, "empty_host_cache"):    # an older torch keeps pinned buffers for the next taker
+        if hasattr(torch.accelerator, "empty_host_cache"):    # older torch versions keep pinned buffers
             torch.accelerator.empty_host_cache()
-    # Host memory is not asked for apart: both directions of the link are measured at once, so it shows in their speed.
+    # Host memory is not measured separately: both directions of the link are measured at once, so it limits their speed.
     return Speeds(float(host), link, float(near))
 
 
 def measure_here(precision: str) -> Speeds:
-    """The Speeds of this machine, as one process with one GPU or none sees them, for fp32, bf16 or fp16."""
+    """The Speeds of this machine for one process with one GPU or none, for fp32, bf16 or fp16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layout, movers = Precision(precision), Movers(device=device)
     grad_dtype = layout.grad_dtype(accumulates=False)
@@ -139,7 +139,7 @@ def measure_here(precision: str) -> Speeds:
 
 
 def _median_s(run: Callable[[], object]) -> float:
-    """Seconds that run takes when it is warm."""
+    """Median of the seconds that run takes, after one call to warm up."""
     run()
     taken: list[float] = []
     while len(taken) < REPETITIONS and sum(taken) < MOST_S:
@@ -150,8 +150,8 @@ def _median_s(run: Callable[[], object]) -> float:
 
 
 def _host_adam(precision: Precision, grad_dtype: torch.dtype, elems: int) -> float:
-    """Parameters per second of the host's kernel."""
-    # Ones, not zeros: pages that were never written are all one page, which is in the cache.
+    """Parameters per second of the host's Adam kernel."""
+    # Ones, not zeros: the system maps all pages that were never written to one page, which is in the cache.
     buffers = {kind: torch.ones(elems, dtype=precision.states.get(kind, precision.param_dtype)) for kind in precision.kinds}
     update = precision.update(torch.ones(elems, dtype=grad_dtype), buffers, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
                               weight_decay=0.0)
@@ -159,8 +159,8 @@ def _host_adam(precision: Precision, grad_dtype: torch.dtype, elems: int) -> flo
 
 
 def _link(movers: Movers, device: torch.device, num_bytes: int) -> float:
-    """Bytes per second between host and near, each way while both are at work; of copies of num_bytes or less."""
-    pinned = device.type == "cuda"    # as far is
+    """Bytes per second between host and near, for each direction while both copy; copies of num_bytes or less."""
+    pinned = device.type == "cuda"    # like far's buffers
     near_in, near_out = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     far_in, far_out = (torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
 
@@ -171,7 +171,7 @@ def _link(movers: Movers, device: torch.device, num_bytes: int) -> float:
             handle.wait()
 
     size = min(FIRST_COPY_BYTES, num_bytes)
-    while True:    # larger copies until one takes its time: of a slow link a small one says enough
+    while True:    # larger copies until one takes long enough; for a slow link a small copy suffices
         seconds = _median_s(partial(both, size))
         if seconds >= LONG_ENOUGH_S or size == num_bytes:
             return size / seconds

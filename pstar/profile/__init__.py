@@ -1,1 +1,1 @@
-"""What a run did, recorded, cut, exported and drawn."""
+"""The recording of a run: written, cut to some steps, exported and drawn."""

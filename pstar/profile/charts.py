@@ -1,4 +1,4 @@
-"""Two pictures of a recording: near bytes against the budget, and which block is where. Needs matplotlib, loaded late."""
+"""Two charts of a recording: near bytes against the budget, and each block's tiers. Imports matplotlib only to draw."""
 
 import importlib.util
 import io
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pstar.errors import ProfileError
-from pstar.profile.recording import Recording, write_beside
+from pstar.profile.recording import Recording, write_atomically
 from pstar.profile.timeline import Interval, in_order, lives, non_model_levels, stages, tier_order, used_levels
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ MODEL_COLOUR, NON_MODEL_COLOUR, BUDGET_COLOUR = "#e6550d", "#76838f", "#111111"
 
 
 def require_matplotlib() -> None:
-    """Raises ProfileError, telling what to install, where there is no matplotlib."""
+    """Raises ProfileError, which says what to install, if there is no matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ProfileError('the charts need matplotlib: pip install "matplotlib>=3.9" (the extra "docs" has it), '
                            "or give --no-charts for the trace alone")
@@ -67,7 +67,7 @@ def near_chart(recording: Recording, path: Path) -> None:
     if budget is not None:
         budget /= MIB
         covers = "for model data and non-model" if recording.about.get("budget_includes_non_model") else "for model data"
-        # A budget far above everything would press the curve flat: then the legend alone names it.
+        # A budget far above the curve would press it flat: then only the legend shows the budget.
         too_high = budget > 4 * height > 0
         label = f"near budget {covers}: {_mib(budget)}" + (", above this picture" if too_high else "")
         axes.axhline(budget, color=BUDGET_COLOUR, linestyle=(0, (6, 3)), linewidth=1.5, label=label)
@@ -99,7 +99,7 @@ def places_chart(recording: Recording, path: Path) -> None:
         for life in found[key]:
             boxes.setdefault(life.tiers, []).append((clock(life.begin), clock(life.end), row - half, row + half))
     places = sorted(boxes, key=lambda tiers: (len(tiers), [tier_order(tier) for tier in tiers]))
-    # What lasts longest is drawn first, so that a short stay is not hidden by its neighbours.
+    # Places with the longest total time are drawn first, so that they do not hide short stays.
     for tiers in sorted(boxes, key=lambda tiers: -sum(right - left for left, right, _, _ in boxes[tiers])):
         _draw_boxes(axes, boxes[tiers], PLACE_COLOURS.get(tiers, UNKNOWN_PLACE), clock.pixel)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -111,7 +111,7 @@ def places_chart(recording: Recording, path: Path) -> None:
 
 
 class _Clock:
-    """Seconds of a recording as a picture shows them: from its begin on, in milliseconds when it is short."""
+    """Converts seconds of a recording to chart units: since its begin, in milliseconds if it is short."""
 
     def __init__(self, recording: Recording):
         self.begin, length = recording.begin, recording.end - recording.begin
@@ -126,7 +126,7 @@ class _Clock:
 
 
 def _mib(amount: float) -> str:
-    """'3.05 MiB', '81,920 MiB': three digits, and all of a larger number."""
+    """'3.05 MiB', '81,920 MiB': three digits, or all digits from 1000 on."""
     return f"{amount:.3g} MiB" if amount < 1000 else f"{amount:,.0f} MiB"
 
 
@@ -141,10 +141,10 @@ def _subject(recording: Recording) -> str:
 
 
 def _frame(recording: Recording, clock: _Clock, height: float) -> "tuple[Figure, Axes, Axes]":
-    """A figure with a strip that names stages and steps, and below it the axes for the picture itself."""
+    """A figure with a strip that names stages and steps, and below it the axes of the chart."""
     from matplotlib.figure import Figure
 
-    # Without pyplot: no screen is needed, and nothing global is changed.
+    # Without pyplot: it needs no screen and changes no global state.
     figure = Figure(figsize=(WIDTH_INCHES, height + 2.0), dpi=DPI, layout="constrained")
     strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=[0.28, height])
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.04)
@@ -176,13 +176,13 @@ def _draw_stages(strip: "Axes", recording: Recording, clock: _Clock) -> None:
 
 
 def _fits(stage: Interval, recording: Recording) -> bool:
-    """Whether the stage's name fits into its band; 0.07 inches a letter is what the font takes, with a little air."""
+    """Whether the stage's name fits into its band: the font takes about 0.07 inches a letter."""
     share = (stage.end - stage.begin) / ((recording.end - recording.begin) or 1)
     return 0.07 * len(stage.name) + 0.05 < share * 0.88 * WIDTH_INCHES
 
 
 def _spread(positions: list[float], distance: float) -> list[int]:
-    """Indices of positions, in order, of which each is at least `distance` after the one before it."""
+    """Indices of positions, in order, each at least `distance` after the last chosen position."""
     shown: list[int] = []
     for index, position in enumerate(positions):
         if not shown or position - positions[shown[-1]] >= distance:
@@ -197,7 +197,7 @@ def _stage_colours(recording: Recording) -> dict[str, str]:
 
 
 def _draw_boxes(axes: "Axes", boxes: list[tuple[float, float, float, float]], colour: str, least: float = 0.0) -> None:
-    """Rectangles (left, right, low, high), at least that wide; all of them as one object, there may be many thousands."""
+    """Draws rectangles (left, right, low, high), at least `least` wide; as one object, for there may be many thousands."""
     from matplotlib.collections import PolyCollection
 
     boxes = [(left, max(right, left + least), low, high) for left, right, low, high in boxes]
@@ -207,7 +207,7 @@ def _draw_boxes(axes: "Axes", boxes: list[tuple[float, float, float, float]], co
 
 
 def _values_at(times: list[float], levels: list[tuple[float, int]]) -> list[float]:
-    """MiB at each of the times, which are sorted; 0 before the first level."""
+    """MiB at each of the sorted times; 0 before the first level."""
     values, index, now = [], 0, 0
     for at in times:
         while index < len(levels) and levels[index][0] <= at:
@@ -218,7 +218,7 @@ def _values_at(times: list[float], levels: list[tuple[float, int]]) -> list[floa
 
 
 def _label_rows(axes: "Axes", keys: list[tuple[str, int]], height: float) -> None:
-    """A label for each row, or for as many as can be read; the first of each kind always, with a line above it."""
+    """Labels all rows, or as many as can be read; always the first row of each kind, with a line above it."""
     rows_a_label = max(1.0, 0.15 * len(keys) / height)         # 0.15 inches a line of text
     starts = [row for row, key in enumerate(keys) if row == 0 or keys[row - 1][0] != key[0]]
     ticks: list[int] = []
@@ -233,16 +233,16 @@ def _label_rows(axes: "Axes", keys: list[tuple[str, int]], height: float) -> Non
 
 
 def _finish(figure: "Figure", recording: Recording, legend: tuple[list, list], path: Path) -> None:
-    """Puts the legend below the picture, where it covers nothing, and writes the file."""
+    """Puts the legend below the chart, where it covers nothing, and writes the file."""
     from matplotlib.patches import Patch
 
     shown = list(zip(*legend, strict=True))
     of_stages = [(Patch(color=colour), f"stage: {name}") for name, colour in _stage_colours(recording).items()]
-    # One row for what the picture shows and one for the stages; matplotlib fills column by column.
+    # One row for the chart's entries and one for the stages; matplotlib fills column by column.
     empty = (Patch(alpha=0), "")
     columns = list(zip_longest(shown, of_stages, fillvalue=empty))
     handles, labels = zip(*(entry for column in columns for entry in column), strict=True)
     figure.legend(handles, labels, loc="outside lower left", ncols=len(columns), fontsize=8.5, frameon=False)
     content = io.BytesIO()
     figure.savefig(content, format="png")
-    write_beside(path, content.getvalue())
+    write_atomically(path, content.getvalue())

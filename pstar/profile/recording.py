@@ -1,9 +1,9 @@
-"""What one rank did and held, and when: the recorder that the engine's layers report to, and its file.
+"""The recorder of one rank's copies, bytes and stages, to which the engine's layers report, and its file.
 
-Everything is kept in memory while training runs and written once, by `save`; `pstar trace` turns the files into a trace for
-Perfetto and into charts. Memory is bounded twice: only the first steps are kept (training repeats itself: the first step
-is traced, the second is the first one that follows the trace, and the rest look like it), and never more than max_events.
-After that the profile is *closed*: reports are answered at the cost of one comparison and nothing is kept.
+Events are kept in memory while training runs, and written by `save`; `pstar trace` turns the files into a trace for Perfetto
+and into charts. Memory is bounded twice. Only the first steps are kept: the first step is traced, the second is the first
+that follows the trace, and later steps look like it. And at most max_events are kept. After that the profile is *closed*: a
+report costs one comparison, and is not kept.
 """
 
 import json
@@ -21,18 +21,18 @@ from pstar.errors import ArgumentError, ProfileError
 FORMAT, VERSION = "pstar profile", 1
 NUM_STEPS = 8
 MAX_EVENTS = 200_000
-"""About 50 MB of memory and 11 MB of file, seen with half of them spans."""
+"""About 50 MB of memory and 11 MB of file, measured with half of the events being spans."""
 
 TIERS = ("near", "far", "disk")
 LANES = ("compute", "far to near", "near to far", "far to disk", "disk to far", "gather", "reduce", "wait")
-"""The lanes that the engine reports; others are allowed and come after these."""
+"""The lanes that the engine reports; others are allowed and are shown after these."""
 
 Key = tuple[str, int]
 """(kind, number), for example ("param", 3)."""
 
 
 class Span(NamedTuple):
-    """Something that took time."""
+    """Work with a begin and an end: a copy, an update, a wait."""
 
     lane: str
     name: str
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class Used(NamedTuple):
-    """From `at` on num_bytes of the tier are in use."""
+    """num_bytes of the tier are in use from `at` on."""
 
     at: float
     tier: str
@@ -50,14 +50,14 @@ class Used(NamedTuple):
 
 
 class NonModel(NamedTuple):
-    """From `at` on num_bytes near are something else than chunks: activations, buffers, what kernels work in."""
+    """num_bytes of near are not chunks from `at` on: activations, buffers, kernels' scratch memory."""
 
     at: float
     num_bytes: int
 
 
 class BlockEvent(NamedTuple):
-    """A block has (num_bytes is a number) or no longer has (None) a copy in a tier."""
+    """A block gets a copy in a tier (num_bytes is a number), or loses it (None)."""
 
     at: float
     kind: str
@@ -82,12 +82,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a profile holds. All times are seconds since the profile's start; every list is in the order of time.
+    """The content of a profile. All times are seconds since the profile's start; every list is in the order of time.
 
     rank, about: as given to Profile.
-    started: the start on the system's clock, in seconds since 1970, so that ranks can be laid beside each other.
-    begin, end: the time that is covered.
-    closed: why the profile ended before it was saved, or None.
+    started: the start on the system's clock, in seconds since 1970, to align ranks.
+    begin, end: the time that the recording covers.
+    closed: the reason why the profile ended before it was saved, or None.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class Recording:
     steps: tuple[Step, ...]
 
     def budget(self, tier: str) -> int | None:
-        """The tier's budget in bytes, None where there is none or it is not known."""
+        """The tier's budget in bytes, None if there is none or it is not known."""
         return self.about.get("budgets", {}).get(tier)
 
 
@@ -112,14 +112,14 @@ class Profile:
     """The recorder of one rank. May be called from any thread.
 
     Args:
-        rank: of this process.
-        about: what the pictures should say about the run. Keys that are read: "budgets" ({tier: bytes or None}), "device",
-            "num_ranks", "model_data_bytes", "policy", "budget_includes_non_model" (true where the near budget is for
-            both); others are kept and shown in the trace. Values become plain JSON.
-        num_steps: steps that are kept, counted from the first; the next one closes the profile.
-        max_events: reports that are kept; the next one closes the profile.
+        rank: this process's rank.
+        about: facts about the run for charts and trace. Charts read "budgets" ({tier: bytes or None}), "device",
+            "num_ranks", "model_data_bytes", "policy", "budget_includes_non_model" (true if the near budget is for both);
+            other keys are shown in the trace. Values become plain JSON.
+        num_steps: steps that are kept, counted from the first; the next step closes the profile.
+        max_events: reports that are kept; the next report closes the profile.
 
-    Reports are not checked against each other (a profile may begin in the middle of a run): a copy that leaves without
+    Reports are not checked against each other (a profile may begin in the middle of a run). A copy that leaves without
     having entered was there from the beginning.
     """
 
@@ -127,7 +127,7 @@ class Profile:
         self.rank, self.about = rank, _plain(about or {})
         self.num_steps, self.max_events = num_steps, max_events
         self.closed: str | None = None
-        """Why nothing more is kept, or None while it is recording."""
+        """The reason why no more reports are kept, or None while it records."""
         self._spans: list[Span] = []
         self._used: list[Used] = []
         self._non_model: list[NonModel] = []
@@ -137,7 +137,7 @@ class Profile:
         self._last_used: dict[str, int] = {}
         self._num_events = 0
         self._end = 0.0
-        self._lock = threading.RLock()     # one that a report from a finaliser, in the middle of another, does not block
+        self._lock = threading.RLock()     # reentrant: a finaliser may report in the middle of another report
         self._started, self._origin = time.time(), time.perf_counter()
 
     def now(self) -> float:
@@ -145,9 +145,9 @@ class Profile:
         return time.perf_counter() - self._origin
 
     def span(self, lane: str, name: str, begin: float, end: float, **args: Any) -> None:
-        """Something took time, from begin to end as `now` counts. lane: one of LANES; args are shown with it.
+        """Reports work from begin to end, times of `now`. lane: one of LANES; args are shown with the span.
 
-        Raises ArgumentError when it ends before it begins.
+        Raises ArgumentError if it ends before it begins.
         """
         if self.closed is not None:
             return
@@ -156,42 +156,42 @@ class Profile:
         self._keep(self._spans, Span(lane, name, begin, end, _plain(args)))
 
     def used(self, tier: str, num_bytes: int) -> None:
-        """The tier's used bytes are num_bytes now."""
+        """Reports that num_bytes of the tier are in use now."""
         with self._lock:
             if self.closed is None and self._last_used.get(tier) != num_bytes:
                 self._last_used[tier] = int(num_bytes)
                 self._keep(self._used, Used(self.now(), tier, int(num_bytes)))
 
     def non_model(self, num_bytes: int) -> None:
-        """The bytes near that are not chunks are num_bytes now."""
+        """Reports that num_bytes of near are not chunks now."""
         with self._lock:
             self._keep(self._non_model, NonModel(self.now(), int(num_bytes)))
 
     def enter(self, key: Key, tier: str, num_bytes: int) -> None:
-        """Block (kind, number) has a copy of num_bytes in the tier now."""
+        """Reports that block (kind, number) has a copy of num_bytes in the tier now."""
         with self._lock:
             self._keep(self._blocks, BlockEvent(self.now(), key[0], int(key[1]), tier, int(num_bytes)))
 
     def leave(self, key: Key, tier: str) -> None:
-        """Block (kind, number) no longer has a copy in the tier."""
+        """Reports that block (kind, number) has lost its copy in the tier."""
         with self._lock:
             self._keep(self._blocks, BlockEvent(self.now(), key[0], int(key[1]), tier, None))
 
     def stage(self, name: str) -> None:
-        """The stage that begins now: "forward", "backward", "adam", "idle", ... The same again changes nothing."""
+        """Reports the stage that begins now: "forward", "backward", "adam", "idle", ... A repeated stage has no effect."""
         with self._lock:
             if not self._stages or self._stages[-1].name != name:
                 self._keep(self._stages, Stage(self.now(), name))
 
     def step(self, number: int) -> None:
-        """A training step begins now. After num_steps of them this closes the profile instead."""
+        """Reports that a training step begins now. After num_steps steps it closes the profile instead."""
         with self._lock:
             if self.closed is None and len(self._steps) >= self.num_steps:
                 self._close(f"the first {self.num_steps} steps were kept")
             self._keep(self._steps, Step(self.now(), int(number)))
 
     def recording(self) -> Recording:
-        """What was recorded until now."""
+        """The recording until now."""
         with self._lock:
             end = self.now() if self.closed is None else self._end
             spans = sorted(self._spans, key=lambda span: (span.begin, -span.end))
@@ -200,15 +200,15 @@ class Profile:
                              tuple(self._stages), tuple(self._steps))
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile as one JSON file, beside its place and renamed, so that no half file is ever seen.
+        """Writes the profile as one JSON file, first under a temporary name, so no incomplete file is ever visible.
 
-        Recording goes on. Raises ProfileError where the file cannot be written.
+        Recording goes on. Raises ProfileError if the file cannot be written.
         """
         recording = self.recording()
         content = {"format": FORMAT, "version": VERSION}
         for name, value in vars(recording).items():
             content[name] = [_rounded(row) for row in value] if name in _ROWS else _rounded([value])[0]
-        write_beside(Path(path), json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
+        write_atomically(Path(path), json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
 
     def _keep(self, events: list, event: tuple) -> None:
         with self._lock:
@@ -222,7 +222,7 @@ class Profile:
         self.closed, self._end = why, self.now()
 
 
-def write_beside(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file beside its place and renames it. Raises ProfileError, naming the file, where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,14 +243,13 @@ _ROWS = {
     "stages": (Stage, (_TIME, str)),
     "steps": (Step, (_TIME, int)),
 }
-"""The lists of the file: what a row becomes, and what its fields must be."""
+"""The lists of the file: the class of a row, and the types of its fields."""
 
 
 def load_profile(path: str | Path) -> Recording:
     """Reads a file that Profile.save wrote.
 
-    Raises ProfileError, naming the file, when it cannot be read, is no JSON, is something else than a profile, is of
-    another version, or is damaged.
+    Raises ProfileError, which names the file, if it cannot be read, is no JSON, no profile, of another version, or damaged.
     """
     path = Path(path)
     try:
@@ -272,7 +271,7 @@ def load_profile(path: str | Path) -> Recording:
 
 
 def _damage(content: dict) -> str | None:
-    """What is wrong with a profile's content, or None."""
+    """The first error in a profile's content, or None."""
     heads = {"rank": _BYTES, "about": dict, "started": _TIME, "begin": _TIME, "end": _TIME}
     for name, kind in heads.items():
         if not _is(content.get(name), kind):
@@ -316,12 +315,12 @@ def _short(value: object) -> str:
 
 
 def _rounded(row: Sequence) -> list:
-    """A row for the file: times to the nanosecond, what no clock here measures is left out."""
+    """A row for the file: times are rounded to nanoseconds, the resolution of the clock."""
     return [round(value, 9) if isinstance(value, float) else value for value in row]
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can write it; a tensor must not be kept alive by a profile, nor can JSON write infinity."""
+    """The value as plain JSON types: a profile must not keep tensors alive, and JSON cannot write infinity."""
     if isinstance(value, dict):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

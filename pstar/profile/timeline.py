@@ -1,4 +1,4 @@
-"""What follows from a recording: when stages and copies ended, levels over time, a cut to some steps. Pure functions."""
+"""Pure functions of a recording: ends of stages and copies, levels over time, a cut to some steps."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from pstar.profile.recording import TIERS, BlockEvent, Key, Recording, Stage
 
 
 class Interval(NamedTuple):
-    """A name that held from begin to end, in seconds."""
+    """A named interval from begin to end, in seconds."""
 
     name: str
     begin: float
@@ -27,17 +27,17 @@ class Life(NamedTuple):
 
 
 FIRST_KINDS = ("param", "gathered", "grad", "grad_full")
-"""Kinds of blocks in the order in which pictures show them; the optimizer's come after these."""
+"""Kinds of blocks in the order of the charts; the optimizer's kinds come after these."""
 
 
 def in_order(keys: Iterable[Key]) -> list[Key]:
-    """Block keys as pictures show them: parameters, gradients, then the optimizer's kinds by name."""
+    """Block keys in the order of the charts: parameters, gradients, then the optimizer's kinds by name."""
     order = {kind: place for place, kind in enumerate(FIRST_KINDS)}
     return sorted(keys, key=lambda key: (order.get(key[0], len(order)), key))
 
 
 def tier_order(tier: str) -> tuple[int, str]:
-    """Sorts near before far before disk before any other."""
+    """A sort key: near, far, disk, then other tiers by name."""
     return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)
 
 
@@ -49,17 +49,17 @@ def stages(recording: Recording) -> list[Interval]:
 
 
 def used_levels(recording: Recording, tier: str) -> list[tuple[float, int]]:
-    """[(from this moment on, bytes used in the tier)]; empty when nothing was reported."""
+    """[(from this time on, bytes used in the tier)]; empty if nothing was reported."""
     return [(sample.at, sample.num_bytes) for sample in recording.used if sample.tier == tier]
 
 
 def non_model_levels(recording: Recording) -> list[tuple[float, int]]:
-    """[(from this moment on, bytes near that are no chunks)]; empty when nothing was reported."""
+    """[(from this time on, bytes of near that are not chunks)]; empty if nothing was reported."""
     return [(sample.at, sample.num_bytes) for sample in recording.non_model]
 
 
 def lives(recording: Recording) -> dict[Key, list[Life]]:
-    """Where each block's copies were, as intervals without a gap of the same tiers; a time without any copy has none.
+    """The tiers of each block's copies, as intervals with the same tiers; no interval while a block has no copy.
 
     A copy that leaves without having entered was there from the recording's begin.
     """
@@ -81,10 +81,10 @@ def lives(recording: Recording) -> dict[Key, list[Life]]:
 
 
 def cut(recording: Recording, first: int, last: int) -> Recording:
-    """The recording from the begin of step `first` to the end of step `last`, times as before.
+    """The recording from the begin of step `first` to the end of step `last`, with unchanged times.
 
-    What began earlier or ends later is clipped; levels, copies and the stage at the begin are carried over. Raises
-    ProfileError, naming the steps that there are, when one of the two is not among them.
+    Spans that begin earlier or end later are clipped. Levels, copies and the stage at the begin are carried over. Raises
+    ProfileError, which names the recorded steps, if one of the two is not among them.
     """
     numbers = [step.number for step in recording.steps]
     for number in (first, last):
@@ -111,7 +111,7 @@ def cut(recording: Recording, first: int, last: int) -> Recording:
 
 
 def _with_first_entries(recording: Recording) -> list[BlockEvent]:
-    """The recording's block events, and before them an entry for each copy whose first event is that it leaves."""
+    """The recording's block events, preceded by an entry for each copy whose first event is that it leaves."""
     first: dict[tuple, BlockEvent] = {}
     for event in recording.blocks:
         first.setdefault((event.kind, event.number, event.tier), event)
@@ -120,7 +120,7 @@ def _with_first_entries(recording: Recording) -> list[BlockEvent]:
 
 
 def _end_life(found: list[Life], held: dict[str, int], begin: float, end: float) -> None:
-    """Writes down that the copies lasted until now; a longer life with the same tiers grows."""
+    """Appends the life of the held copies from begin to end; extends the last life if it has the same tiers."""
     tiers = tuple(sorted(held, key=tier_order))
     if not tiers or begin == end:
         return
@@ -130,7 +130,7 @@ def _end_life(found: list[Life], held: dict[str, int], begin: float, end: float)
 
 
 def _levels_from(samples: Iterable, begin: float, end: float) -> list:
-    """Samples of one thing between begin and end, the last one before begin moved there."""
+    """The samples of one series between begin and end; the last sample before begin is moved to begin."""
     samples = list(samples)
     before = [sample for sample in samples if sample.at <= begin]
     return [sample._replace(at=begin) for sample in before[-1:]] + [s for s in samples if begin < s.at < end]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pstar.errors import ArgumentError, ProfileError
 from pstar.profile.charts import near_chart, places_chart, require_matplotlib
-from pstar.profile.recording import load_profile, write_beside
+from pstar.profile.recording import load_profile, write_atomically
 from pstar.profile.timeline import cut
 from pstar.profile.trace_export import make_trace
 
@@ -22,10 +22,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes trace.json, near.png and blocks.png (of several ranks near_rank0.png, ...) and prints what it wrote.
+    """Writes trace.json, near.png and blocks.png (for several ranks near_rank0.png, ...), and prints their paths.
 
-    Returns 0. Raises ArgumentError for --steps that is no range, ProfileError for the rest: nothing has been written then,
-    except where a profile that makes a trace has nothing for a chart.
+    Returns 0. Raises ArgumentError if --steps is no range, ProfileError for other errors. No file is written then, unless a
+    profile is enough for a trace but has no data for a chart.
     """
     if not arguments.no_charts:
         require_matplotlib()
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.out)
     target = folder / "trace.json"
-    write_beside(target, json.dumps(trace, separators=(",", ":")).encode())
+    write_atomically(target, json.dumps(trace, separators=(",", ":")).encode())
     print(f"{target}: {len(trace['traceEvents'])} events, ranks: {', '.join(str(r.rank) for r in recordings)}; "
           f"open it at https://ui.perfetto.dev")
     for recording in recordings if not arguments.no_charts else ():

@@ -1,11 +1,11 @@
 """Profiles as one trace in Chrome's trace event format, which ui.perfetto.dev and chrome://tracing open.
 
     process "rank 0"           a lane for stages and one for each kind of span; counters of each tier's bytes and budget
-    process "rank 0: blocks"   a lane for each block, and in it a slice for each time in which the same tiers had it
+    process "rank 0: blocks"   a lane for each block, with a slice for each interval in which the same tiers had it
 
-Slices of one lane must lie beside or inside each other, or a viewer drops them. Moves that overlap (they are reported from
-several threads) are therefore spread over lanes "far to near", "far to near 2", ... In the file times are microseconds, with
-the nanoseconds behind the point. Ranks are aligned by the system's clocks at their starts.
+Slices of one lane must be disjoint or nested, or a viewer drops them. Overlapping copies (reported from several threads) are
+therefore spread over lanes "far to near", "far to near 2", ... Times in the file are microseconds with three decimals, that
+is nanoseconds. Ranks are aligned by the system's clocks at their starts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ STAGES_LANE = "stages"
 def make_trace(recordings: Sequence[Recording]) -> dict:
     """The trace of one or several ranks, to be written as JSON: {"traceEvents": [...], ...}.
 
-    Raises ProfileError when two recordings are of the same rank.
+    Raises ProfileError if two recordings are of the same rank.
     """
     ranks = [recording.rank for recording in recordings]
     for rank in ranks:
@@ -36,7 +36,7 @@ def make_trace(recordings: Sequence[Recording]) -> dict:
 
 
 class _RankEvents:
-    """The events of one rank. shift: what is added to its times, in seconds."""
+    """The events of one rank. shift: seconds that are added to its times."""
 
     def __init__(self, recording: Recording, shift: float):
         self.recording, self.shift_ns = recording, round(shift * 1e9)
@@ -96,7 +96,7 @@ class _RankEvents:
         yield from self._counter("near non-model", non_model_levels(self.recording))
 
     def _counter(self, name: str, levels: list[tuple[float, int]]) -> Iterator[dict]:
-        """The levels, and the last one again at the end, up to which it holds."""
+        """The levels; the last one is repeated at the end of the recording, until which it holds."""
         for at, num_bytes in [*levels, *((self.recording.end, num_bytes) for _, num_bytes in levels[-1:])]:
             yield {"ph": "C", "ts": self._ns(at) / 1000, "pid": self.pid, "tid": 0, "name": name, "cat": "bytes",
                    "args": {"bytes": num_bytes}}
@@ -110,11 +110,11 @@ class _RankEvents:
 
 
 def side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spreads spans over as few lists as a first fit needs, so that within a list any two are disjoint or nested.
+    """Spreads spans over lists by first fit, so that any two spans of a list are disjoint or nested.
 
-    Times are compared to the nanosecond, as the trace holds them.
+    Times are compared in nanoseconds, the resolution of the trace.
     """
-    parts: list[tuple[list[Span], list[int]]] = []      # with the ends of the spans that are open, the innermost last
+    parts: list[tuple[list[Span], list[int]]] = []      # (spans, ends of the open spans, innermost last)
     for span in sorted(spans, key=lambda span: (round(span.begin * 1e9), -round(span.end * 1e9))):
         begin, end = round(span.begin * 1e9), round(span.end * 1e9)
         for _, ends in parts:

@@ -1,1 +1,1 @@
-"""Numbers: the trace of a step's moments, next uses, and which block is evicted."""
+"""Pure numbers: the trace of a step's moments, next uses, and the choice of the block to evict."""

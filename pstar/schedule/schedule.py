@@ -1,13 +1,12 @@
-"""When each block is needed next, and which one leaves when room is short: pure functions of numbers, no tensors.
+"""When each block is needed next, and which block is evicted when room is short: pure functions of numbers, no tensors.
 
-Training repeats itself: every step touches the same blocks in the same order. So the first step is recorded as a list of
-*moments*, one key each, and from then on the future is known (PatrickStar, section 8.1). Knowing it, the best victim is
-the block whose next use lies farthest ahead (Belady 1966); the trace is a cycle, so after the last moment comes the first.
-Where blocks differ in size, and some must be copied out and others not, the distance is weighed with the bytes that the
-eviction moves. Before the future is known, or where it is not wanted, the least recently used block leaves, or the first
-that came.
+Every step of training touches the same blocks in the same order. So the first step is recorded as a list of *moments*, one
+key each, and from then on the future is known (PatrickStar, section 8.1). The best victim is then the block whose next use
+is farthest ahead (Belady 1966). The trace is a cycle: after the last moment comes the first. Blocks differ in size, and
+some must be copied out and others not: the distance is weighted with the bytes that the eviction moves. Without a trace the
+least recently used block is evicted. The policies "lru" and "fifo" never use the trace.
 
-With each moment the trace keeps the peak of what else lies near (activations): what is left of near for blocks then.
+With each moment the trace keeps the peak of activations in near, from which follows the room for blocks at that moment.
 """
 
 from bisect import bisect_right
@@ -29,8 +28,8 @@ MOST_TRACES = 8
 class Candidate:
     """A block that may leave a tier.
 
-    num_bytes: what its leaving frees. store_bytes: what must be copied out for that; 0 for a clean block. came: when it came
-    into the tier, on any clock.
+    num_bytes: bytes that its eviction frees. store_bytes: bytes that must be copied out for it; 0 for a clean block.
+    came: when it came into the tier, on any clock.
     """
 
     key: Key
@@ -42,10 +41,10 @@ class Candidate:
 class Trace:
     """One step's accesses, as a cycle.
 
-    accesses: the keys in order. peaks: for each moment the most bytes of other things near, from it to the next one.
-    positions: for each key the sorted moments at which it is touched. stretches: (key, largest peak, first moment) without
-    those touches that repeat one of the two keys before them: backward turns from a group's parameters to its gradients and
-    back for every parameter. stretch_of: the number of each moment's stretch.
+    accesses: the keys in order. peaks: for each moment the most bytes of activations in near until the next moment.
+    positions: for each key the sorted moments at which it is touched. stretches: (key, largest peak, first moment) of runs
+    of moments; a touch that repeats one of the last two keys begins no new stretch, because backward alternates between a
+    group's parameters and its gradients, parameter by parameter. stretch_of: the number of each moment's stretch.
     """
 
     def __init__(self, accesses: Sequence[Key], peaks: Sequence[int] = ()):
@@ -76,8 +75,8 @@ class Trace:
         return positions[index] if index < len(positions) else positions[0] + len(self.accesses)
 
     def bring_forward(self, key: Key, moment: int) -> None:
-        """Key is touched at `moment`, and what was to come from there until its own turn one moment later each. Nothing
-        where one of these is touched at other moments too."""
+        """Moves key's next touch to `moment`, and each touch between the two one moment later. No effect if one of these
+        keys is touched at other moments too."""
         turn = next((turn for turn in self.positions.get(key, ()) if turn >= moment), moment)
         keys = self.accesses[moment : turn + 1]
         if turn == moment or any(len(self.positions[each]) > 1 for each in keys):
@@ -90,13 +89,13 @@ class Trace:
 
 
 class Peaks(Protocol):
-    """What is asked of pstar.chunks.peak_watch.PeakWatch."""
+    """The part of pstar.chunks.peak_watch.PeakWatch that a Schedule uses."""
 
     def take_peak(self) -> int:
-        """The most bytes of other things near since it was asked last."""
+        """The most bytes of activations in near since the last call."""
 
     def agree(self, peaks: list[int]) -> list[int]:
-        """Makes of this rank's peaks those of all ranks, which must decide alike."""
+        """The maximum over all ranks of each peak: all ranks must make the same decisions."""
 
 
 class Recording:
@@ -136,15 +135,15 @@ class Recording:
 class Schedule:
     """Records the first step, follows the trace afterwards, and names the victims of eviction.
 
-    A step is begun by begin_step, walked by touch, ended by end_step. A touch that differs from the trace means that the
-    step is not the one that was recorded (a skipped layer): the trace is thrown away at once, and the next whole step is
-    recorded anew. A step with inputs of another shape (its signature) has a trace of its own. Accesses outside a step
-    (evaluation) move only the clock of least-recent use.
+    begin_step begins a step, touch advances it, end_step ends it. A touch that differs from the trace means that the step is
+    not the recorded one (a skipped layer): the trace is thrown away at once, and the next whole step is recorded anew. Steps
+    with inputs of different shapes (signatures) have different traces. Accesses outside a step (evaluation) count for the
+    least recent use only.
 
     Args:
         policy: one of POLICIES.
-        uses: the keys of the trace that mean a use of a block: its own, or those under which several blocks are used.
-        peaks: measures what else lies near while a step is recorded; None where nobody wants to know.
+        uses: the keys of the trace that mean a use of a block: the block's key, or keys that stand for several blocks.
+        peaks: measures activations in near while a step is recorded; None: they are not measured.
     """
 
     def __init__(self, policy: str = "next_use", uses: Callable[[Key], Iterable[Key]] = lambda key: (key,),
@@ -164,7 +163,7 @@ class Schedule:
         self._clock = 0
         self._last_use: dict[Key, int] = {}
         self.last: Key | None = None
-        """What was touched last, where touching it again would tell nothing new."""
+        """The key that was touched last; touching it again has no effect. None where a step or a pause begins or ends."""
 
     @property
     def in_step(self) -> bool:
@@ -177,21 +176,21 @@ class Schedule:
 
     @property
     def moment(self) -> int:
-        """Number of the access that the trace is at; -1 before the first and while a step is recorded."""
+        """Index of the current access in the trace; -1 before the first and while a step is recorded."""
         return self._moment
 
     @property
     def peak(self) -> int | None:
-        """Bytes of other things near from this moment to the next; None where that is not known."""
+        """Bytes of activations in near from this moment to the next; None if not known."""
         known = self._in_step and not self._paused and self.trace is not None and self._moment >= 0
         return self.trace.peaks[self._moment] if known else None
 
     def follow(self, trace: Trace, signature: Hashable = None) -> None:
-        """Takes a trace as known, as if a step with that signature had been recorded."""
+        """Adds a trace, as if a step with that signature had been recorded."""
         self._traces[signature] = trace
 
     def begin_step(self, signature: Hashable = None) -> None:
-        """A step begins. signature: the shapes of its inputs, or whatever else makes a step another one."""
+        """Begins a step. signature: the shapes of its inputs, or whatever else distinguishes steps with different traces."""
         if self._in_step:
             raise StateError("begin_step inside a step: the step before it was not ended by optimizer.step()")
         self._in_step, self.last = True, None
@@ -225,13 +224,13 @@ class Schedule:
             if self._moment >= len(self.trace) or self.trace.accesses[self._moment] != key:
                 self.forget()
 
-    def in_its_turn(self, key: Key) -> None:
-        """Key will be touched next, whatever the trace names next: it is free to come before that, and from now on does."""
+    def expect_next(self, key: Key) -> None:
+        """Key will be touched next: moves it to this place in the trace, for later steps too (see Trace.bring_forward)."""
         if self._in_step and not self._paused and self.trace is not None:
             self.trace.bring_forward(key, self._moment + 1)
 
     def prefetched(self, key: Key) -> None:
-        """Key was brought before its moment: counts as used, or LRU evicts it."""
+        """Counts a prefetched block as used, or LRU evicts it."""
         self._last_use[key] = self._clock
 
     def end_moment(self) -> None:
@@ -244,7 +243,7 @@ class Schedule:
     def upcoming(self, kind: str) -> tuple[Key, tuple[Key, ...]] | None:
         """(the next key (kind, ...) of this step after the current moment, the keys touched before it).
 
-        None where that is not known: outside a step, without a trace, and where none follows in this step.
+        None outside a step, without a trace, and if no such key follows in this step.
         """
         if not self._in_step or self._paused or self.trace is None:
             return None
@@ -255,7 +254,7 @@ class Schedule:
         return None
 
     def next_keys(self, num: int) -> list[Key]:
-        """The next `num` different keys of this step; empty where that is not known."""
+        """The next `num` different keys of this step; empty if they are not known."""
         found: list[Key] = []
         if self._in_step and not self._paused and self.trace is not None:
             accesses = self.trace.accesses
@@ -268,14 +267,14 @@ class Schedule:
 
     @property
     def stretch(self) -> int:
-        """Which of the trace's stretches this moment belongs to; -1 where that is not known."""
+        """The number of this moment's stretch of the trace; -1 if not known."""
         if not self._in_step or self._paused or self.trace is None:
             return -1
         return self.trace.stretch_of[max(0, self._moment)]
 
     def coming(self) -> Iterator[tuple[Key, int, int]]:
-        """(key, bytes of other things near at most, moment) of the stretches of the trace from this one on, around the end
-        of the step to this one again, where moments are counted on; nothing where they are not known."""
+        """(key, largest peak, first moment) of each stretch, from the current one on and around the end of the step; there
+        moments are counted on beyond the length of the trace. Empty if no trace is known."""
         first = self.stretch
         if first >= 0:
             yield from self.trace.stretches[first:]
@@ -283,17 +282,17 @@ class Schedule:
                 yield key, peak, moment + len(self.trace)
 
     def next_use(self, key: Key) -> float:
-        """The moment at which a block is used next, counted on into the next step; NEVER where no trace knows it."""
+        """The moment at which a block is used next, counted on into the next step; NEVER if it is in no trace."""
         if self.trace is None:
             return NEVER
         return min((self.trace.next_use(use, self._moment) for use in self._uses(key)), default=NEVER)
 
     def is_in_next_step(self, moment: float) -> bool:
-        """Whether a moment that was counted on lies behind the end of this step."""
+        """Whether a moment that was counted on belongs to the next step."""
         return self.trace is not None and moment >= len(self.trace)
 
     def first_use(self, key: Key) -> float:
-        """The moment of this step at which a key was touched first, or will be; NEVER where that is not known."""
+        """The moment of this step at which a key was touched first, or will be; NEVER if not known."""
         if self._recording is not None:
             return self._recording.keys.index(key) if key in self._recording.keys else NEVER
         return self.trace.positions.get(key, (NEVER,))[0] if self.trace is not None else NEVER
@@ -326,16 +325,16 @@ class Schedule:
         self._recording = None
 
     def forget_all(self) -> None:
-        """Throws all traces away, of whatever shapes."""
+        """Throws all traces away, whatever their signatures."""
         self._traces.clear()
         self.forget()
 
     def known_peaks(self) -> list[int]:
-        """The bytes of other things near, at all moments of all traces."""
+        """The peaks of activations in bytes, of all moments of all traces."""
         return [peak for trace in self._traces.values() for peak in trace.peaks]
 
     def victim(self, candidates: Iterable[Candidate]) -> Key | None:
-        """Which of the candidates leaves; None where there are none. Ties go to the first in the order given."""
+        """The key of the candidate to evict; None if there are none. Ties go to the first in the given order."""
         candidates = list(candidates)
         if not candidates:
             return None
@@ -346,9 +345,9 @@ class Schedule:
         return min(candidates, key=lambda candidate: self._last(candidate.key)).key
 
     def _worth(self, candidate: Candidate) -> tuple[float, int]:
-        """How good it is that a block leaves: how long it frees its bytes, for each byte that goes out or comes back.
+        """The worth of an eviction: moments times bytes freed, divided by the bytes that are copied out and back.
 
-        Among those that are never used again the one that need not be copied, and then the largest, goes first.
+        Among blocks that are never used again, the one that frees most bytes beyond those copied out leaves first.
         """
         distance = self.next_use(candidate.key) - self._moment
         if distance == NEVER:
@@ -362,9 +361,9 @@ class Schedule:
 def count_loads(accesses: Sequence[Key], room: int | Sequence[int], policy: str = "next_use", num_steps: int = 3) -> int:
     """Loads in the last of num_steps repetitions of accesses, with room for `room` blocks of equal size.
 
-    room: a constant, or one number for each access. This is the engine's own Schedule run on numbers alone: what a page or
-    a test says about loads comes from here. For n chunks touched forward and then backward and constant room it is
-    2 * (n - room) with next_use and lru alike.
+    room: a constant, or one number for each access. This runs the engine's Schedule on numbers alone: pages and tests take
+    their counts of loads from here. For n chunks touched forward and then backward and constant room the result is
+    2 * (n - room), with next_use and with lru.
     """
     rooms = [room] * len(accesses) if isinstance(room, int) else room
     schedule, resident, loads, clock = Schedule(policy), {}, 0, 0    # key -> when it came

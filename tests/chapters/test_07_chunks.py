@@ -147,7 +147,7 @@ def assert_as_pstar(near: str, accumulate: int, chunk_elems: int, loads: bool = 
     )
     model, optimizer = into_chunks(gpt2(), found.near_budget, chunk_elems, accumulate)
     assert len(model.data.chunks) == len(found.layout.groups) > 3
-    assert [chunk.index for chunk in model.data.chunks if chunk.lives_near] == found.near_homes
+    assert [chunk.index for chunk in model.data.chunks if chunk.lives_near] == found.near_state_groups
     moved = 0
     both = zip(steps_of(model, optimizer, accumulate), steps_of(engine, its_optimizer, accumulate), strict=True)
     for step, (ours, theirs) in enumerate(both, start=1):

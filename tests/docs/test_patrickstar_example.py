@@ -58,7 +58,7 @@ def test_its_keys_mean_what_the_reference_says() -> None:
     near = {"near_budget": "1GiB"}
     hybrid, host = (pstar.plan_engine(MyModel, near | {"optimizer": {"params": {"use_hybrid_adam": value}}})
                     for value in (True, False))
-    assert hybrid.near_homes and not host.near_homes
+    assert hybrid.near_state_groups and not host.near_state_groups
     model, _ = pstar.initialize_engine(MyModel, 0, {"use_cpu_embedding": True})
     assert "embed.weight" not in model.layout.slots
     with pytest.raises(pstar.ConfigError, match="did you mean 'client.mem_tracer.use_async_mem_monitor'"):

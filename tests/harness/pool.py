@@ -1,9 +1,9 @@
 """`RankPool`: ranks that stay alive for many cases, because starting them costs more than most cases do.
 
 A case is a function at the top level of a module, called on each rank as `function(rank, num_ranks, *args)` inside an
-initialised gloo group. Its arguments and results travel by pickle. A case is red when any rank raises, dies, hangs,
-leaves without a result, or makes other collective calls than its peers; the message names the rank and shows where it
-was. What a test module imports at its top is imported by the ranks too: import slow things (transformers) where needed.
+initialised gloo group. Its arguments and results are pickled. A case is red if any rank raises, dies, hangs, exits
+without a result, or makes other collective calls than its peers; the message names the rank and shows its stack. The ranks
+import all that a test module imports at its top: import slow modules (transformers) inside the functions that need them.
 
     def case(rank, num_ranks, scale):
         total = torch.full((2,), float(rank)) * scale
@@ -34,10 +34,10 @@ from tests.harness.rank import READY, serve
 from tests.tally import started
 
 START_TIMEOUT_S = 180  # the first start imports torch, which takes long on a busy machine
-LIMIT_S = 180.0  # of a case that does not say its own; most take less than a second
-GRACE_S = 0.6  # after a failure whose cause is known: time for the other ranks to say what they know
-LOST_GRACE_S = 5.0  # after one that lost another rank: until that one says why; all mostly do at the same moment
-STACK_S = 5.0  # until a stack that was asked for is written: at once, but on a busy machine
+LIMIT_S = 180.0  # of a case without `timeout`; most cases take less than a second
+GRACE_S = 0.6  # after a failure whose cause is known: the time in which the other ranks may report theirs
+LOST_GRACE_S = 5.0  # after an error about a lost peer: the time in which the peer may report its error, mostly at once
+STACK_S = 5.0  # the longest wait for a hanging rank's stack, which is written at once unless the machine is busy
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 # The server process imports these once; ranks are forked from it and start in a fraction of a second.
@@ -47,9 +47,9 @@ _context.set_forkserver_preload(_preloaded)
 
 
 def preload(*modules: str) -> None:
-    """Adds to what the server process imports, for tests whose cases need much; before the first rank starts.
+    """Adds modules that the server process imports, for cases with many imports; call it before the first rank starts.
 
-    Only modules that start no thread: a fork would lose it.
+    Only modules that start no thread: a fork has no threads.
     """
     _preloaded.extend(modules)
     _context.set_forkserver_preload(_preloaded)
@@ -60,14 +60,14 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(function: Callable, num_ranks: int, *args, timeout: float = LIMIT_S) -> list:
-    """Runs one case on ranks of its own and returns the results by rank. For more than one case keep a `RankPool`."""
+    """Runs one case on new ranks and returns the results by rank. For more than one case keep a `RankPool`."""
     __tracebackhide__ = True
     with RankPool(num_ranks) as pool:
         return pool.run(function, *args, timeout=timeout)
 
 
 class RankPool:
-    """`num_ranks` processes that run case after case. Starts at the first `run`, and anew after a failure."""
+    """`num_ranks` processes that run case after case. They start at the first `run`, and again after a failure."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -100,11 +100,11 @@ class RankPool:
             message = pickle.dumps((self._num_cases, timeout, job))
             output_before = [self._file("output", rank).stat().st_size for rank in range(self.num_ranks)]
             for pipe in self._pipes:
-                with contextlib.suppress(OSError):  # died since the last case: collecting its answer finds that out
+                with contextlib.suppress(OSError):  # the rank died since the last case: _collect reports it
                     pipe.send_bytes(message)
             outcomes = self._collect(timeout)
         except BaseException:
-            self._stop(patience_s=0)  # also on Ctrl-C: a half-run case leaves the ranks in no state to go on from
+            self._stop(patience_s=0)  # also on Ctrl-C: after an interrupted case the ranks cannot run another one
             raise
         output = [self._read("output", rank, start) for rank, start in enumerate(output_before)]
         if all(outcome[0] == "returned" for outcome in outcomes):
@@ -116,12 +116,12 @@ class RankPool:
         raise RankFailure(_report(function, outcomes, output))
 
     def close(self) -> None:
-        """Ends the ranks, which are idle, and everything that they started."""
+        """Ends the ranks, which are idle, and all processes that they started."""
         self._stop(patience_s=5.0)
 
     def _stop(self, patience_s: float) -> None:
         for pipe in self._pipes:
-            pipe.close()  # an idle rank takes this as the end
+            pipe.close()  # ends an idle rank
         for process in self._processes:
             process.join(patience_s)
             _signal_group(process.pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ class RankPool:
         started["ranks"] += self.num_ranks
         for rank in range(self.num_ranks):
             here, there = _context.Pipe()
-            # daemon: should the test run end without close(), Python's exit ends the ranks
+            # daemon: if the test run ends without close(), Python's exit ends the ranks
             process = _context.Process(
                 target=serve, args=(rank, self.num_ranks, str(self._folder), there), daemon=True, name=f"rank {rank}"
             )
@@ -191,7 +191,7 @@ class RankPool:
         return ("died", _how_it_ended(process.exitcode), "")
 
     def _wrote_stack(self, rank: int) -> bool:
-        """True when the whole stack is there. The main thread comes last, and its outermost frame is a module's."""
+        """True if the whole stack is written. The main thread comes last, and its outermost frame is a module's."""
         lines = self._read("stack", rank).splitlines()
         return bool(lines) and (lines[-1].endswith("in <module>") or lines[-1].strip() == "...")
 
@@ -204,12 +204,12 @@ class RankPool:
 
 
 def _report(function: Callable, outcomes: list[tuple], output: list[str]) -> str:
-    """One headline per rank that went wrong, the likeliest cause first; then what each of them left behind."""
+    """One headline per failed rank, the likeliest cause first; then each one's traceback or stack, and its output."""
 
     def order(rank: int) -> int:
         kind = outcomes[rank][0]
         if kind == "raised":
-            return 2 if outcomes[rank][3] else 1  # lost its peer / own fault
+            return 2 if outcomes[rank][3] else 1  # lost its peer / an error of the case
         return {"died": 0, "hung": 3}.get(kind, 4)
 
     wrong = [r for r in sorted(range(len(outcomes)), key=order) if outcomes[r][0] in ("raised", "died", "hung")]
@@ -236,7 +236,7 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    """Reaches a rank and the processes that it started: `serve` made the rank the leader of a group of its own."""
-    # Nothing of it is left: macOS says so with the second error while the last process is being reaped.
+    """Signals a rank and the processes that it started: `serve` made the rank the leader of a new process group."""
+    # These errors mean that the group has ended; macOS raises the second one while the last process is being reaped.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

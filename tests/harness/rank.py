@@ -1,6 +1,6 @@
-"""What runs inside each rank of a `RankPool`: wait for a case, join a fresh process group, run the case, answer.
+"""The program of each rank of a `RankPool`: wait for a case, join a new process group, run the case, send the answer.
 
-The parent speaks first and each rank answers once per case, so one pipe per rank is the whole protocol.
+The parent sends a case, and each rank sends one answer: the protocol needs one pipe per rank.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ READY = ("ready",)
 
 def serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     """Answers cases until the parent closes the pipe. `folder` holds the rendezvous, output and stack files."""
-    # A session of its own: whatever processes a case starts are in this group and die with it (see RankPool.close).
+    # A new session: all processes that a case starts are in its process group and are killed with it (see RankPool.close).
     os.setsid()
     _send_output_to(Path(folder, f"output_{rank}"))
     stack_file = open(Path(folder, f"stack_{rank}"), "w")  # noqa: SIM115  (stays open: the signal handler writes to it)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
-    # Gloo asks for the address of the host name, which a machine without a network cannot answer.
+    # Gloo looks the host name's address up, which fails on a machine without a network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
     import torch
@@ -45,7 +45,7 @@ def serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
 
 
 def _run_case(rank: int, num_ranks: int, rendezvous: Path, timeout_s: float, job: bytes) -> bytes:
-    """Returns the pickled answer: ("returned", value) or ("raised", one line, traceback, is it about communication)."""
+    """Returns the pickled answer: ("returned", value) or ("raised", one line, traceback, whether a peer was lost)."""
     import torch
     import torch.distributed as dist
 
@@ -53,8 +53,8 @@ def _run_case(rank: int, num_ranks: int, rendezvous: Path, timeout_s: float, job
         function, args = pickle.loads(job)
         torch.manual_seed(0)
         random.seed(0)
-        # A group of its own for each case (0.03 s): a message that one case forgot cannot reach the next one, and
-        # the group's timeout, half of the case's, turns a hanging collective into a traceback that shows the line.
+        # A new process group for each case (0.03 s): a message that one case did not receive cannot reach the next one.
+        # The group's timeout, half of the case's, turns a hanging collective into a traceback that shows the line.
         dist.init_process_group(
             "gloo",
             init_method=rendezvous.as_uri(),
@@ -71,13 +71,13 @@ def _run_case(rank: int, num_ranks: int, rendezvous: Path, timeout_s: float, job
             return pickle.dumps(("returned", value))
         except Exception as error:
             raise TypeError(f"the result of the case cannot be pickled: {error}") from error
-    except BaseException as error:  # also SystemExit: a case that leaves is a case that failed
+    except BaseException as error:  # also SystemExit: a case that exits has failed
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         return pickle.dumps(("raised", line, traceback.format_exc(), _is_about_communication(error)))
 
 
 def _same_number_of_collectives() -> None:
-    """One more collective at the end of the case. Gloo numbers them, so a rank that made one fewer hangs here."""
+    """Makes one more collective at the end of the case. Gloo numbers collectives, so a rank with one fewer hangs here."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -91,7 +91,7 @@ def _same_number_of_collectives() -> None:
 
 
 def _is_about_communication(error: BaseException) -> bool:
-    """True for what a rank raises because ANOTHER rank went away or never came: named after the real cause."""
+    """True for errors that a rank raises because ANOTHER rank died or never came: they are reported after the cause."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(
         word in text for word in ("gloo", "connection", "timed out", "same collective calls", "socket", "store")
@@ -104,7 +104,7 @@ def _exit_with_parent() -> None:
 
 
 def _send_output_to(path: Path) -> None:
-    """Points file descriptors 1 and 2 at `path`: what C++ and child processes print is kept as well."""
+    """Redirects file descriptors 1 and 2 to `path`, so that output of C++ and child processes is kept as well."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -148,7 +148,7 @@ def test_between_two_steps_everything_but_bytes_can_be_asked_for():
 def test_a_parameter_without_its_engine_says_so():
     bias = between_two_steps(prefetch=0).head.bias    # no copy goes on in the background, which would know the engine
     gc.collect()
-    with pytest.raises(pstar.StateError, match="parameter head.bias has no bytes: nobody has its engine any more"):
+    with pytest.raises(pstar.StateError, match="parameter head.bias has no bytes: its engine was deleted"):
         bias.sum()
 
 

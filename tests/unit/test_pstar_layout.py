@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pstar.errors import ConfigError
-from pstar.layout.budget import Costs, groups_at_home_near, model_data_bytes, smallest_near_budget
+from pstar.layout.budget import Costs, groups_with_near_states, model_data_bytes, smallest_near_budget
 from pstar.layout.layout import ALIGN_ELEMS, ModuleSpec, align, make_layout, search_chunk_size
 
 
@@ -96,9 +96,9 @@ def test_the_smallest_budget_names_the_module_and_counts_the_modules_around_it()
 def test_with_all_model_data_as_budget_every_group_is_updated_near():
     for num_ranks in (1, 2, 4):
         layout = make_layout(gpt2(2, 64, 1000, 64), 40_000, num_ranks)
-        near = groups_at_home_near(layout, 16 * layout.total_elems, Costs(4, 4, 8))
+        near = groups_with_near_states(layout, 16 * layout.total_elems, Costs(4, 4, 8))
         assert near == list(range(len(layout.groups)))
-        assert groups_at_home_near(layout, 4 * layout.total_elems, Costs(4, 4, 8)) == []
+        assert groups_with_near_states(layout, 4 * layout.total_elems, Costs(4, 4, 8)) == []
 
 
 @pytest.mark.parametrize("chunk", [0, -1])

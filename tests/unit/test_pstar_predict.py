@@ -14,7 +14,7 @@ from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from pstar import cli
 from pstar.config import load_config
 from pstar.errors import BudgetError, ConfigError
-from pstar.layout.budget import Costs, homes_for_capacity, smallest_far_budget, smallest_near_budget
+from pstar.layout.budget import Costs, near_states_for_capacity, smallest_far_budget, smallest_near_budget
 from pstar.numerics.precision import Precision
 from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam, stream_bytes
 from pstar.planner.gpt_shape import MODELS, GptShape, find_model
@@ -445,7 +445,7 @@ def test_capacity_homes_never_take_the_working_set():
     layout = toy.build(near_budget="min", default_chunk_size=3000)[0].layout
     costs = costs_of("fp32")
     for near in range(0, 16 * layout.total_elems, 20_000):
-        homes = homes_for_capacity(layout, near, 50_000, costs)
+        homes = near_states_for_capacity(layout, near, 50_000, costs)
         states = sum(costs.states * layout.groups[index].piece_elems for index in homes)
         assert states == 0 or states + 50_000 <= near
         assert smallest_far_budget(layout, homes, costs, False, True) + states == 16 * layout.total_elems

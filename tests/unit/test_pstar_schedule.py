@@ -213,18 +213,18 @@ def test_what_may_come_in_any_order_changes_the_trace_and_not_its_length():
     run_step(schedule, "abcabxyzw")
     schedule.begin_step()
     for key in "abcabz":
-        schedule.in_its_turn(key)    # for all but z it is as the trace says, or a key that comes more than once
+        schedule.expect_next(key)    # for all but z it is as the trace says, or a key that comes more than once
         schedule.touch(key)
     assert schedule.trace.accesses == tuple("abcabzxyw") and schedule.num_traced == 1
     assert [schedule.trace.next_use(key, 4) for key in "zxyw"] == [5, 6, 7, 8]
     assert schedule.next_keys(9) == ["x", "y", "w"] and [key for key, _, _ in schedule.coming()][:4] == list("zxyw")
     for key in "ywx":
-        schedule.in_its_turn(key)
+        schedule.expect_next(key)
         schedule.touch(key)
     schedule.end_step()
     assert schedule.trace.accesses == tuple("abcabzywx") and schedule.num_steps == 2 and schedule.num_traced == 1
     before = schedule.trace
     schedule.begin_step()
-    schedule.in_its_turn("c")
+    schedule.expect_next("c")
     schedule.touch("c")    # b and a come twice: what is between is no order of ours to change
     assert schedule.trace is None and before.accesses == tuple("abcabzywx")

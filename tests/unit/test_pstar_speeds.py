@@ -108,7 +108,7 @@ class Pair(nn.Module):
         return self.layers(F.one_hot(inputs % 64, 64).to(self.layers[0].weight.dtype)).float().square().mean()
 
 
-def test_states_at_home_near_leave_no_room_for_others(measured):
+def test_states_in_near_leave_no_room_for_others(measured):
     """In bf16 near needs 14 bytes an element of a group for streaming. Here it has 18.2, of which the other group's states
     never leave 10."""
     calls = measured(GPU)
