@@ -22,4 +22,4 @@ class Settings(ParallelSettings):
         if not 0 < self.bucket_mb < float("inf"):
             raise UserError(f"--bucket-mb must be above 0, not {self.bucket_mb}")
         if self.backend == "torch" and self.variant != "bucket":
-            raise UserError(f"--variant {self.variant} is of --backend own: torch's DistributedDataParallel has buckets")
+            raise UserError(f"--variant {self.variant} needs --backend own: torch's DistributedDataParallel has buckets")

@@ -41,7 +41,7 @@ class Settings(ParallelSettings):
         if self.schedule == "interleaved":
             _divides("--pp", self.pp, "interleaved: --grad-accum", self.grad_accum)
         elif self.virtual_stages > 1:
-            raise UserError(f"--virtual-stages {self.virtual_stages} is of --schedule interleaved, not {self.schedule}")
+            raise UserError(f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, not {self.schedule}")
         if self.schedule == "interleaved" and self.pp == 1:
             raise UserError("--schedule interleaved with --pp 1: a pipeline of one rank has nothing to interleave")
         model = self.model
@@ -55,9 +55,9 @@ class Settings(ParallelSettings):
         if self.sequence_parallel:
             _divides("--tp", self.tp, "--sequence-parallel: --seq-len", self.seq_len)
         if self.backend == "torch" and self.timeline:
-            raise UserError("--timeline is of --backend own: torch's schedules say nothing of when they compute")
+            raise UserError("--timeline needs --backend own: torch's schedules say nothing of when they compute")
         if self.backend == "torch" and self.schedule == "naive" and self.pp > 1:
-            raise UserError("--schedule naive is of --backend own: torch.distributed.pipelining has the other three")
+            raise UserError("--schedule naive needs --backend own: torch.distributed.pipelining has the other three")
 
     def about(self) -> list[tuple[str, str]]:
         """For the header of a run."""

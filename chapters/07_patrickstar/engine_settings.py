@@ -122,13 +122,13 @@ class Settings(BaseSettings):
 
     def _validate_own(self) -> None:
         if self.nproc > 1:
-            raise UserError(f"--nproc {self.nproc} is of --backend pstar: --backend own (chunks.py) is one process")
+            raise UserError(f"--nproc {self.nproc} needs --backend pstar: --backend own (chunks.py) is one process")
         if self.precision not in (None, "fp32"):
-            raise UserError(f"--precision {self.precision} is of --backend pstar: --backend own (chunks.py) is for fp32")
+            raise UserError(f"--precision {self.precision} needs --backend pstar: --backend own (chunks.py) is for fp32")
         for name in PSTAR_ONLY:
             if (value := getattr(self, name)) != (usual := self.flags()[name].default):
                 said = dashed(name) if isinstance(usual, bool) else f"{dashed(name)} {value}"
-                raise UserError(f"{said} is of --backend pstar: --backend own (chunks.py) does not know it")
+                raise UserError(f"{said} needs --backend pstar: --backend own (chunks.py) does not know it")
         self.precision = "fp32"
 
     def check_resolved(self) -> None:
