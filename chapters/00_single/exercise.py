@@ -52,7 +52,7 @@ def learning_rate(step: int, settings: Any) -> float:
         step: counted from 1; step `warmup_steps` has the peak rate, `max_steps` and all later steps 1 % of it.
         settings: has lr (the peak), warmup_steps (may be 0) and max_steps (may be as small as warmup_steps).
 
-    Hint: (1 + cos(pi x)) / 2 falls from 1 to 0 while x goes from 0 to 1. max_steps may equal warmup_steps: what do you divide by then?
+    Hint: (1 + cos(pi x)) / 2 falls from 1 to 0 as x goes from 0 to 1. Avoid a division by 0 if warmup_steps = max_steps.
     """
     raise NotImplementedError("learning_rate is yours to write: linear warm-up, then cosine decay to 1 %")
 
