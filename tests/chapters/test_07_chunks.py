@@ -478,14 +478,14 @@ def test_it_resumes_its_own_pstar_s_and_chapter_00_s_runs(ranks, tmp_path: Path)
     (("--nproc", 2), "--nproc 2 needs --backend pstar: --backend own (chunks.py) is one process"),
     (("--precision", "bf16"), "--precision bf16 needs --backend pstar: --backend own (chunks.py) is for fp32"),
     (("--precision", "fp16"), "--precision fp16 needs --backend pstar"),
-    (("--policy", "lru"), "--policy lru needs --backend pstar: --backend own (chunks.py) does not know it"),
+    (("--policy", "lru"), "--policy lru needs --backend pstar: --backend own (chunks.py) does not support it"),
     (("--prefetch", 4), "--prefetch 4 needs --backend pstar"),
     (("--far-budget", "2GiB"), "--far-budget 2GiB needs --backend pstar"),
     (("--overlap-update",), "--overlap-update needs --backend pstar"),
     (("--activation-checkpointing",), "--activation-checkpointing needs --backend pstar"),
     (("--config", "nowhere.json"), "--config nowhere.json needs --backend pstar"),
     (("--near-budget", "100KiB"), "near budget 100KiB (102400 bytes) is too small: module 'transformer.wte'"),
-    (("--chunk-size", "big"), "--chunk-size big is no number of elements"),
+    (("--chunk-size", "big"), "--chunk-size big is not a number of elements"),
     (("--backend", "torch"), "--backend"),
 ])
 def test_what_contradicts_it_is_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
