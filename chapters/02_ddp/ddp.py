@@ -149,8 +149,8 @@ class Replica:
             self.timeline.end_step()
 
     def step_scalars(self) -> dict[str, float]:
-        """For metrics.jsonl, of the last step: bytes given to all-reduce, number of calls, and the bytes that each rank sends
-        by the ring's formula."""
+        """For metrics.jsonl, of the last step: bytes given to all-reduce, number of calls, and bytes that each rank sends by
+        the ring's formula."""
         if self.num_ranks == 1:
             return {}
         formula = ring_bytes(self.last_bytes, self.num_ranks)
