@@ -15,7 +15,7 @@ class Settings(ParallelSettings):
         "bucket", "With --backend own: how gradients are averaged, see ddp.py.", choices=("naive", "bucket", "ring")
     )
     bucket_mb: float = flag(1.0, "MiB of gradients in one all-reduce; torch's default is 25.")
-    timeline: str | None = flag(None, "Chrome trace of a few steps to write (and a PNG beside it).", shown="none")
+    timeline: str | None = flag(None, "Chrome trace of a few steps to write (and a PNG next to it).", shown="none")
 
     def validate(self) -> None:
         super().validate()
