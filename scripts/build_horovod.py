@@ -1,8 +1,8 @@
 """Builds Horovod 0.28.1 from its source distribution against the torch of the running interpreter, and installs it.
 
-Nobody publishes binaries of Horovod: it is compiled where it is used, against one torch and one Python. Its last release
-is of 2023 and asks CMake for C++14, while torch's headers have wanted C++17 since 2.1: changed in the unpacked source.
-The wheel is kept in the user's cache folder, so it is compiled once. What cannot be mended ends with one line and status 2.
+Nobody publishes binaries of Horovod, so each machine compiles it against its torch and its Python. The last release (2023)
+asks CMake for C++14, but torch's headers need C++17 since 2.1; this script changes that in the unpacked source. The wheel
+stays in the user's cache folder, so Horovod is compiled once. An error that the user must solve is one line and status 2.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ PATCHES = (
     # no debug information: a third of the time, and a wheel of 1 MB instead of 18
     ("setup.py", "'RelWithDebInfo'", "'Release'"),
 )  # fmt: skip
-# bytes of memory that one compiler takes with torch's headers
+# memory that one compiler process needs with torch's headers
 BYTES_PER_COMPILER = 2 * 2**30
 
 
 class BuildError(Exception):
-    """One line for the user: what is wrong and what to do."""
+    """An error that is printed as one line: the problem and what to do."""
 
 
 def main() -> None:
-    """Leaves Horovod installed in the environment of the running interpreter, or exits with status 2."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the compilers are ended too
+    """Installs Horovod into the running interpreter's environment if needed; exits with status 2 on failure."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the compilers end too
     try:
         local = local_version()
         found = installed_version("horovod")
@@ -75,11 +75,11 @@ def main() -> None:
         sys.exit(130)
 
 
-# -- what is there ------------------------------------------------------------------------------------------------------
+# -- what is installed --------------------------------------------------------------------------------------------------
 
 
 def torch_version() -> tuple[str, bool]:
-    """(version, has CUDA) of the installed torch, read from its version.py: importing torch takes seconds."""
+    """(version, has CUDA) of the installed torch, read from its version.py, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError(f"{sys.executable} has no torch: start a chapter's train.sh, which sets the environment up")
@@ -89,7 +89,7 @@ def torch_version() -> tuple[str, bool]:
 
 
 def local_version() -> str:
-    """What the wheel is built against, as the local part of its version: torch2.13.0.cpu.gloo."""
+    """The local part of the wheel's version: torch's version and the operations built in, as torch2.13.0.cpu.gloo."""
     version, cuda = torch_version()
     operations = ["gloo"]
     if shutil.which("mpicxx"):
@@ -100,7 +100,7 @@ def local_version() -> str:
 
 
 def nccl_home() -> Path | None:
-    """The folder with NCCL's include/ and lib/: HOROVOD_NCCL_HOME, the package that torch brings, or the system's."""
+    """The folder with NCCL's include/ and lib/: HOROVOD_NCCL_HOME, that of torch's NCCL package, or the system's."""
     given = os.environ.get("HOROVOD_NCCL_HOME")
     packaged = [Path(place, "nvidia", "nccl") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}]
     for home in [*([Path(given)] if given else []), *packaged, Path("/usr"), Path("/usr/local")]:
@@ -110,7 +110,7 @@ def nccl_home() -> Path | None:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed distribution."""
+    """The version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -118,30 +118,30 @@ def installed_version(name: str) -> str | None:
 
 
 def requirements(missing: bool = False) -> list[str]:
-    """The extra `horovod` of pyproject.toml: what building and running it needs; only what is missing, if asked."""
+    """The packages to build and run Horovod: the extra `horovod` of pyproject.toml, or only the missing ones."""
     extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["horovod"]
     return [r for r in extra if not missing or installed_version(re.match(r"[\w.-]+", r).group()) is None]
 
 
 def cache_folder() -> Path:
-    """Where wheels and the source distribution are kept."""
+    """The folder for wheels and the source distribution."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_chinese" / "horovod"
 
 
 def find_wheel(local: str) -> Path | None:
-    """The wheel built earlier for this torch, Python and platform."""
+    """The wheel built earlier for this torch, Python and platform, or None."""
     folder = wheel_folder(local)
     return next(iter(sorted(folder.glob(f"horovod-{VERSION}+*.whl"))), None) if folder.is_dir() else None
 
 
 def wheel_folder(local: str) -> Path:
-    """A folder of the cache for one torch, Python and platform."""
+    """The cache's folder for one torch, Python and platform."""
     platform = re.sub(r"\W", "_", sysconfig.get_platform())
     return cache_folder() / f"{local}-{sys.implementation.cache_tag}-{platform}"
 
 
 def check_tools() -> None:
-    """Raises BuildError when something is missing that pip cannot bring."""
+    """Raises BuildError if a compiler, make or Python's headers are missing, which pip cannot install."""
     compiler = os.environ.get("CXX") or next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
     lacks = []
     if not compiler or not shutil.which(compiler.split()[0]):
@@ -161,7 +161,7 @@ def check_tools() -> None:
 
 
 def run_pip(*arguments: str, cwd: Path = REPO) -> str:
-    """Runs pip of the running interpreter quietly; returns its output, raises BuildError when it fails."""
+    """Runs pip of the running interpreter; returns its output, raises BuildError if it fails."""
     command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check", "--no-input"]
     done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode != 0:
@@ -170,14 +170,14 @@ def run_pip(*arguments: str, cwd: Path = REPO) -> str:
 
 
 def install_requirements() -> None:
-    """Installs what is missing of the extra `horovod`, in the pinned versions."""
+    """Installs the missing packages of the extra `horovod`, in the pinned versions."""
     if lacking := requirements(missing=True):
         say(f"horovod: installing {', '.join(lacking)}")
         run_pip("install", "-c", "constraints.txt", *lacking)
 
 
 def why_it_failed(what: str, output: str) -> str:
-    """One line from the output of pip or of the compiler."""
+    """One line for the user from the output of pip or the compiler."""
     if re.search(r"NewConnectionError|NameResolution|Network is unreachable|ProxyError|ReadTimeout|timed out", output):
         return f"{what} cannot reach the package index: check the network, or put {SDIST} into {cache_folder()}"
     if re.search(r"No space left on device|Errno 28|Disk quota exceeded", output):
@@ -192,7 +192,7 @@ def why_it_failed(what: str, output: str) -> str:
 
 
 def only_one_at_a_time() -> contextlib.AbstractContextManager[None]:
-    """The second of two starts finds the wheel made."""
+    """A lock: the second of two starts waits, then finds the wheel made by the first."""
     return locked(
         cache_folder() / "lock",
         "horovod: another start is building it; waiting",
@@ -219,21 +219,21 @@ def build(local: str) -> Path:
             raise BuildError(f"{why_it_failed('the build of Horovod', text)} (log: {log})")
         wheel = next(made.glob("*.whl"))
         target.mkdir(parents=True, exist_ok=True)
-        beside = target / f"{wheel.name}.tmp{os.getpid()}"  # never half a wheel under its name
-        shutil.copyfile(wheel, beside)
-        os.replace(beside, target / wheel.name)
+        partial = target / f"{wheel.name}.tmp{os.getpid()}"  # renamed when complete
+        shutil.copyfile(wheel, partial)
+        os.replace(partial, target / wheel.name)
     return target / wheel.name
 
 
 def fetch() -> Path:
-    """The source distribution, from the cache or from the package index, its checksum held."""
+    """The source distribution, from the cache or the package index; its checksum is verified."""
     kept = cache_folder() / SDIST
     if not kept.exists():
         say(f"horovod: fetching {SDIST} from the package index")
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as beside:
-            run_pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", beside,
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as staging:
+            run_pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", staging,
                     f"horovod=={VERSION}")  # fmt: skip
-            os.replace(Path(beside, SDIST), kept)
+            os.replace(Path(staging, SDIST), kept)
     if hashlib.sha256(kept.read_bytes()).hexdigest() != SDIST_SHA256:
         kept.unlink()
         raise BuildError(f"{SDIST} is not the file that was released (its checksum differs): removed, start again")
@@ -241,8 +241,8 @@ def fetch() -> Path:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpacks the source distribution below `folder` and returns its top."""
-    # Python 3.11.2, which is Debian's, has no filters; the checksum has said already that this is the released archive
+    """Unpacks the source distribution below `folder`; returns the source's top folder."""
+    # Python 3.11.2 (Debian's) has no filters; the checksum has already proved that this is the released archive
     safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, **safe)
@@ -250,7 +250,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 
 def patch(source: Path) -> None:
-    """Makes the changes of PATCHES; each must find its text, for a change that does nothing would show much later."""
+    """Applies PATCHES; each must find its text, because a patch without effect would show much later."""
     for name, old, new in PATCHES:
         text = (source / name).read_text()
         if old not in text:
@@ -259,14 +259,14 @@ def patch(source: Path) -> None:
 
 
 def num_compilers() -> int:
-    """As many at a time as there are cores and memory for."""
+    """Number of compilers to run at once: limited by cores and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(cores, memory // BYTES_PER_COMPILER))
 
 
 def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
-    """What Horovod's setup.py reads."""
+    """The environment variables that Horovod's setup.py reads."""
     operations = local.split(".")
     chosen = {
         "HOROVOD_WITH_PYTORCH": "1",
@@ -276,7 +276,7 @@ def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
         "HOROVOD_WITH_MPI" if "mpi" in operations else "HOROVOD_WITHOUT_MPI": "1",
         "HOROVOD_LOCAL_VERSION": local,
         "HOROVOD_CMAKE": str(Path(sys.executable).with_name("cmake")),
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the old projects that Horovod carries along
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the old projects that Horovod bundles
         "MAKEFLAGS": jobs,
     }
     if "nccl" in operations:
@@ -285,7 +285,7 @@ def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
 
 
 def linkable_nccl(scratch: Path) -> Path:
-    """NCCL's folder, with the name libnccl.so that linkers look for: the package that torch brings has libnccl.so.2."""
+    """NCCL's folder with libnccl.so, which linkers look for; torch's NCCL package has only libnccl.so.2."""
     home = nccl_home()
     if not (home / "lib" / "libnccl.so.2").exists() or (home / "lib" / "libnccl.so").exists():
         return home
@@ -297,7 +297,7 @@ def linkable_nccl(scratch: Path) -> Path:
 
 
 def doing_now(text: str) -> str:
-    """What the build's log says it is at: cmake's percents."""
+    """The build's progress: the last percentage in cmake's log."""
     percents = re.findall(r"\[ *(\d+)%\] *(\w+.*)", text)
     percent, doing = percents[-1] if percents else ("0", "configuring")
     return f"{percent:>3} %  {doing}"

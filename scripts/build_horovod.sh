@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bash scripts/build_horovod.sh   builds Horovod against the installed torch, once, and installs it; a second call is one line.
-# Called by chapters/03_horovod/train.sh, by 04's with --comm horovod, and by tests/run.sh. What it does: build_horovod.py.
+# bash scripts/build_horovod.sh   builds Horovod once against the installed torch and installs it; later calls only print a line.
+# Called by train.sh of chapter 03, of chapter 04 with --comm horovod, and by tests/run.sh. build_horovod.py does the work.
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [ -z "${REPO:-}" ] || [ -z "${PYTHON:-}" ]; then
     source "$HERE/setup.sh"

@@ -1,4 +1,4 @@
-"""A lock between programs: what two starts at once must not both do, one does, and the other finds it done."""
+"""A lock between processes: of two starts at once, one does the work, the other waits and finds it done."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moving_line import say
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: str, refuse: Callable[[OSError], Exception], inheritable: bool = False) -> Iterator[None]:
-    """Holds a lock that the kernel releases however its holder ends, so it can never be stale.
+    """Holds a lock that the kernel releases when its holder ends in any way, so it is never stale.
 
     Args:
-        path: of the lock; its folder is made. A file system without locks goes on without.
-        waiting: the line for the user where somebody else holds it.
-        refuse: from what went wrong in making the file to the exception to raise.
-        inheritable: whether programs that this one starts hold it too, should this process be killed before they end.
+        path: the lock's file; its folder is made. On a file system without locks the block runs without one.
+        waiting: the line to print if another process holds the lock.
+        refuse: makes the exception to raise from the OSError of opening the file.
+        inheritable: child processes hold the lock too, in case this process is killed before they end.
     """
     import fcntl
 

@@ -1,4 +1,4 @@
-"""A long command with its output in a log and one line for the user: it moves on a terminal, else it comes now and then."""
+"""Runs a long command with its output in a log and one progress line: updated on a terminal, else repeated now and then."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECONDS_BETWEEN_LINES = 20  # where there is no terminal
+SECONDS_BETWEEN_LINES = 20  # without a terminal
 
 
 def say(line: str) -> None:
-    """Talks to the user; stdout is for answers."""
+    """Prints a line to stderr; stdout is for results."""
     print(line, file=sys.stderr, flush=True)
 
 
 def run_with_progress(command: list[Any], log: Path, name: str, doing: Callable[[str], str], **popen: Any) -> int:
-    """Runs the command; returns its exit status. What ends this process (Ctrl-C) ends it too, with all that it started.
+    """Runs the command; returns its exit status. An exception here (Ctrl-C) kills it and all its child processes.
 
     Args:
-        command, popen: of subprocess.Popen.
-        log: takes its stdout and stderr.
-        name: begins the line.
-        doing: from the log's text to what the line says after the seconds.
+        command, popen: arguments of subprocess.Popen.
+        log: file for its stdout and stderr.
+        name: begins the progress line.
+        doing: makes the text after the seconds from the log's text.
     """
     begin = next_line = time.monotonic()
     terminal = sys.stderr.isatty()

@@ -1,17 +1,17 @@
-# Sourced by every train.sh, generate.sh and tests/run.sh; defines and exports REPO and PYTHON:
+# Sourced by every train.sh, generate.sh and tests/run.sh; sets and exports REPO and PYTHON:
 #
-#     source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"             # what training needs
-#     source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" dev,docs       # and what tests and pages need
+#     source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"             # for training
+#     source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" dev,docs       # also for tests and pages
 #
-# The active environment is used when it holds torch and this checkout's packages; otherwise $REPO/.venv is made, once.
-# To choose the interpreter that .venv is made from: PYTHON=python3.12 bash chapters/…/train.sh
-# The work is done by setup_environment.py; here only a Python that can run it is looked for.
+# Uses the active environment if it has torch and this checkout's packages; otherwise makes $REPO/.venv, once.
+# To choose the interpreter for .venv: PYTHON=python3.12 bash chapters/…/train.sh
+# This file only finds a Python that can run setup_environment.py, which does the work.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 _setup() {
     local extras="" candidate found=""
-    # Without arguments of its own a sourced file sees those of its caller, so anything but a known name is not for us.
+    # A file sourced without arguments sees its caller's arguments, so only known names are extras.
     case "${1-}" in dev | docs | horovod | dev,docs | docs,dev | dev,docs,horovod) extras="$1" ;; esac
     for candidate in ${PYTHON:+"$PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11 \
         "$REPO/.venv/bin/python"; do
@@ -27,7 +27,7 @@ _setup() {
     PYTHON="$("$found" "$REPO/scripts/setup_environment.py" --extras "$extras" </dev/null)" || return 2
 }
 
-# The caller may run with or without `set -e`: leave it here. An interactive shell that sources this file is not ended.
+# On failure exit, whether or not the caller has `set -e`; but do not end an interactive shell that sources this file.
 if ! _setup "$@"; then
     unset -f _setup
     case $- in *i*) return 2 ;; *) exit 2 ;; esac

@@ -1,7 +1,7 @@
 """Prints the path of a Python that holds torch, this checkout and the extras asked for; makes `.venv` if there is none.
 
-`scripts/setup.sh` runs it with the Python that the user's shell finds. The answer goes to stdout, all talk to stderr;
-what cannot be mended ends with one line and status 2. Needs nothing but Python: it runs before anything is installed.
+`scripts/setup.sh` runs it with the Python that the user's shell finds. The path goes to stdout, messages go to stderr; an
+error that the user must solve is one line and status 2. It needs only Python, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROJECT = "gpt2-chinese-patrickstar"
 PACKAGE = "gpt2_chinese"
 VENV = REPO / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
-# In the folder from its first moment on: only what this script made does it ever remove.
+# Written first: the script removes only a folder that holds this file, which it has made itself.
 MINE = VENV / "made-by-setup.txt"
 # Written last, removed before anything changes: an environment without it is half-made.
 STAMP = VENV / "complete.txt"
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 class SetupError(Exception):
-    """One line for the user: what is wrong and what to do."""
+    """An error that is printed as one line: the problem and what to do."""
 
 
 def choose_python(extras: set[str]) -> str:
@@ -82,7 +82,7 @@ def choose_python(extras: set[str]) -> str:
 
 
 def what_is_missing(extras: set[str]) -> list[str]:
-    """Names what the running interpreter's environment lacks, without importing it (importing torch is slow)."""
+    """Names the missing packages of the running interpreter, without importing any (importing torch is slow)."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         return [f"the package {PACKAGE}"]
@@ -105,7 +105,7 @@ def what_is_missing(extras: set[str]) -> list[str]:
 
 
 def is_complete(extras: set[str]) -> bool:
-    """True if `.venv` was made from the present constraints, at the present place, with at least these extras."""
+    """True if `.venv` was made from the current constraints, for this path, with at least these extras."""
     if not VENV_PYTHON.exists() or not STAMP.exists():
         return False
     recipe, _, done = STAMP.read_text().partition("\n")
@@ -113,7 +113,7 @@ def is_complete(extras: set[str]) -> bool:
 
 
 def recipe_now() -> str:
-    """Identifies what an environment is made from. The place counts: scripts and the editable install hold paths."""
+    """A hash of constraints.txt, pyproject.toml and the checkout's path, which scripts and the editable install contain."""
     digest = hashlib.sha256(str(REPO).encode())
     for name in ("constraints.txt", "pyproject.toml"):
         digest.update((REPO / name).read_bytes())
@@ -121,7 +121,7 @@ def recipe_now() -> str:
 
 
 def only_one_at_a_time() -> contextlib.AbstractContextManager[None]:
-    """One start makes `.venv`. Its pip holds the lock too, should the start be killed before pip ends."""
+    """A lock: only one start makes `.venv`. Its pip holds the lock too, in case the start is killed before pip ends."""
     return locked(
         REPO / ".venv.lock",
         "setup: another start is making .venv; waiting for it",
@@ -131,7 +131,7 @@ def only_one_at_a_time() -> contextlib.AbstractContextManager[None]:
 
 
 def make_venv(extras: set[str]) -> None:
-    """Makes `.venv`, or brings it up to date, or makes a half-made one anew."""
+    """Makes `.venv`, updates it, or replaces a half-made one."""
     before = STAMP.read_text() if STAMP.exists() else None
     if before is None or not VENV_PYTHON.exists():
         before = None
@@ -148,7 +148,7 @@ def make_venv(extras: set[str]) -> None:
     if status != 0:
         text = LOG.read_text(errors="replace")
         if before is not None and status > 0 and not is_disk_full(text):
-            STAMP.write_text(before)  # pip installs only when it has everything, so the old environment still stands
+            STAMP.write_text(before)  # pip installs only once it has all packages, so the old environment is intact
         raise SetupError(why_pip_failed(status, text))
     build_kernels()
     STAMP.write_text("\n".join([recipe_now(), *sorted(extras)]) + "\n")
@@ -156,14 +156,14 @@ def make_venv(extras: set[str]) -> None:
 
 
 def build_kernels() -> None:
-    """Compiles pstar's CPU kernels where there is a compiler; says in one line how that went, and never fails."""
+    """Compiles pstar's CPU kernels if there is a compiler; prints the outcome in one line, and never fails."""
     script = REPO / "pstar" / "kernels" / "build.py"  # by path: python -m would import torch first
     if script.exists():
         subprocess.run([VENV_PYTHON, script], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 def start_empty_venv() -> None:
-    """Leaves a fresh `.venv` that holds pip only. A folder that somebody else made is refused, not removed."""
+    """Makes a fresh `.venv` that holds only pip. Raises SetupError for a folder that this script did not make."""
     if VENV.exists() or VENV.is_symlink():
         if not MINE.exists():
             raise SetupError(
@@ -183,7 +183,7 @@ def start_empty_venv() -> None:
         )
     VENV.mkdir()
     MINE.write_text(f"made by {Path(__file__).relative_to(REPO)}; it may remove this folder and make it anew\n")
-    # Not from inside the .venv that was just removed: its base interpreter makes the new one.
+    # This process may run inside the .venv that was just removed, so the base interpreter makes the new one.
     base = getattr(sys, "_base_executable", None) or sys.executable
     for command in ([base, "-m", "venv", "--without-pip", VENV], [VENV_PYTHON, "-m", "ensurepip", "--default-pip"]):
         made = subprocess.run(command, capture_output=True, text=True)
@@ -192,7 +192,7 @@ def start_empty_venv() -> None:
 
 
 def install(command: list) -> int:
-    """Runs pip with its output in the log, out of reach of what would send it elsewhere; returns its exit status."""
+    """Runs pip with output in the log, without variables that redirect its installation; returns its exit status."""
     unwanted = {"PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONHOME"}
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     return run_with_progress(command, LOG, "setup", lambda text: last_line(text).strip(), cwd=REPO, env=environment)
