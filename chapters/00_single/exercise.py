@@ -6,7 +6,7 @@
 The grader compares your results with small cases worked out by hand, and the loss of fp16 logits with its exact value.
 It also compares the gradients of 3 micro-batches with those of the whole batch.
 
-Solutions, once you have tried: `next_token_loss` in gpt2_chinese/model/gpt2.py, `learning_rate` in
+When you have tried: compare with `next_token_loss` in gpt2_chinese/model/gpt2.py, `learning_rate` in
 gpt2_chinese/run/optim.py, and the loop of train.py in this folder.
 """
 

@@ -6,7 +6,7 @@
 The grader compares means and waits with cases worked out by hand. Then it starts 2 and 3 real processes with different
 gradients, and compares the weights of each with those of one process that stepped with the mean gradient.
 
-Solutions, once you have tried: `mean_of`, `must_wait`, ParameterServer's `push` and `pull` in server.py in this folder.
+When you have tried: compare with `mean_of`, `must_wait`, ParameterServer's `push` and `pull` in server.py in this folder.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The grader runs the ring on 1, 2, 3 and 4 real processes, with lengths that are 
 the sums, requires the same bits on all ranks, and checks the number of bytes that each rank returns. It stops a ring that
 waits for ever after ten seconds, and prints the line at which each rank waited.
 
-Solutions, once you have tried: `cut_into_buckets` in ddp.py and `ring_all_reduce` in ring.py, in this folder.
+When you have tried: compare with `cut_into_buckets` in ddp.py and `ring_all_reduce` in ring.py, in this folder.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ You need not build Horovod: the grader uses a small version of 80 lines (tests/e
 calls and the same traps, on real processes. The grader compares the weights with those of one process on the whole batch,
 and counts how often gradients were averaged.
 
-Solutions, once you have tried: `broadcast` in distributed_optimizer.py, and the loop of train.py, in this folder.
+When you have tried: compare with `broadcast` in distributed_optimizer.py, and the loop of train.py, in this folder.
 """
 
 from __future__ import annotations

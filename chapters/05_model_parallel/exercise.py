@@ -7,7 +7,7 @@ The grader simulates your orders on all ranks: no deadlock, a bubble of (p - 1) 
 micro-batches alive on rank r. It runs your layers on 2 and 4 real processes. Their output, the gradient of the input and
 every slice's gradient must equal those of the whole layers.
 
-Solutions, once you have tried: `orders` in schedules.py; _F, _G, ColumnParallelLinear, RowParallelLinear in tensor.py.
+When you have tried: compare with `orders` in schedules.py; _F, _G, ColumnParallelLinear, RowParallelLinear in tensor.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The grader checks next uses on small traces, and your victims on random traces a
 trains six layers in chunks.py with your victim function, and counts loads: n chunks, touched in forward and then in
 backward, with room for C of them, need 2 (n - C) loads a step.
 
-Solutions, once you have tried: `next_use`, `victim`, `count_loads` in chunk_plan.py; then pstar/schedule/schedule.py.
+When you have tried: compare with `next_use`, `victim`, `count_loads` in chunk_plan.py; then pstar/schedule/schedule.py.
 """
 
 from __future__ import annotations
