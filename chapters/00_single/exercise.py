@@ -1,13 +1,13 @@
-"""Exercise 00: what a step of training is made of. Three functions, about 15 lines in all.
+"""Exercise 00: the parts of a training step. Three functions, about 15 lines in all.
 
     pytest tests/exercises -k 00                  # all of it
     pytest tests/exercises -k "00 and loss"       # one function: loss, rate, accumulate
 
-The grader works out small cases by hand, compares the loss with one row in fp16 against fp32, and holds the gradients of
-3 micro-batches against those of the whole batch.
+The grader compares your results with small cases worked out by hand, and the loss of fp16 logits with its exact value.
+It also compares the gradients of 3 micro-batches with those of the whole batch.
 
-When you have tried: `next_token_loss` in gpt2_chinese/model/gpt2.py, `learning_rate` in gpt2_chinese/run/optim.py, and the
-loop of train.py beside this file.
+When you have tried: compare with `next_token_loss` in gpt2_chinese/model/gpt2.py, `learning_rate` in
+gpt2_chinese/run/optim.py, and the loop of train.py in this folder.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean of -log softmax(logits)[target] over the targets that count, in nats.
+    """Cross-entropy: the mean of -log softmax(logits)[target] over all targets that are not -100, in nats.
 
-    The batch is shifted already: targets[b, t] is the id that comes after position t. A target of -100 does not count,
-    neither in the sum nor in the number that divides it. Compute in float32 whatever the type of the logits: a sum of
-    thousands of exponentials in 16 bit is wrong in the third digit.
+    The batch is shifted already: targets[b, t] is the id that comes after position t. Ignore a target of -100 both in the
+    sum and in the number that divides it. Compute in float32 whatever the type of the logits: in 16 bit a sum of
+    thousands of exponentials is wrong in the third digit.
 
     Args:
         logits: (B, T, V), any floating type.
@@ -34,13 +34,13 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         a scalar, float32.
 
-    Hint: F.cross_entropy wants (N, V) and (N,).
+    Hint: F.cross_entropy takes (N, V) and (N,).
     """
-    raise NotImplementedError("next_token_loss is yours to write: a mean over the targets that count, in float32")
+    raise NotImplementedError("next_token_loss is yours to write: a mean over the targets that are not -100, in float32")
 
 
 def learning_rate(step: int, settings: Any) -> float:
-    """The learning rate of a step: a straight line up to the peak, then half a cosine down to 1 % of it.
+    """The learning rate of a step: linear warm-up to the peak, then cosine decay to 1 % of it.
 
         peak          .-'''-.
                     .'       '.
@@ -49,26 +49,26 @@ def learning_rate(step: int, settings: Any) -> float:
                 0   warmup_steps     max_steps
 
     Args:
-        step: from 1 on; step `warmup_steps` runs at the peak, step `max_steps` and all after it at 1 % of the peak.
+        step: counted from 1; step `warmup_steps` has the peak rate, `max_steps` and all later steps 1 % of it.
         settings: has lr (the peak), warmup_steps (may be 0) and max_steps (may be as small as warmup_steps).
 
-    Hint: (1 + cos(pi x)) / 2 falls from 1 to 0 while x goes from 0 to 1. What do you divide by when both are equal?
+    Hint: (1 + cos(pi x)) / 2 falls from 1 to 0 as x goes from 0 to 1. Avoid a division by 0 if warmup_steps = max_steps.
     """
-    raise NotImplementedError("learning_rate is yours to write: a line up, then half a cosine down to 1 %")
+    raise NotImplementedError("learning_rate is yours to write: linear warm-up, then cosine decay to 1 %")
 
 
 def accumulate(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Forward and backward of one step whose batch comes in micro-batches, because the whole does not fit into memory.
+    """Runs forward and backward of one step in micro-batches, because the whole batch does not fit into memory.
 
-    Afterwards every .grad is what ONE backward over the whole batch would have left, and the result is its loss.
+    Afterwards every .grad equals the gradient of ONE backward over the whole batch.
 
     Args:
         model: model(inputs, targets) is the mean loss over the rows; its gradients are None.
         micro_batches: K pairs of inputs and targets with equally many rows.
 
     Returns:
-        the mean loss of the whole batch, a scalar that holds no graph (or memory would grow with K after all).
+        the mean loss of the whole batch, a scalar that holds no graph: with a graph, memory would grow with K.
 
     Hint: backward ADDS to .grad, and a mean of K equal parts is the sum of the parts' means divided by K.
     """
-    raise NotImplementedError("accumulate is yours to write: K times forward and backward, each with its share of the loss")
+    raise NotImplementedError("accumulate is yours to write: K forward and backward passes, each with 1/K of the loss")

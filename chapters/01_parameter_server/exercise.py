@@ -3,10 +3,10 @@
     pytest tests/exercises -k 01                  # all of it
     pytest tests/exercises -k "01 and mean"       # one function: mean, wait, step
 
-The grader works out means and waits by hand, then starts 2 and 3 real processes, each with a model of its own and
-gradients of its own, and compares the weights of all of them with one process that stepped with the mean.
+The grader compares means and waits with cases worked out by hand. Then it starts 2 and 3 real processes with different
+gradients, and compares the weights of each with those of one process that stepped with the mean gradient.
 
-When you have tried: `mean_of` and `must_wait` in server.py beside this file; `push` and `pull` of its ParameterServer.
+When you have tried: compare with `mean_of`, `must_wait`, ParameterServer's `push` and `pull` in server.py in this folder.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 
 def mean_of(vectors: list[Tensor]) -> Tensor:
-    """The mean of the gradients that the server has: its own and those that have arrived.
+    """The mean of the server's own gradient and of those that have arrived from workers.
 
-    Divide BEFORE you add: two gradients of 3e38 have a mean in float32, but no sum. The vectors stay as they are.
+    Divide BEFORE you add: in float32 two gradients of 3e38 have a mean, but their sum overflows. Do not change the vectors.
 
     Args:
         vectors: at least one, each (n,), float32.
@@ -31,16 +31,16 @@ def mean_of(vectors: list[Tensor]) -> Tensor:
 
 
 def must_wait(step: int, works_on: int, bound: int | None) -> bool:
-    """Whether the server, about to take `step`, has to wait for the gradient of a worker that is still at work.
+    """Whether the server must wait, before it takes `step`, for the gradient of a worker that is still computing.
 
-    A gradient's staleness is how many steps the server has taken since the weights it was made with. The weights after
-    step 7 are version 7. If step 8 is taken WITHOUT the worker, its gradient can be used in step 9 at the earliest: then it
-    is one step staler than it would be now. No gradient may ever be staler than the bound.
+    A gradient's staleness is the number of steps that the server has taken since the weights it was computed with. The
+    weights after step 7 are version 7. If the server takes step 8 WITHOUT the worker, it can use the worker's gradient in
+    step 9 at the earliest, one step staler than in step 8. No gradient may ever be staler than the bound.
 
     Args:
-        step: that the server is about to take, from 1 on; its weights are version `step - 1`.
+        step: the server's next step, counted from 1; the server's weights are version `step - 1`.
         works_on: version of the weights that the worker computes with.
-        bound: the most staleness; None is the synchronous mode, where the server always waits.
+        bound: the largest staleness allowed; None is the synchronous mode, where the server always waits.
 
     Hint: with a bound of 0 the answer is always yes, as in the synchronous mode.
     """
@@ -48,21 +48,21 @@ def must_wait(step: int, works_on: int, bound: int | None) -> bool:
 
 
 def synchronous_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int) -> None:
-    """One step with rank 0 as the server: gradients go up, the server steps with their mean, weights come down.
+    """One step with rank 0 as the server: workers send gradients, rank 0 steps with the mean and sends the weights.
 
         worker   gradients --->            ---> weights
         rank 0               mean, step --'
 
     Called on all ranks, after backward. Afterwards all ranks hold the same weights, bit for bit. Only rank 0 may call
-    optimizer.step(): the others' optimizers have no state. Only dist.send and dist.recv (or isend, irecv) may be used.
+    optimizer.step(): the others' optimizers have no state. Use only dist.send and dist.recv (or isend, irecv).
 
     Args:
         model: the same architecture on all ranks; every parameter has its .grad, and there are no buffers. Before the
-            step the ranks' weights are equal.
-        optimizer: of model's parameters.
-        rank, num_ranks: rank 0 is the server, and has gradients of its own too.
+            step all ranks have equal weights.
+        optimizer: updates model's parameters.
+        rank, num_ranks: rank 0 is the server, and has computed gradients too.
 
-    Hint: one flat message each way is simplest: torch.cat of p.grad.reshape(-1), and back with split and view_as. Weights
-    are changed inside torch.no_grad(). Who sends to whom first, so that nobody waits for ever?
+    Hint: one flat message in each direction is simplest: torch.cat of p.grad.reshape(-1), and back with split and view_as.
+    Change weights inside torch.no_grad(). Which rank must send first, so that no rank waits for ever?
     """
     raise NotImplementedError("synchronous_step is yours to write: send gradients up, step on rank 0, send weights down")

@@ -1,7 +1,7 @@
-"""What the server and its workers send each other: one flat float32 tensor in host memory, also where models are on GPUs.
+"""Messages between server and workers: each is one flat float32 tensor in host memory, also when the models are on GPUs.
 
-    up     | gradients | 1 or 0 for each: used | loss | step of the weights it was made with |
-    down   | weights | buffers | step | loss scale |
+    up, to the server    | gradients | 1 or 0 for each parameter: used or not | loss | version of the weights used |
+    down, to a worker    | weights | buffers | version: the server's step that made them | loss scale |
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 
 class Messages:
-    """Packs the gradients and the weights of one model, and unpacks them into another one of the same architecture.
+    """Packs a model's gradients or weights into a message, and unpacks messages of models of the same architecture.
 
     Args:
-        model: on its device.
+        model: already on its device.
 
     Attributes:
-        num_gradients, num_weights: elements of all gradients; of all weights and buffers.
+        num_gradients, num_weights: elements of all gradients together; of all weights and buffers together.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,16 +37,16 @@ class Messages:
         return self.num_weights + 2
 
     def pack_gradients(self, loss: Tensor, version: int) -> Tensor:
-        """(up_elems,): every .grad, zeros where there is none, then which were used, the loss, and the weights' version."""
+        """(up_elems,): every .grad (zeros for None), 1 or 0 for each parameter used, the loss, the weights' version."""
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
         used = torch.tensor([p.grad is not None for p in self._parameters])
         tail = torch.tensor([float(loss), float(version)])
         return torch.cat([*(g.detach().reshape(-1).float().cpu() for g in grads), used.float(), tail])
 
     def unpack_gradients(self, message: Tensor) -> float:
-        """Makes every .grad that of the message, and returns its loss. A parameter that no rank used keeps no gradient.
+        """Sets every .grad from the message and returns its loss. The .grad of a parameter that no rank used is None.
 
-        So the optimizer leaves such a parameter alone, as on one process.
+        The optimizer skips such a parameter, as in one process.
         """
         pieces = message[: self.num_gradients].split([p.numel() for p in self._parameters])
         used = message[self.num_gradients : -2].tolist()

@@ -4,14 +4,14 @@
     worker 2   pull | forward, backward | push | wait ...
     rank 0          | forward, backward | mean | step | send weights
 
-Rank 0 is server AND worker, so that the global batch divides by all ranks and the other chapters' curve is this one's.
+Rank 0 is server AND worker: the global batch is divided among all ranks, so the loss curve is that of the other chapters.
 A message (messages.py) is one flat float32 tensor, sent point to point over gloo.
 
 Synchronous: the server waits for all workers. Asynchronous (Dean et al. 2012, with the bound of Ho et al. 2013): the server
-uses the gradients that have arrived, steps, and answers the workers that sent them; the others work on. A worker that the
-server has overtaken goes on with the batch of the newest step. The staleness of a gradient is how many steps the server
-has taken since the weights that it was made with. The server waits for a gradient that would exceed the bound; with bound
-0 that is the synchronous algorithm.
+averages the gradients that have arrived, steps, and sends the weights to the workers that pushed; the others continue. A
+worker that the server has overtaken skips the batches of the steps already taken. The staleness of a gradient is the number
+of server steps since the weights it was computed with. The server waits for a worker whose gradient would exceed the
+bound in the next step; with bound 0 this is the synchronous algorithm.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MIB = 1 << 20
 
 
 def parameter_server(model: nn.Module, ranks: Any, settings: Any) -> ParameterServer | DataParallel:
-    """What the settings ask for: this file's server, or nn.DataParallel.
+    """Builds this file's server, or nn.DataParallel for --backend torch.
 
     Args:
         model: on its device, the same architecture on all ranks.
-        ranks: with rank, num_ranks and group.
-        settings: backend, mode, staleness, slow_worker_s, num_devices, resume_step.
+        ranks: has rank, num_ranks and group.
+        settings: has backend, mode, staleness, slow_worker_s, num_devices, resume_step.
     """
     if settings.backend == "torch":
         return DataParallel(model, settings.num_devices)
@@ -45,15 +45,15 @@ def parameter_server(model: nn.Module, ranks: Any, settings: Any) -> ParameterSe
 
 
 def must_wait(step: int, works_on: int, bound: int | None) -> bool:
-    """Whether the server may not take `step` without a worker that computes with the weights of step `works_on`.
+    """Whether the server must wait, before `step`, for a worker that computes with weights of version `works_on`.
 
-    The staleness of its gradient is step - 1 - works_on now, and one more in the next step. Bound None: it always waits.
+    The worker's gradient has staleness step - 1 - works_on in this step, and one more in the next. Bound None: always wait.
     """
     return bound is None or step - 1 - works_on >= bound
 
 
 def mean_of(vectors: list[Tensor]) -> Tensor:
-    """Their mean; each is divided before the sum, which might overflow."""
+    """The mean of the vectors; each is divided before it is added, because the sum might overflow."""
     total = vectors[0] / len(vectors)
     for vector in vectors[1:]:
         total += vector / len(vectors)
@@ -61,10 +61,10 @@ def mean_of(vectors: list[Tensor]) -> Tensor:
 
 
 class Workers:
-    """What the server knows of its workers, by rank.
+    """The server's record of its workers, by rank.
 
     Attributes:
-        arriving: the message of each worker that computes: it will push it.
+        arriving: the receive under way for each worker that is computing gradients.
         works_on: the version of the weights that each worker has.
         to_answer: the workers that have pushed, and wait for weights.
     """
@@ -74,37 +74,37 @@ class Workers:
         self.works_on = dict.fromkeys(range(1, num_ranks), version)
         self.to_answer = list(self.works_on)
         self._receive = receive
-        # One thread for each worker: gloo can wait for a message, but cannot tell whether one has arrived.
+        # One thread for each worker: gloo can wait for a message, but cannot test whether one has arrived.
         self._threads = ThreadPoolExecutor(max(1, num_ranks - 1), "push")
 
     def listen(self) -> None:
-        """Begins to wait for a message of every worker that has got its answer."""
+        """Starts a receive for every worker that has got its weights and has no receive under way."""
         for worker in self.works_on:
             if worker not in self.arriving:
                 self.arriving[worker] = self._threads.submit(self._receive, worker)
 
     def take(self, must_arrive: Callable[[int], bool]) -> list[Tensor]:
-        """Waits for the workers that must, and returns all messages that have arrived, in order of rank."""
+        """Waits for each worker with must_arrive(worker); returns all messages that have arrived, in order of rank."""
         wait([future for worker, future in self.arriving.items() if must_arrive(worker)])
         self.to_answer = sorted(worker for worker, future in self.arriving.items() if future.done())
         return [self.arriving.pop(worker).result() for worker in self.to_answer]
 
 
 class ParameterServer:
-    """One rank's side of it; the same calls on all ranks.
+    """The server on rank 0, a worker on every other rank; all ranks make the same calls.
 
     Args:
-        model: as above; after construction all ranks hold rank 0's weights.
+        model: as in `parameter_server`; after construction all ranks hold rank 0's weights.
         rank, num_ranks: rank 0 is the server.
-        group: of torch.distributed; None when alone.
-        bound: most staleness of the asynchronous mode, None for the synchronous one.
-        version: how many steps have made the weights.
-        idle_s: seconds that this rank idles in each step, a straggler on purpose.
+        group: of torch.distributed; None for one process.
+        bound: largest staleness of the asynchronous mode, None for the synchronous mode.
+        version: number of steps already taken with these weights.
+        idle_s: seconds that this rank idles in each step, to act as a straggler.
 
     Attributes:
-        version: of the weights that this rank holds: the server's step that made them.
-        loss: on the server, the mean loss of the gradients of the last step, nats per token.
-        staleness: on the server, of each of those gradients, in server steps.
+        version: of this rank's weights: the number of the server's step that made them.
+        loss: on the server, the mean loss over the gradients of the last step, nats per token.
+        staleness: on the server, the staleness of each gradient of the last step, in server steps.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ParameterServer:
         return self.model(*inputs)
 
     def work(self, step: int, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """The micro-batches of a step, or none for a worker that the server has overtaken."""
+        """The micro-batches of a step, or none if the server has already taken this step without the worker."""
         self._took_part = step > self.version
         if self.is_server:
             self._workers.listen()
@@ -144,12 +144,12 @@ class ParameterServer:
     # ---- up: gradients --------------------------------------------------------------------------------------------------
 
     def push(self, step: int, loss: Tensor, meet: bool = False) -> None:
-        """Workers send their gradients; on the server every .grad becomes the mean of those it has.
+        """Workers send their gradients; on the server every .grad becomes the mean of its own and the received ones.
 
         Args:
-            step: the step at hand.
-            loss: of this rank's part of the batch, a scalar.
-            meet: the server waits for all workers, whatever the mode: before an evaluation, and at the end.
+            step: the current step.
+            loss: the loss of this rank's part of the batch, a scalar.
+            meet: the server waits for all workers in either mode: before an evaluation or a save, and at the end.
         """
         if not self._took_part:
             return
@@ -161,7 +161,7 @@ class ParameterServer:
             self.sent_bytes += own.nbytes
 
     def _average(self, step: int, own: Tensor, meet: bool) -> None:
-        """Waits for the gradients that it must not miss, in the synchronous mode for all, and averages what has arrived."""
+        """Waits for gradients that would exceed the bound (synchronous: for all); averages those that have arrived."""
         works_on = self._workers.works_on
         others = self._workers.take(lambda worker: meet or must_wait(step, works_on[worker], self.bound))
         self.received_bytes += sum(message.nbytes for message in others)
@@ -172,7 +172,7 @@ class ParameterServer:
     # ---- down: weights --------------------------------------------------------------------------------------------------
 
     def pull(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Workers that have pushed wait for the weights of the server's newest step, and for its loss scale."""
+        """Workers that have pushed receive the weights of the server's newest step, and its loss scale."""
         if self.num_ranks == 1 or not self._took_part and not self.is_server:
             return
         if self.is_server:
@@ -197,14 +197,14 @@ class ParameterServer:
         dist.recv(message, group=self.group, group_src=sender)
         return message
 
-    # ---- what it costs --------------------------------------------------------------------------------------------------
+    # ---- traffic --------------------------------------------------------------------------------------------------------
 
     def formula_bytes(self) -> int:
-        """What passes through rank 0 in a synchronous step: each other rank's gradients come in, its weights go out."""
+        """Bytes through rank 0 in a synchronous step: it receives gradients from, and sends weights to, each worker."""
         return 4 * (self.num_ranks - 1) * (self.messages.up_elems + self.messages.down_elems)
 
     def step_scalars(self) -> dict[str, float]:
-        """For metrics.jsonl: bytes through rank 0 since the last call, and the staleness of the gradients used."""
+        """For metrics.jsonl: bytes through rank 0 since the last call, number and staleness of the gradients used."""
         through, self.sent_bytes, self.received_bytes = self.sent_bytes + self.received_bytes, 0, 0
         if self.num_ranks == 1:
             return {}
@@ -219,7 +219,7 @@ class ParameterServer:
         }
 
     def table(self) -> list[tuple[str, Any]]:
-        """For the summary: the bottleneck."""
+        """Rows for the closing summary: bytes through rank 0, and what a ring would send."""
         if self.num_ranks == 1:
             return [("communication", "none: one process")]
         others, formula = self.num_ranks - 1, self.formula_bytes()
@@ -232,7 +232,7 @@ class ParameterServer:
 
 
 class DataParallel:
-    """The same by nn.DataParallel: one process, GPU 0 holds the weights, and a forward copies them to the other GPUs."""
+    """The same calls over nn.DataParallel: one process; GPU 0 holds the weights, each forward copies them to the others."""
 
     is_server, staleness = True, [0]
 
@@ -241,7 +241,7 @@ class DataParallel:
         self.num_replicas, self.loss = num_replicas, float("nan")
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The mean of the replicas' losses; the rows of a micro-batch are cut evenly among them."""
+        """The mean of the replicas' losses; each replica computes an equal part of the micro-batch's rows."""
         return self.model(*inputs).mean()
 
     def work(self, step: int, micro_batches: Iterable[Any]) -> Iterator[Any]:
@@ -249,16 +249,16 @@ class DataParallel:
         return iter(micro_batches)
 
     def push(self, step: int, loss: Tensor, meet: bool = False) -> None:
-        """Nothing to do: backward has added the replicas' gradients up on GPU 0."""
+        """Keeps the loss; backward has already summed the replicas' gradients on GPU 0."""
         self.loss = float(loss)
 
     def pull(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Nothing to do: the next forward copies the weights."""
 
     def step_scalars(self) -> dict[str, float]:
-        """Nothing that can be counted from here."""
+        """Empty: the copies inside nn.DataParallel cannot be counted here."""
         return {}
 
     def table(self) -> list[tuple[str, Any]]:
-        """For the summary."""
+        """Rows for the closing summary."""
         return [("communication", f"inside nn.DataParallel, on {self.num_replicas} GPUs")]

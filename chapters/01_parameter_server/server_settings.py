@@ -12,9 +12,9 @@ from gpt2_chinese.settings import ParallelSettings, flag
 class Settings(ParallelSettings):
     backend: str = flag("own", "own (server.py) or torch (nn.DataParallel, several GPUs).", choices=("own", "torch"))
     mode: str = flag("sync", "sync, or async: the server does not wait for slow workers.", choices=("sync", "async"))
-    staleness: int = flag(4, "Of async: server steps that a gradient's weights may be behind.")
-    slow_worker_s: float = flag(0.0, "Seconds rank 1 idles in each of its steps: what a straggler does to the others.")
-    num_devices: int = field(default=0, init=False)  # of --backend torch: one process, --nproc GPUs
+    staleness: int = flag(4, "With --mode async: how many server steps old a gradient's weights may be.")
+    slow_worker_s: float = flag(0.0, "Seconds that rank 1 idles in each of its steps, to show the effect of a straggler.")
+    num_devices: int = field(default=0, init=False)  # GPUs of --backend torch, which is one process
 
     @property
     def in_step(self) -> bool:
@@ -37,16 +37,16 @@ class Settings(ParallelSettings):
             self._use_data_parallel()
 
     def _use_data_parallel(self) -> None:
-        """nn.DataParallel is one process with a thread for each GPU: --nproc says how many GPUs."""
+        """nn.DataParallel is one process with a thread for each GPU, so --nproc becomes the number of GPUs."""
         import torch
 
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and self.device != "cpu" else 0
         if self.mode == "async":
-            raise UserError("--mode async is of --backend own: nn.DataParallel is synchronous")
+            raise UserError("--mode async needs --backend own: nn.DataParallel is synchronous")
         if num_gpus < max(2, self.nproc):
             raise UserError(
                 f"--backend torch is nn.DataParallel, one process on --nproc {self.nproc} GPUs (at least 2), and torch "
-                f"finds {num_gpus} here: leave it away for the server of this chapter"
+                f"finds {num_gpus} here: leave --backend torch out to use this chapter's server"
             )
         if self.nproc < 2:
             raise UserError("--backend torch is nn.DataParallel, which shares the work among at least --nproc 2 GPUs")

@@ -1,21 +1,21 @@
 """Distributed data parallel: every rank holds the whole model, computes on its part of the batch, and averages gradients.
 
-    naive    backward, then one all-reduce per parameter: as many messages as parameters, and nothing overlaps
-    bucket   gradients travel in buckets of some MiB, the last layers' first, while backward is still at work on the
-             layers before them (Li et al. 2020, PyTorch Distributed)
+    naive    backward, then one all-reduce per parameter: as many messages as parameters, and no overlap with backward
+    bucket   gradients are all-reduced in buckets of some MiB, the last layers' first, while backward still computes
+             earlier layers (Li et al. 2020, PyTorch Distributed)
     ring     the same buckets after backward, by an all-reduce written out from sends and receives: ring.py
 
     rank 0  forward | backward h.3 h.2 h.1 h.0 embeddings | wait | step
                                  \\bucket 0\\bucket 1 ...   \\bucket n            the slopes are all-reduces
 
-Use, the same for all of them and for `--backend torch`:
+Usage, the same for all three variants and for `--backend torch`:
 
     replica = replicate(model, group, settings)
     with replica.no_sync(not_the_last_micro_batch):
         replica(inputs, targets).backward()
     replica.wait()                                  # now every gradient is the mean over the ranks
 
-A gradient is divided by the number of ranks BEFORE the sum: a sum of p gradients may overflow where their mean does not.
+A gradient is divided by the number of ranks BEFORE the sum: the sum of p gradients may overflow where their mean does not.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MIB = 1 << 20
 
 
 def replicate(model: nn.Module, group: Any, settings: Any) -> OwnReplica | TorchReplica:
-    """The model with the technique that the settings name; every rank holds rank 0's weights from here on.
+    """Makes the model data parallel as `settings` ask; afterwards every rank holds rank 0's weights.
 
     Args:
         model: on its device, the same architecture on all ranks.
-        group: of torch.distributed; None is one process, where nothing is to be averaged.
-        settings: backend, variant, bucket_mb, timeline.
+        group: of torch.distributed; None is one process, which averages nothing.
+        settings: has backend, variant, bucket_mb, timeline.
     """
     timeline = Timeline.of(settings.timeline, group) if settings.timeline else None
     bucket_bytes = int(settings.bucket_mb * MIB)
@@ -53,9 +53,9 @@ def replicate(model: nn.Module, group: Any, settings: Any) -> OwnReplica | Torch
 
 
 def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in reversed order, about as backward makes their gradients, in buckets of at most `bucket_bytes`.
+    """Parameters in reversed order (roughly the order of their gradients in backward), in buckets of at most `bucket_bytes`.
 
-    A bucket has one dtype and one device, and at least one parameter, however large.
+    A bucket has one dtype and one device, and at least one parameter, even if that is larger than `bucket_bytes`.
     """
     buckets: list[list[nn.Parameter]] = []
     kind, room = None, 0
@@ -69,12 +69,12 @@ def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[
 
 
 class Bucket:
-    """Gradients that travel as one flat tensor, with an attendance list at its end.
+    """Gradients that are all-reduced as one flat tensor, with a used flag for each parameter at its end.
 
         flat = | gradient of p0 ... | of p1 ... | ... | 1/p or 0 for p0 | for p1 | ...
 
-    The list tells a parameter that no rank used (its gradient stays None, and the optimizer leaves it alone, as on one
-    process) from one that this rank alone did not use (the others' mean counts), without a message of its own.
+    After the sum a flag of 0 means that no rank used the parameter: its gradient stays None, and the optimizer skips it, as
+    in one process. A flag above 0 means that some rank did: then all ranks take the mean. No extra message is needed.
     """
 
     def __init__(self, number: int, parameters: list[nn.Parameter]) -> None:
@@ -84,17 +84,17 @@ class Bucket:
         self.work: Any = None
 
     def fill(self, num_ranks: int) -> Tensor:
-        """Copies the gradients into the flat tensor, divided by the number of ranks."""
+        """Copies the gradients, divided by the number of ranks, and the used flags into the flat tensor."""
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
         attendance = grads[0].new_tensor([p.grad is not None for p in self.parameters])
         self.flat = torch.cat([*(grad.reshape(-1) for grad in grads), attendance]).div_(num_ranks)
         return self.flat
 
     def empty(self) -> None:
-        """Copies the means back into the gradients, and is ready for the next step."""
+        """Copies the means back into the gradients and resets the bucket for the next step."""
         pieces = self.flat.split([p.numel() for p in self.parameters] + [len(self.parameters)])
         absent = [p.grad is None for p in self.parameters]
-        used = pieces[-1].tolist() if any(absent) else []  # on a GPU this waits, so only where it must be known
+        used = pieces[-1].tolist() if any(absent) else []  # on a GPU tolist() waits: only if needed
         for number, (parameter, piece) in enumerate(zip(self.parameters, pieces[:-1], strict=True)):
             if not absent[number]:
                 parameter.grad.copy_(piece.view_as(parameter))
@@ -107,18 +107,18 @@ class Bucket:
 
 
 class Replica:
-    """What own and torch have in common: the calls of train.py, the bytes, and the events of the timeline."""
+    """Base of OwnReplica and TorchReplica: the calls of train.py, counts of bytes, and events of the timeline."""
 
     def __init__(self, model: nn.Module, group: Any, timeline: Timeline | None) -> None:
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
-        # The default group is not kept: gloo threads that outlive destroy_process_group abort a process at its end.
+        # The default group is not stored: gloo threads that outlive destroy_process_group abort the process at exit.
         self.group = None if group is None or group is dist.group.WORLD else group
         self.model, self.timeline = model, timeline
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.reduced_bytes = self.last_bytes = self.num_calls = self.last_calls = 0
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The model's forward."""
+        """Runs the model's forward."""
         if self.timeline is None:
             return self.forward(*inputs)
         with self.timeline.span("forward", "compute"):
@@ -127,9 +127,9 @@ class Replica:
         return loss
 
     def weigh(self, loss: Tensor, num_rows: int) -> Tensor:
-        """The loss of an uneven batch: times its share, so that the mean over ranks is the mean over all rows.
+        """Scales the loss by this rank's part of all rows, so that the mean over ranks is the mean over rows.
 
-        A mean of means counts a row of a short batch for more. All ranks call together, also one with no rows at all.
+        A plain mean of means would give rows of a short batch more weight. All ranks must call it, even one without rows.
         """
         if self.num_ranks == 1:
             return loss
@@ -138,32 +138,32 @@ class Replica:
         return loss * (num_rows * self.num_ranks / total.item())
 
     def count(self, num_bytes: int) -> None:
-        """Notes a call that reduces `num_bytes`."""
+        """Counts one all-reduce of `num_bytes`."""
         self.reduced_bytes, self.num_calls = self.reduced_bytes + num_bytes, self.num_calls + 1
 
     def end_step(self) -> None:
-        """Closes the books of a step."""
+        """Stores the counts of the step that ends, and resets them."""
         self.last_bytes, self.reduced_bytes = self.reduced_bytes, 0
         self.last_calls, self.num_calls = self.num_calls, 0
         if self.timeline is not None:
             self.timeline.end_step()
 
     def step_scalars(self) -> dict[str, float]:
-        """For metrics.jsonl: bytes handed to all-reduce in the last step, the calls, and what the ring's formula makes
-        of them for each rank to send."""
+        """For metrics.jsonl, of the last step: bytes given to all-reduce, number of calls, and bytes that each rank sends by
+        the ring's formula."""
         if self.num_ranks == 1:
             return {}
         formula = ring_bytes(self.last_bytes, self.num_ranks)
         return {"reduced_bytes": self.last_bytes, "num_reductions": self.last_calls, "formula_bytes": formula}
 
     def close(self) -> list[tuple[str, Any]]:
-        """Ends it, before the process group ends; returns rows for the summary: what a step cost in communication."""
+        """Called before the process group ends; returns rows for the closing summary: the communication of a step."""
         if self.num_ranks == 1:
             return [("communication", "none: one process")]
         formula = ring_bytes(self.last_bytes, self.num_ranks)
-        said = f"{self.last_bytes / MIB:.2f} MiB of gradients in {self.last_calls} all-reduces a step"
+        measured = f"{self.last_bytes / MIB:.2f} MiB of gradients in {self.last_calls} all-reduces a step"
         return [
-            ("communication", said),
+            ("communication", measured),
             ("by the formula", f"2 (p - 1) / p of it = {formula / MIB:.2f} MiB sent by each of {self.num_ranks} ranks"),
         ]
 
@@ -176,7 +176,7 @@ class OwnReplica(Replica):
         group: as in `replicate`.
         variant: naive, bucket or ring.
         bucket_bytes: most bytes of gradients in a bucket.
-        timeline: where events are noted, or None.
+        timeline: records events, or None.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class OwnReplica(Replica):
     ) -> None:  # fmt: skip
         super().__init__(model, group, timeline)
         self.forward, self.variant, self.synchronizing = model, variant, True
-        sizes = 0 if variant == "naive" else bucket_bytes  # a bucket takes one parameter at least: naive has one in each
+        sizes = 0 if variant == "naive" else bucket_bytes  # with 0 each bucket holds one parameter
         self.buckets = [Bucket(n, part) for n, part in enumerate(cut_into_buckets(self.parameters, sizes))]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.num_launched = 0
@@ -197,7 +197,7 @@ class OwnReplica(Replica):
 
     @contextlib.contextmanager
     def no_sync(self, active: bool = True) -> Iterator[None]:
-        """While active, gradients add up on this rank alone: for all micro-batches of a step but the last."""
+        """While active, gradients add up without a reduction: use it for all micro-batches of a step but the last."""
         before, self.synchronizing = self.synchronizing, not active
         try:
             yield
@@ -214,7 +214,7 @@ class OwnReplica(Replica):
         if bucket.flat is not None:
             raise RuntimeError("a gradient changed after its bucket had left: is a micro-batch outside no_sync()?")
         bucket.waiting_for.discard(parameter)
-        # In one order on all ranks, or they would add up different buckets: a full one waits for those before it.
+        # All ranks must reduce buckets in the same order, so a full bucket waits for those before it.
         while self.num_launched < len(self.buckets) and not self.buckets[self.num_launched].waiting_for:
             self._launch(self.buckets[self.num_launched])
 
@@ -234,10 +234,10 @@ class OwnReplica(Replica):
                 bucket.work.wait()
 
     def wait(self) -> None:
-        """Returns when every gradient is the mean over the ranks. Once a step, on all ranks, before clipping.
+        """Returns when every gradient is the mean over the ranks. Call it once a step, on all ranks, before clipping.
 
-        What has not left yet leaves now: in the naive and ring variants all of it, otherwise buckets with parameters that
-        this rank did not use. A rank whose data have ended takes part by calling this alone, with gradients None.
+        Launches the buckets that backward has not: in the naive and ring variants all of them, otherwise those with
+        parameters that this rank did not use. A rank without data calls wait() alone; its gradients are None.
         """
         if self.num_ranks > 1:
             for bucket in self.buckets[self.num_launched :]:
@@ -251,7 +251,7 @@ class OwnReplica(Replica):
 
 
 class TorchReplica(Replica):
-    """The same by torch's DistributedDataParallel."""
+    """The same calls over torch's DistributedDataParallel."""
 
     def __init__(
         self, model: nn.Module, group: Any, bucket_bytes: int = 25 * MIB, timeline: Timeline | None = None,
@@ -273,18 +273,18 @@ class TorchReplica(Replica):
         return self.forward.no_sync() if active else contextlib.nullcontext()
 
     def wait(self) -> None:
-        """As in OwnReplica; here backward has waited already."""
+        """As in OwnReplica; DistributedDataParallel has already waited in backward."""
         self.end_step()
 
     def close(self) -> list[tuple[str, Any]]:
-        """As in OwnReplica; lets go of the process group, whose threads would otherwise abort the process at its end."""
+        """As in Replica; also drops the reference to the process group, whose threads would abort the process at exit."""
         self.forward = self.model
         gc.collect()  # DistributedDataParallel refers to itself
         return super().close()
 
 
-def _reduce_and_note(replica, bucket):  # without annotations: torch wants them as types, and here they are strings
-    """What DistributedDataParallel does without a hook, and a note of when and how much."""
+def _reduce_and_note(replica, bucket):  # no annotations: torch needs types, here they are strings
+    """Averages a bucket as DistributedDataParallel does without a hook, and records time and bytes."""
     flat = bucket.buffer().div_(replica.num_ranks)
     work = dist.all_reduce(flat, group=replica.group, async_op=True)
     replica.count(flat.nbytes)

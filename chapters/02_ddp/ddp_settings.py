@@ -12,14 +12,14 @@ from gpt2_chinese.settings import ParallelSettings, flag
 class Settings(ParallelSettings):
     backend: str = flag("own", "own (ddp.py) or torch (DistributedDataParallel).", choices=("own", "torch"))
     variant: str = flag(
-        "bucket", "Of own: how gradients are averaged, see ddp.py.", choices=("naive", "bucket", "ring")
+        "bucket", "With --backend own: how gradients are averaged, see ddp.py.", choices=("naive", "bucket", "ring")
     )
-    bucket_mb: float = flag(1.0, "MiB of gradients that travel together; torch's own default is 25.")
-    timeline: str | None = flag(None, "Chrome trace of a few steps to write (and a PNG beside it).", shown="none")
+    bucket_mb: float = flag(1.0, "MiB of gradients in one all-reduce; torch's default is 25.")
+    timeline: str | None = flag(None, "Chrome trace of a few steps to write (and a PNG next to it).", shown="none")
 
     def validate(self) -> None:
         super().validate()
         if not 0 < self.bucket_mb < float("inf"):
             raise UserError(f"--bucket-mb must be above 0, not {self.bucket_mb}")
         if self.backend == "torch" and self.variant != "bucket":
-            raise UserError(f"--variant {self.variant} is of --backend own: torch's DistributedDataParallel has buckets")
+            raise UserError(f"--variant {self.variant} needs --backend own: torch's DistributedDataParallel has buckets")

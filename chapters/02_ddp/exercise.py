@@ -3,11 +3,11 @@
     pytest tests/exercises -k 02                  # all of it
     pytest tests/exercises -k "02 and ring"       # one function: buckets, ring
 
-The grader runs the ring on 1, 2, 3 and 4 real processes, with lengths that do not divide by them, compares the sums, asks
-for the same bits on all ranks, and counts the bytes that each rank says it has sent. A ring that waits for ever is stopped
-after ten seconds, and you are told at which line each rank waited.
+The grader runs the ring on 1, 2, 3 and 4 real processes, with lengths that are not divisible by their number. It compares
+the sums, requires the same bits on all ranks, and checks the number of bytes that each rank returns. It stops a ring that
+waits for ever after ten seconds, and prints the line at which each rank waited.
 
-When you have tried: `cut_into_buckets` in ddp.py and `ring_all_reduce` in ring.py, beside this file.
+When you have tried: compare with `cut_into_buckets` in ddp.py and `ring_all_reduce` in ring.py, in this folder.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """Parameters in the order in which backward makes their gradients, in buckets of at most `bucket_bytes`.
 
-    Backward begins at the end of the model, so the last parameter comes first. A bucket takes the next parameter while it
-    has room for it; then it is closed for good. A parameter larger than a bucket has one to itself.
+    Backward begins at the end of the model, so the last parameter comes first. A bucket takes parameters until the next one
+    does not fit; then it is closed for good. A parameter larger than `bucket_bytes` gets a bucket to itself.
 
     Args:
         parameters: in the order of forward, all of one type and on one device.
@@ -31,18 +31,18 @@ def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[
 
     Hint: parameter.nbytes
     """
-    raise NotImplementedError("cut_into_buckets is yours to write: from the last parameter on, while there is room")
+    raise NotImplementedError("cut_into_buckets is yours to write: from the last parameter on, while they fit")
 
 
 def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
-    """Sums a tensor over the ranks, in place; a rank sends to the next one and receives from the one before, no others.
+    """Sums a tensor over the ranks, in place; each rank only sends to the next rank and receives from the previous one.
 
-    Cut the tensor into p chunks (flat.tensor_split(p) gives views, and some may be empty). Then go round twice:
+    Cut the tensor into p chunks (flat.tensor_split(p) gives views, and some may be empty). Then go round the ring twice:
 
-        reduce-scatter, p - 1 turns     pass a chunk on, ADD the one that comes to your own
-        all-gather,     p - 1 turns     pass a chunk on, which is a whole sum by now, COPY the one that comes
+        reduce-scatter, p - 1 turns     send a chunk, ADD the chunk you receive to your own
+        all-gather,     p - 1 turns     send a chunk, which is a complete sum by now, COPY the chunk you receive
 
-    In the first turn rank r sends chunk r. p = 3, what ranks 0, 1, 2 send in each turn, x* being a whole sum:
+    In the first turn rank r sends chunk r. For p = 3 ranks 0, 1, 2 send these chunks in each turn; x* is a complete sum:
 
         reduce-scatter   a  b  c    then   c  a  b        all-gather   b* c* a*   then   a* b* c*
 
@@ -51,10 +51,10 @@ def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
         group: of torch.distributed; None is the default one.
 
     Returns:
-        the bytes that this rank has sent: about 2 (p - 1) / p of flat.nbytes. All chunks that it passes on count.
+        the bytes of all chunks that this rank has sent: about 2 (p - 1) / p of flat.nbytes.
 
-    Hint: which chunk in which turn is arithmetic modulo p; write it down for p = 3 first. If every rank first sends and
-    then receives, all of them wait for each other: dist.batch_isend_irecv([dist.P2POp(dist.isend, ...), ...]) starts both
-    at once. Receive into a buffer when you have to add.
+    Hint: the chunk's number in each turn is arithmetic modulo p; write it down for p = 3 first. If every rank first sends
+    and then receives, all wait for each other: dist.batch_isend_irecv([dist.P2POp(dist.isend, ...), ...]) starts both at
+    once. Receive into a buffer when you have to add.
     """
     raise NotImplementedError("ring_all_reduce is yours to write: p - 1 turns that add, then p - 1 turns that copy")

@@ -1,4 +1,4 @@
-"""The ring all-reduce, written out from sends and receives (Patarasuk and Yuan 2009), and what it costs."""
+"""The ring all-reduce, written out from sends and receives (Patarasuk and Yuan 2009), and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
-    """Sums a tensor over the ranks, in place, by sends to the next rank and receives from the one before alone.
+    """Sums a tensor over the ranks, in place; each rank only sends to the next rank and receives from the previous one.
 
-    The tensor is cut into p chunks. Reduce-scatter: p - 1 times each rank passes a chunk on and adds the one it receives
-    to its own, so that after it rank r holds the whole sum of chunk r + 1. All-gather: p - 1 times the sums go round.
+    The tensor is cut into p chunks. Reduce-scatter: p - 1 times each rank sends a chunk on and adds the one it receives to
+    its own; then rank r holds the complete sum of chunk r + 1. All-gather: p - 1 times each rank passes a complete sum on.
 
-        p = 3, what rank 0, 1, 2 send:      a0 b1 c2 -> c(0+2) a(1+0) b(2+1) | sums: b0 c1 a2 -> a0 b1 c2
+        p = 3, chunks that ranks 0, 1, 2 send:   a0 b1 c2 -> c(0+2) a(1+0) b(2+1) | sums: b0 c1 a2 -> a0 b1 c2
 
-    Each rank sends 2 (p - 1) / p of the tensor, however many ranks there are: that is why it scales. All ranks end with
-    the same bits, because each chunk is added up in one place and copied from there.
+    Each rank sends 2 (p - 1) / p of the tensor, less than twice its bytes for any p: so the ring scales. All ranks end with
+    the same bits, because each chunk is summed along one path and then copied.
 
     Args:
-        flat: (n,), contiguous; n need not divide by the number of ranks, and may be smaller.
+        flat: (n,), contiguous; n need not be divisible by the number of ranks, and may be smaller.
         group: of torch.distributed, None is the default one.
 
     Returns:
-        the bytes this rank has sent.
+        the bytes that this rank has sent.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     sent_bytes = 0
@@ -34,7 +34,7 @@ def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
     received = torch.empty_like(chunks[0])  # the first chunk is the largest
 
     def pass_on(send: Tensor, receive: Tensor) -> None:
-        # both at once: two ranks that each send first and receive after would wait for each other for ever
+        # start both at once: if every rank sent first and received later, all would wait for ever
         operations = [(dist.isend, send, following), (dist.irecv, receive, before)]
         operations = [dist.P2POp(call, part, group=group, group_peer=peer) for call, part, peer in operations if len(part)]
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -53,5 +53,5 @@ def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
 
 
 def ring_bytes(num_bytes: int, num_ranks: int) -> float:
-    """What each rank sends in a ring all-reduce of `num_bytes`."""
+    """Bytes that each rank sends in a ring all-reduce of `num_bytes`."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes

@@ -1,8 +1,8 @@
-"""When does communication run, and what runs meanwhile? Notes of a few steps, as a Chrome trace and as a picture.
+"""Records when computation and communication run in a few steps; writes a Chrome trace and a picture.
 
-Open the trace at ui.perfetto.dev or chrome://tracing: a process is a rank, its two rows are computing and communication.
-On a GPU the times are those of the device, from CUDA events; on a CPU those of the clock, which the processes of a
-machine share.
+Open the trace at ui.perfetto.dev or chrome://tracing: a process is a rank, its two rows are computation and communication.
+On a GPU the times are the device's, from CUDA events. On a CPU they come from the clock, which all processes of a machine
+share.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SKIPPED, KEPT = 1, 3  # the first step warms up; some more are enough to see the pattern
+SKIPPED, KEPT = 1, 3  # steps: the first one warms up; three show the pattern
 COLOURS = {"forward": "#9ecae1", "backward": "#3182bd", "communication": "#e6550d"}
 
 
 class Timeline:
-    """Notes events and writes them when there are enough.
+    """Records events, and writes them after `kept` steps.
 
     Args:
-        path: of the trace; the picture goes beside it, with the suffix .png.
-        group: of the ranks whose notes come together on rank 0; None is one process.
-        skipped, kept: how many steps to leave out first, and to note then.
+        path: of the trace; the picture has the same path with the suffix .png.
+        group: the ranks whose events rank 0 collects; None is one process.
+        skipped, kept: number of steps to skip first, and to record then.
     """
 
     def __init__(self, path: str | Path, group: Any = None, skipped: int = SKIPPED, kept: int = KEPT) -> None:
@@ -38,12 +38,12 @@ class Timeline:
         self.cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.side = torch.cuda.Stream() if self.cuda else None
         self.step, self._backward = 0, None
-        self.events: list[dict[str, Any]] = []  # name, lane, step, begin, end, and what else is known
+        self.events: list[dict[str, Any]] = []  # name, lane, step, begin, end, and bytes where known
         self.zero = self._now()
 
     @classmethod
     def of(cls, path: str, group: Any) -> Timeline:
-        """A timeline whose folder exists.
+        """Makes the folder of `path`, then the timeline.
 
         Raises:
             OSError: the folder cannot be made.
@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def recording(self) -> bool:
-        """True in the steps that are noted."""
+        """True in the steps that are recorded."""
         return self.skipped <= self.step < self.skipped + self.kept
 
     def _now(self) -> Any:
@@ -71,13 +71,13 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str) -> Iterator[None]:
-        """Notes its block as an event."""
+        """Records the block inside `with` as an event."""
         event = self._begin(name, lane)
         yield
         event["end"] = self._now()
 
     def backward_of(self, loss: Tensor) -> None:
-        """Notes the backward that will start at `loss`: from there to the last gradient that becomes ready."""
+        """Records the backward of `loss`, from its start to the last gradient that becomes ready."""
 
         def begin(_: Tensor) -> None:
             self._backward = self._begin("backward", "compute")
@@ -86,14 +86,14 @@ class Timeline:
             loss.register_hook(begin)
 
     def gradient_is_ready(self) -> None:
-        """Backward has come this far."""
+        """Moves the end of the recorded backward to now."""
         if self._backward is not None:
             self._backward["end"] = self._now()
 
     def until(self, work: Any, name: str, num_bytes: int) -> None:
-        """Notes a collective that has been started, until it is done."""
+        """Records a collective from now, when it has been started, until it is done."""
         event = self._begin(name, "communication", bytes=num_bytes)
-        if self.cuda:  # a stream of its own waits for it: neither the host nor the computing stream does
+        if self.cuda:  # a separate stream waits, so neither the host nor the computing stream does
             with torch.cuda.stream(self.side):
                 work.wait()
                 event["end"] = self._now()
@@ -101,14 +101,14 @@ class Timeline:
             work.get_future().add_done_callback(lambda _: event.update(end=self._now()))
 
     def end_step(self) -> None:
-        """Called after the last wait of a step. After the last noted step all ranks write together."""
+        """Called after the last wait of a step. After the last recorded step all ranks call write() together."""
         self._backward = None
         self.step += 1
         if self.step == self.skipped + self.kept:
             self.write()
 
     def seconds(self) -> list[dict[str, Any]]:
-        """The events of this rank with begin and end in seconds, in order of their begin."""
+        """This rank's complete events, with begin and end in seconds, in order of begin."""
         if self.cuda:
             torch.cuda.synchronize()
         events = [event for event in self.events if event["end"] is not None]
@@ -119,7 +119,7 @@ class Timeline:
         return sorted(events, key=lambda event: event["begin"])
 
     def write(self) -> None:
-        """Rank 0 writes the trace and the picture, with what all ranks noted; all ranks call together."""
+        """Rank 0 writes the trace and the picture with the events of all ranks; all ranks call it together."""
         ranks = [self.seconds()]
         if not self.alone:
             ranks = [None] * dist.get_world_size(self.group)
@@ -133,7 +133,7 @@ class Timeline:
         try:
             draw(ranks, self.path.with_suffix(".png"))
         except ImportError:
-            print(f"no picture beside {self.path}: matplotlib is not installed (pip install matplotlib)", flush=True)
+            print(f"no picture for {self.path}: matplotlib is not installed (pip install matplotlib)", flush=True)
 
 
 def chrome_trace(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def chrome_trace(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def draw(ranks: list[list[dict[str, Any]]], path: Path) -> None:
-    """One noted step of every rank, computing above communication.
+    """The last recorded step of every rank, computation above communication.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -176,7 +176,7 @@ def draw(ranks: list[list[dict[str, Any]]], path: Path) -> None:
             for event in (event for event in events if event["lane"] == lane):
                 colour = COLOURS.get(event["name"], COLOURS["communication"])
                 begin, length = 1e3 * (event["begin"] - zero), 1e3 * (event["end"] - event["begin"])
-                # collectives are queued while others run: each a third of a row lower shows where they overlap
+                # collectives overlap: three heights within the row keep them apart
                 low, high = len(rows) - 1.4, 0.8
                 if lane == "communication":
                     low, high = low + 0.27 * (int(event["name"].split()[-1]) % 3), 0.25

@@ -1,18 +1,18 @@
 """Data parallel by Horovod (Sergeev and Del Balso 2018): an optimizer that averages the gradients of all ranks.
 
-    backward   h.3 -> h.2 -> h.1 -> h.0 -> embeddings       a hook on each gradient hands it to Horovod's own thread
+    backward   h.3 -> h.2 -> h.1 -> h.0 -> embeddings       a hook hands each gradient to Horovod's background thread
                  \\      \\      \\      \\        \\
-    Horovod       | what all ranks have ready, up to --fusion-mb, is one message: ring all-reduce |
+    Horovod       | gradients ready on all ranks, up to --fusion-mb, in one message: ring all-reduce |
                                                              \\
     program                                                   synchronize() -> clip -> step, without synchronizing again
 
-Ranks need not make their gradients in the same order: rank 0 collects who has which ready (each has a name), and only
-what all of them have travels. That is what set Horovod apart from the all-reduce of its time.
+Ranks need not compute their gradients in the same order: each gradient has a name, rank 0 collects which ones each rank has
+ready, and Horovod reduces only those that all ranks have. The other all-reduces of 2018 could not do that.
 
-What goes wrong easily, and is right here (chapters/04_apex/mistakes shows each with a number):
-  - clipping before synchronize() clips gradients that are being averaged by another thread at that moment;
-  - step() synchronizes by itself: after a synchronize() it must be told not to, or all is averaged twice;
-  - with accumulation Horovod must know after how many backward passes to begin, or it refuses the second one.
+Three common mistakes, avoided here (chapters/04_apex/mistakes measures the effect of each):
+  - clipping before synchronize() clips gradients while the background thread averages them;
+  - step() also synchronizes: after synchronize() call it inside skip_synchronize(), or all gradients are averaged twice;
+  - with accumulation Horovod must know the number of backward passes before a reduction, or it refuses the second one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 def distribute(optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings) -> Any:
-    """Horovod's DistributedOptimizer around `optimizer`, which must be fresh: its state is not taken over.
+    """Wraps `optimizer` in Horovod's DistributedOptimizer; it must be fresh, because its state is not copied.
 
     Args:
-        optimizer: of the model's parameters.
-        model: its parameters' names are the names of the messages.
-        settings: grad_accum, compression, adasum.
+        optimizer: updates the model's parameters.
+        model: its parameters' names become the names of the messages.
+        settings: has grad_accum, compression, adasum.
     """
     return hvd.DistributedOptimizer(
         optimizer,
@@ -57,8 +57,8 @@ def distribute(optimizer: torch.optim.Optimizer, model: nn.Module, settings: Set
 def broadcast(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Gives all ranks rank 0's weights and optimizer state, bit for bit.
 
-    Of a fresh optimizer there is nothing to give, and Horovod must not be asked to: it would make the state by taking a
-    step with gradients of zero, which counts as a step and lets weights decay (a loss 1e-4 off from the first step on).
+    A fresh optimizer has no state. Horovod must not broadcast it: to create state it would take a step with zero gradients,
+    which counts as a step and applies weight decay (the loss is 1e-4 off from the first step on).
     """
     hvd.broadcast_parameters(dict(model.named_parameters()), root_rank=0)
     if optimizer.state:
@@ -69,11 +69,11 @@ def broadcast(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
-    """The loop of train.py as a function that Horovod calls again, with the state of the last step, when a worker is lost.
+    """The loop of train.py as a function that Horovod calls again, with the last committed state, when a worker is lost.
 
-    The global batch is what it was: the ranks that are left take larger parts of it, so the curve stays that of chapter 00.
-    In the rank that lost its peers the collective raises; hvd.elastic.run catches that, goes back to the last commit, meets
-    the others that are left, and calls `loop` anew. That may have made another process rank 0: it goes on with the files.
+    The global batch does not change: the remaining ranks take larger parts of it, so the curve stays that of chapter 00.
+    On each remaining rank the collective raises. hvd.elastic.run catches the error, restores the last commit, joins the
+    remaining ranks, and calls `loop` again. Rank 0 may then be another process, which continues the run's files.
     """
     torch.manual_seed(settings.seed)
     model = GPT2LMHeadModel(settings.model).to(ranks.device)
@@ -84,7 +84,7 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
         load_weights(model, weights)
     if not moments:
         moments = {}
-        for name, parameter in model.named_parameters():  # for Horovod must find a state: see broadcast()
+        for name, parameter in model.named_parameters():  # Horovod must find a state: see broadcast()
             zeros = torch.zeros_like(parameter)
             moments |= {f"step.{name}": torch.zeros(()), f"exp_avg.{name}": zeros, f"exp_avg_sq.{name}": zeros}
     load_adamw_moments(model, optimizer, moments)
@@ -114,9 +114,9 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
                 run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
             if run.save_now(step):
                 run.save(step, weights_of(model), adamw_moments(model, optimizer))
-            ranks.barrier()  # nobody holds the step done before rank 0, which may die, has written its row
+            ranks.barrier()  # no rank commits the step before rank 0, which may die, has written its row
             state.step = step
-            state.commit()  # what a loss throws away is at most the step in which it happens
+            state.commit()  # losing a worker discards at most the step under way
         return run
 
     loop(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=settings.resume_step)).finish(weights_of(model))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash chapters/03_horovod/generate.sh [--prompt 今天天气] [--num 3] [FLAGS]   text from what this chapter trained
+# bash chapters/03_horovod/generate.sh [--prompt 今天天气] [--num 3] [FLAGS]   generates text with this chapter's model
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/../../scripts/setup.sh"
 exec "$PYTHON" -m gpt2_chinese.generate --model "$REPO/runs/03_horovod" "$@"

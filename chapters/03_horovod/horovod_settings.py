@@ -1,4 +1,4 @@
-"""The flags that chapter 03 adds, and how they reach Horovod's launcher."""
+"""The flags that chapter 03 adds, and the flags of horovodrun that follow from them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DISCOVER = Path(__file__).with_name("discover_hosts.sh")
 
 @dataclass
 class Settings(ParallelSettings):
-    fusion_mb: int = flag(64, "MiB of gradients that Horovod packs into one message; 0: each travels alone.")
-    compression: str = flag("none", "What travels: gradients as they are, or in half their bytes.", ("none", "fp16"))
+    fusion_mb: int = flag(64, "MiB of gradients that Horovod packs into one message; 0: one gradient a message.")
+    compression: str = flag("none", "none sends gradients as they are, fp16 in half their bytes.", ("none", "fp16"))
     adasum: bool = flag(False, "Combine gradients by Adasum instead of their mean (needs a Horovod with MPI).")
     timeline: str | None = flag(None, "File for Horovod's own trace, for Perfetto or chrome://tracing.", shown="none")
-    elastic: bool = flag(False, "Go on with the rest when a worker is lost.")
+    elastic: bool = flag(False, "Continue with the remaining workers when one is lost.")
 
     def validate(self) -> None:
         super().validate()
@@ -33,7 +33,7 @@ class Settings(ParallelSettings):
         if not self.elastic:
             return
         if self.nproc < 2 and "WORLD_SIZE" not in os.environ:
-            raise UserError("--elastic --nproc 1: with one worker there is none to lose, give --nproc 2 or more")
+            raise UserError("--elastic --nproc 1: no worker would remain after a loss, give --nproc 2 or more")
         if self.adasum or self.precision == "fp16":
             raise UserError(f"--elastic does not go with {'--adasum' if self.adasum else '--precision fp16'}")
         for fewer in range(self.nproc, 0, -1):
@@ -55,7 +55,7 @@ class Settings(ParallelSettings):
 
 
 def _built_with_mpi() -> bool:
-    """True when scripts/build_horovod.sh found MPI; another Horovod is given the benefit of the doubt."""
+    """True if scripts/build_horovod.sh found MPI, and for any Horovod that it did not build, whose parts are unknown."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:

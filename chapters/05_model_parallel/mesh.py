@@ -1,11 +1,11 @@
-"""The ranks as a block of data x pipeline x tensor: who shares layers, who passes activations on, who averages gradients.
+"""Arranges the ranks as a mesh of data x pipeline x tensor, and makes the process groups along each dimension.
 
     8 ranks, --tp 2 --pp 2:       pipeline 0          pipeline 1
                               data 0    data 1    data 0    data 1
                   tensor 0      0         4         2         6
                   tensor 1      1         5         3         7
 
-Tensor ranks are neighbours: they talk in every layer, and neighbours have the fastest links. (Narayanan et al. 2021, 3.)
+Tensor ranks are neighbours: they communicate in every layer, over the fastest links (Narayanan et al. 2021, section 3).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gpt2_chinese.distributed.ranks import Ranks
 
 
 class Mesh:
-    """Groups of the run's ranks; a group of one is None. All ranks make it together.
+    """Process groups of the run's ranks; a group of one rank is None. All ranks construct it together.
 
     Args:
-        ranks: of the run.
+        ranks: all ranks of the run.
         tp, pp: ranks along tensor and pipeline; their product divides the number of ranks.
 
     Attributes:
-        tensor, pipeline, replica, ends: groups of torch.distributed: those who share this rank's layers; one of each stage;
-            all of them who hold the model together; the first and last of the pipeline, None on ranks between.
-        data: the ranks that hold the same part of the model, as Ranks: batches are shared, gradients averaged over them.
-        tp_rank, pp_rank: where this rank is.
+        tensor, pipeline, replica, ends: groups of torch.distributed: the ranks that share this rank's layers; one rank of
+            each stage; all ranks of one model replica; first and last rank of the pipeline (None on ranks between).
+        data: the ranks with the same part of the model, as Ranks: they split the batch and average gradients.
+        dp_rank, tp_rank, pp_rank: this rank's coordinates in the mesh.
     """
 
     def __init__(self, ranks: Ranks, tp: int, pp: int) -> None:
@@ -50,7 +50,7 @@ class Mesh:
         self.data = Ranks(self.dp_rank, self.dp, ranks.local_rank, ranks.device, group)
 
     def _group(self, members: list[list[int]]) -> Any:
-        """The group of this rank among these, all of one size; made by all ranks in the same order."""
+        """Makes these groups, all of one size, on all ranks in the same order; returns the one that contains this rank."""
         if self.ranks.num_ranks == 1 or len(members[0]) == 1:
             return None
         found = None
@@ -61,7 +61,7 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """Lets go of the groups, before that of all ranks: gloo's threads would abort the process at its end."""
+        """Destroys the groups, before the default group: otherwise gloo's threads would abort the process at exit."""
         for group in self._own:
             dist.destroy_process_group(group)
         self._own, self.tensor, self.pipeline, self.replica, self.ends = [], None, None, None, None

@@ -1,12 +1,12 @@
 """Tensor, pipeline and data parallel together, as train.py calls them.
 
-    forward and backward of all micro-batches   Worker, over the pipeline's ranks; the layers talk over the tensor's
-    sequence parallel: sum of the gradients of what is not cut        over the tensor's ranks
+    forward and backward of all micro-batches      over the pipeline ranks (Worker); in each layer over the tensor ranks
+    sequence parallel: sum of the gradients of whole parameters       over the tensor ranks
     sum of both gradients of the tied weight                          over the first and the last rank of the pipeline
     mean of all gradients                                             over the data parallel ranks
-    global norm: every parameter of the model counted once            over all ranks that hold the model together
+    global norm: counts every parameter of the model once             over all ranks of one model replica
 
-Every rank makes the same initial weights from the seed and keeps its part, so nothing is sent at the start.
+Every rank makes the same initial weights from the seed and keeps its part, so no weights are sent at the start.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ TIED, COPY = "transformer.wte.weight", "lm_head.weight"
 
 
 class ModelParallel:
-    """A rank's part of the model, and what it does with the others.
+    """A rank's part of the model: its training step, evaluation and checkpoints.
 
     Args:
-        model: whole and the same on all ranks; what is not of this rank is taken out of it, in place.
-        mesh: who is where.
+        model: whole and the same on all ranks; layers and slices of other ranks are removed from it, in place.
+        mesh: the process groups.
         settings: schedule, virtual_stages, sequence_parallel, activation_checkpointing, backend, timeline, precision, seed.
     """
 
@@ -62,7 +62,7 @@ class ModelParallel:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         stages = cut_into_stages(model, mesh.pp_rank, mesh.pp, settings.virtual_stages)
         if mesh.tp == 1 or settings.backend == "own":
-            model.to(mesh.ranks.device)  # DTensors are there already: to() would make new parameters, without their places
+            model.to(mesh.ranks.device)  # DTensors are there already; to() would make parameters without Place
         self.timeline = pictures.Timeline(settings.timeline, mesh.ranks.device)
         kind = Worker
         if settings.backend == "torch" and mesh.pp > 1:
@@ -72,19 +72,19 @@ class ModelParallel:
         self.parameters = dict(model.named_parameters())
         self.tied = self.parameters.get(COPY if mesh.pp_rank else TIED) if mesh.pp > 1 else None
         self.precision = partial(autocast, mesh.ranks.device, settings.precision)
-        self.sent: dict[str, int] = {}  # bytes of the last step, by kind of layer
+        self.sent: dict[str, int] = {}  # bytes sent in the last step, by kind of layer
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def train(self, step: int, micros: Iterable[Batch], scaler: torch.amp.GradScaler) -> Tensor:
-        """Forward and backward of a step; returns the mean loss of this replica's micro-batches, on all its ranks.
+        """Runs forward and backward of a step; returns the mean loss of this replica's micro-batches, on all its ranks.
 
         Afterwards every gradient is that of the global batch.
         """
         seed_step(self.settings.seed, step, self.mesh.dp_rank * self.mesh.pp + self.mesh.pp_rank)  # see different_dropout
         self.tensor.sent.clear()
         self.worker.sent_bytes = 0
-        scaler.scale(torch.ones((), device=self.mesh.ranks.device))  # also on ranks without a loss, or it would not begin
+        scaler.scale(torch.ones((), device=self.mesh.ranks.device))  # starts it also on ranks without a loss
         loss = self.worker.train(micros, scaler.scale, self.precision)
         self.sent = {**self.tensor.sent, "pipeline": self.worker.sent_bytes}
         self.timeline.end_step()
@@ -96,8 +96,8 @@ class ModelParallel:
         return loss
 
     def _sum_gradients(self) -> None:
-        """Where a gradient is in summands, they come together; then the mean over the data parallel ranks."""
-        for parameter in self.parameters.values():  # DTensor: a gradient may be whole summands where the weight is cut
+        """Sums partial gradients over the ranks that hold them, then averages over the data parallel ranks."""
+        for parameter in self.parameters.values():  # DTensor: a gradient may be Partial, its weight Shard
             if getattr(parameter, "placements", None) != getattr(parameter.grad, "placements", None):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if self.tensor.sequence and self.settings.backend == "own":
@@ -107,11 +107,11 @@ class ModelParallel:
         if self.mesh.data.group is not None:
             grads = [_local(p.grad) for p in self.parameters.values()]
             for grad in grads:
-                grad.div_(self.mesh.dp)  # before the sum: it may overflow where the mean does not
+                grad.div_(self.mesh.dp)  # before the sum, which may overflow where the mean does not
             _sum(grads, self.mesh.data.group)
 
     def _spread_overflow(self) -> None:
-        """An overflow on one rank becomes one on all of them, so that all skip the step."""
+        """Writes inf into a gradient on all ranks if one rank has an overflow, so that all skip the step."""
         grads = [_local(p.grad) for p in self.parameters.values()]
         wrong = torch.stack([~grad.isfinite().all() for grad in grads]).any().float()
         if self.mesh.ranks.sum(wrong) > 0:
@@ -120,8 +120,8 @@ class ModelParallel:
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients down to a global norm of `max_norm` (0: not at all); returns the norm before, a scalar.
 
-        A parameter that several ranks hold is counted on one of them: what is not cut on the first tensor parallel rank,
-        the tied weight in the first stage.
+        A parameter that several ranks hold is counted once: whole parameters on the first tensor parallel rank, the tied
+        weight in the first stage.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.ranks.device)
         for name, parameter in self.parameters.items():
@@ -139,7 +139,7 @@ class ModelParallel:
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """For evaluate(): (3,) float64 on the CPU, summed loss, right guesses, tokens that count; the same on all ranks."""
+        """For evaluate(): summed loss, correct guesses, targets counted; (3,) float64 on the CPU, the same on all ranks."""
 
         def last(logits: Tensor) -> Tensor:
             loss = self.model.loss(logits, targets, reduction="sum")
@@ -158,10 +158,10 @@ class ModelParallel:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def load(self, optimizer: torch.optim.Optimizer, weights: Any, moments: Any) -> None:
-        """This rank's part of a checkpoint, whoever wrote it and however it was split.
+        """Loads this rank's part of a checkpoint of any chapter and any split.
 
         Raises:
-            UserError: the weights are of another model.
+            UserError: names or shapes differ from the model's.
         """
         names = {name: TIED if name == COPY else whole_name(p, name) for name, p in self.parameters.items()}
         shapes = {there: place_of(self.parameters[name]).shape for name, there in names.items()}
@@ -173,7 +173,7 @@ class ModelParallel:
                 parameter = self.parameters[name]
                 _local(parameter).copy_(place_of(parameter).take(weights[there]))
                 if f"step.{there}" not in moments:
-                    continue  # a parameter that had never been stepped
+                    continue  # never updated so far
                 state = optimizer.state[parameter] = {"step": moments[f"step.{there}"].clone()}
                 for kind in ("exp_avg", "exp_avg_sq"):
                     state[kind] = torch.zeros_like(parameter)
@@ -184,7 +184,7 @@ class ModelParallel:
         return self._parts("", self.parameters)
 
     def _parts(self, kind: str, tensors: dict[str, Tensor]) -> dict[str, Part]:
-        """Tensors by parameter name, as parts of the whole model's, with `kind` before the names there."""
+        """The tensors (by parameter name) as parts of the whole model's tensors; `kind` is put before the names."""
         found: dict[str, Part] = {}
         for name, tensor in tensors.items():
             parameter = self.parameters[name]
@@ -194,7 +194,7 @@ class ModelParallel:
         return found
 
     def write(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        """For Run.save_parts: weights and moments, each rank its part; all call together."""
+        """For Run.save_parts: each rank writes its part of weights and moments; all ranks call it together."""
         states = {name: optimizer.state[p] for name, p in self.parameters.items() if optimizer.state.get(p)}
         parts = self._parts("model.", self.parameters)
         for kind in ("exp_avg", "exp_avg_sq"):
@@ -208,31 +208,31 @@ class ModelParallel:
         write_parts(folder, parts, {k: n for each in everyone for k, n in each.items()}, self.mesh.ranks)
 
     def write_final(self, file: Path) -> None:
-        """For Run.finish: the whole weights in one file; all call together."""
+        """For Run.finish: writes the whole weights into one file; all ranks call it together."""
         write_whole(file, self.weights(), self.mesh.ranks)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def step_scalars(self) -> dict[str, float]:
-        """For metrics.jsonl: bytes that rank 0 has sent in the last step to others of its tensor and pipeline groups."""
+        """For metrics.jsonl: bytes that rank 0 sent in the last step within its tensor and pipeline groups."""
         return {"model_parallel_bytes": sum(self.sent.values())} if self.mesh.tp * self.mesh.pp > 1 else {}
 
     def close(self) -> list[tuple[str, Any]]:
-        """Rows for the summary: the bubble and the bytes, each beside its formula. Lets go of the groups."""
+        """Returns rows for the summary: bubble and bytes, measured and by formula. Destroys the groups."""
         mesh, settings, rows = self.mesh, self.settings, []
         if mesh.pp > 1:
             events = self.timeline.gather(mesh.pipeline)
             found = pictures.measured_bubble(events)
             formula = bubble_formula(settings.schedule, mesh.pp, settings.grad_accum, settings.virtual_stages)
-            said = "not measured" if found is None else f"{found:.1%} measured"
+            measured = "not measured" if found is None else f"{found:.1%} measured"
             how = "(p - 1) / p" if settings.schedule == "naive" else "(p - 1) / (v m + p - 1)"
-            rows.append(("bubble", f"{said}, {formula:.1%} by {how}"))
+            rows.append(("bubble", f"{measured}, {formula:.1%} by {how}"))
             if settings.timeline and mesh.ranks.is_main:
                 pictures.write(events, Path(settings.timeline))
         if mesh.tp > 1 and self.sent and settings.backend == "own":
             tokens = settings.batch_size // mesh.dp * settings.seq_len
             whole = tokens * settings.model.n_embd * (4 if settings.precision == "fp32" else 2)
-            again = settings.activation_checkpointing  # recomputes what is needed: f and g of attention, f of the MLP
+            again = settings.activation_checkpointing  # recomputing repeats f and g of attention, f of the MLP
             passes = {"attention": 3 if again else 2, "mlp": 2 + 0.5 * (again and settings.sequence_parallel)}
             for kind, number in passes.items():
                 sent = self.sent[kind] / len(self.model.transformer.h) / MIB
@@ -245,12 +245,12 @@ class ModelParallel:
 
 
 def whole_name(parameter: Tensor, name: str) -> str:
-    """A parameter's name in the whole model: its own, but for those that a backend has renamed."""
+    """A parameter's name in the whole model; it differs from `name` if a backend has renamed the parameter."""
     return getattr(parameter, "whole_name", name)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; what is none as it is."""
+    """This rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -1,4 +1,4 @@
-"""The flags that chapter 05 adds, and which counts must divide which."""
+"""The flags that chapter 05 adds, and the checks of divisibility."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from gpt2_chinese.settings import ParallelSettings, flag
 @dataclass
 class Settings(ParallelSettings):
     tp: int = flag(1, "Ranks that share each layer (tensor parallel).")
-    pp: int | None = flag(None, "Ranks that the layers are spread over (pipeline); the rest of --nproc is data parallel.",
+    pp: int | None = flag(None, "Ranks over which layers are split (pipeline); the rest of --nproc is data parallel.",
                           shown="all that --tp leaves of --nproc")  # fmt: skip
-    schedule: str = flag("1f1b", "Of the pipeline, whose micro-batches are those of --grad-accum: see schedules.py.",
+    schedule: str = flag("1f1b", "Order of the pipeline's micro-batches, --grad-accum of them: see schedules.py.",
                          ("naive", "gpipe", "1f1b", "interleaved"))  # fmt: skip
-    virtual_stages: int | None = flag(None, "Of interleaved: stages that each rank has.", shown="2 with interleaved, else 1")
-    sequence_parallel: bool = flag(False, "Norms and dropout on a part of the positions a rank; needs --tp above 1.")
-    activation_checkpointing: bool = flag(False, "Keeps the input of each layer alone and computes the rest again.")
+    virtual_stages: int | None = flag(None, "Stages of a rank, with interleaved.", shown="2 with interleaved, else 1")
+    sequence_parallel: bool = flag(False, "Split norms and dropout by positions; needs --tp above 1.")
+    activation_checkpointing: bool = flag(False, "Keep each layer's input, recompute the rest in backward.")
     backend: str = flag("own", "own (tensor.py, pipeline.py) or torch (DTensor, torch.distributed.pipelining).",
                         ("own", "torch"))  # fmt: skip
-    timeline: str | None = flag(None, "Chrome trace of a few steps of the pipeline (and a PNG beside it).", shown="none")
+    timeline: str | None = flag(None, "Chrome trace of a few steps of the pipeline (and a PNG next to it).", shown="none")
 
     @property
     def num_replicas(self) -> int:
@@ -41,7 +41,7 @@ class Settings(ParallelSettings):
         if self.schedule == "interleaved":
             _divides("--pp", self.pp, "interleaved: --grad-accum", self.grad_accum)
         elif self.virtual_stages > 1:
-            raise UserError(f"--virtual-stages {self.virtual_stages} is of --schedule interleaved, not {self.schedule}")
+            raise UserError(f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, not {self.schedule}")
         if self.schedule == "interleaved" and self.pp == 1:
             raise UserError("--schedule interleaved with --pp 1: a pipeline of one rank has nothing to interleave")
         model = self.model
@@ -55,12 +55,12 @@ class Settings(ParallelSettings):
         if self.sequence_parallel:
             _divides("--tp", self.tp, "--sequence-parallel: --seq-len", self.seq_len)
         if self.backend == "torch" and self.timeline:
-            raise UserError("--timeline is of --backend own: torch's schedules say nothing of when they compute")
+            raise UserError("--timeline needs --backend own: torch's schedules do not report when they compute")
         if self.backend == "torch" and self.schedule == "naive" and self.pp > 1:
-            raise UserError("--schedule naive is of --backend own: torch.distributed.pipelining has the other three")
+            raise UserError("--schedule naive needs --backend own: torch.distributed.pipelining has the other three")
 
     def about(self) -> list[tuple[str, str]]:
-        """For the header of a run."""
+        """Rows for the header of a run."""
         virtual = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
         sequence = " with sequence parallel" if self.sequence_parallel else ""
         return [("split", f"tensor {self.tp}{sequence} x pipeline {self.pp} ({self.schedule}{virtual}) x data "
@@ -68,6 +68,6 @@ class Settings(ParallelSettings):
 
 
 def _divides(which: str, divisor: int, what: str, number: int) -> None:
-    """Raises UserError where it does not."""
+    """Raises UserError unless `divisor` divides `number`."""
     if number % divisor:
         raise UserError(f"{what} {number} is not divisible by {which} {divisor}")

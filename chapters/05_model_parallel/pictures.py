@@ -1,7 +1,7 @@
-"""The schedule as it ran: when each rank computed what in a few steps, as a Chrome trace and as a picture.
+"""Records when each rank ran each F and B in a few steps; writes a Chrome trace and a picture.
 
-Open the trace at ui.perfetto.dev or chrome://tracing. The processes of a machine share the clock. On a GPU the noted steps
-wait for the device around each event, so that the times are those of the computation; the other steps do not.
+Open the trace at ui.perfetto.dev or chrome://tracing. All processes of a machine share the clock. On a GPU recorded steps
+synchronize with the device before and after each event, to time the computation itself; the other steps do not.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SKIPPED, KEPT = 1, 3  # the first step warms up; some more are enough to see the pattern
+SKIPPED, KEPT = 1, 3  # steps: the first one warms up; three show the pattern
 COLOURS = {"F": "#9ecae1", "B": "#3182bd"}
 
 
 class Timeline:
-    """Notes events.
+    """Records events.
 
     Args:
-        path: of the trace; the picture goes beside it, with the suffix .png; None: notes for the bubble alone.
-        device: where the rank computes.
+        path: of the trace; the picture has the same path with the suffix .png. None: record only to measure the bubble.
+        device: the rank's device.
     """
 
     def __init__(self, path: str | None, device: torch.device) -> None:
@@ -35,13 +35,13 @@ class Timeline:
 
     @property
     def recording(self) -> bool:
-        """True in the steps that are noted; on a GPU only where a file is asked for, because noting waits."""
+        """True in the steps that are recorded; on a GPU only if a file is wanted, because recording synchronizes."""
         asked = self.path is not None or self.device.type != "cuda"
         return asked and SKIPPED <= self.step < SKIPPED + KEPT
 
     @contextlib.contextmanager
     def span(self, kind: str, micro: int, chunk: int) -> Iterator[None]:
-        """Notes its block."""
+        """Records the block inside `with` as an event."""
         if not self.recording:
             yield
             return
@@ -56,11 +56,11 @@ class Timeline:
         return time.perf_counter()
 
     def end_step(self) -> None:
-        """After the last computation of a step."""
+        """Called after the last computation of a step."""
         self.step += 1
 
     def gather(self, group: Any) -> list[list[dict[str, Any]]]:
-        """The events of all ranks of a group, by rank; all of them call together."""
+        """The events of all ranks of a group, by rank; all its ranks call it together."""
         if group is None:
             return [self.events]
         ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -69,7 +69,7 @@ class Timeline:
 
 
 def measured_bubble(ranks: list[list[dict[str, Any]]]) -> float | None:
-    """Share of the ranks' time, from the first begin to the last end of a step, in which they wait, over the noted steps."""
+    """Fraction of time that ranks wait, from a step's first begin to its last end, over all recorded steps."""
     busy = span = 0.0
     for step in {event["step"] for events in ranks for event in events}:
         own = [event for events in ranks for event in events if event["step"] == step]
@@ -79,10 +79,10 @@ def measured_bubble(ranks: list[list[dict[str, Any]]]) -> float | None:
 
 
 def write(ranks: list[list[dict[str, Any]]], path: Path) -> None:
-    """Writes the trace, and beside it the picture where matplotlib is installed.
+    """Writes the trace, and next to it the picture if matplotlib is installed.
 
     Raises:
-        OSError: the disk.
+        OSError: the file or its folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     zero = min((event["begin"] for events in ranks for event in events), default=0.0)
@@ -98,7 +98,7 @@ def write(ranks: list[list[dict[str, Any]]], path: Path) -> None:
     try:
         draw(ranks, path.with_suffix(".png"))
     except ImportError:
-        print(f"no picture beside {path}: matplotlib is not installed (pip install matplotlib)", flush=True)
+        print(f"no picture for {path}: matplotlib is not installed (pip install matplotlib)", flush=True)
 
 
 def name_of(event: dict[str, Any]) -> str:
@@ -107,7 +107,7 @@ def name_of(event: dict[str, Any]) -> str:
 
 
 def draw(ranks: list[list[dict[str, Any]]], path: Path) -> None:
-    """The last noted step of every rank: forward light, backward dark.
+    """The last recorded step of every rank: forward light, backward dark.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -1,8 +1,8 @@
-"""Pipeline parallel: a rank has some layers; activations go to the next rank, their gradients come back.
+"""Pipeline parallel: each rank has some layers; it sends activations to the next rank and gets their gradients back.
 
-What is done when is data, made by schedules.py; here is what executes it: one worker, which walks through the list of its
-rank and knows three things: to compute, to send, to receive. Sends and receives are started and not waited for; a
-computation waits for what it needs. Why that cannot deadlock: schedules.with_transfers.
+schedules.py makes the order of work as data, a list of instructions for each rank. The Worker here executes its rank's list:
+compute, send or receive. It starts sends and receives without waiting; a computation waits for the tensors it needs.
+schedules.with_transfers explains why this cannot deadlock.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, (b, T) int64
 
 
 class Stage:
-    """Some layers of a model: ids or activations in, activations or the loss out. Holds no parameter of its own.
+    """Some layers of a model: takes ids or activations, returns activations or the loss. The model holds the parameters.
 
     Args:
-        model: a GPT2LMHeadModel of which this rank has these layers at least.
+        model: a GPT2LMHeadModel of which this rank has at least these layers.
         layers: numbers of the blocks.
-        is_first: begins with the embedding.
-        is_last: ends with the norm, the head and the loss.
+        is_first: the stage begins with the embedding.
+        is_last: the stage ends with the norm, the head and the loss.
     """
 
     def __init__(self, model: nn.Module, layers: range, is_first: bool, is_last: bool) -> None:
         self.model, self.layers, self.is_first, self.is_last = model, layers, is_first, is_last
 
     def __call__(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(b, T) int64 or (b, T, C) -> (b, T, C); the last stage gives the loss, or logits where there are no targets."""
+        """(b, T) int64 or (b, T, C) -> (b, T, C); the last stage returns the loss, or logits if there are no targets."""
         body = self.model.transformer
         if self.is_first:
             x = body.embed(x)
@@ -48,18 +48,18 @@ class Stage:
 
 
 def cut_into_stages(model: nn.Module, rank: int, num_ranks: int, num_virtual: int = 1) -> dict[int, Stage]:
-    """Takes from a whole model what is not on this rank, in place; the names of what stays do not change.
+    """Removes the layers of other ranks from a whole model, in place; the remaining parameters keep their names.
 
-    The head is tied to the embedding. Where they lie on different ranks each has a copy of the weight; the sum of both
-    gradients (parallel.py) keeps the copies the same.
+    The head is tied to the embedding. If they are on different ranks, each has a copy of the weight. parallel.py sums both
+    gradients, so that the copies stay equal.
 
     Args:
-        model: whole, perhaps cut by tensor parallel. n_layer must divide by num_ranks * num_virtual.
+        model: all layers, perhaps sliced by tensor parallel. num_ranks * num_virtual must divide n_layer.
         rank, num_ranks: of the pipeline.
-        num_virtual: stages of a rank.
+        num_virtual: number of stages of each rank.
 
     Returns:
-        the rank's stages by number, stage s of rank s % num_ranks.
+        the rank's stages by number; stage s is on rank s % num_ranks.
     """
     body, num_stages = model.transformer, num_ranks * num_virtual
     each = len(body.h) // num_stages
@@ -87,12 +87,12 @@ class Worker:
 
     Args:
         stages: of this rank, by number.
-        group: of the pipeline's ranks, in order; None is one rank.
-        schedule: a name of schedules.NAMES.
-        num_virtual: stages of a rank.
-        width: C of what travels between stages, which is float32 (b, T, C).
-        sequence_ranks: t with sequence parallel, where (b, T/t, C) travels, else 1.
-        timeline: where events are noted.
+        group: the pipeline's ranks, in order; None is one rank.
+        schedule: one of schedules.NAMES.
+        num_virtual: number of stages of each rank.
+        width: C of the activations between stages, float32 (b, T, C).
+        sequence_ranks: t with sequence parallel, where the activations are (b, T/t, C), else 1.
+        timeline: records events.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Worker:
         self._programs: dict[tuple[int, bool], list[Work | Transfer]] = {}
 
     def _program(self, num_micros: int, training: bool) -> list[Work | Transfer]:
-        """This rank's instructions, made once."""
+        """This rank's instructions for a step; made once and kept."""
         key = num_micros, training
         if key not in self._programs:
             if training:
@@ -118,12 +118,12 @@ class Worker:
         return self._programs[key]
 
     def train(self, micros: Iterable[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Tensor:
-        """Forward and backward of all micro-batches; gradients add up in the parameters.
+        """Runs forward and backward of all micro-batches; gradients add up in the parameters.
 
         Args:
             micros: the micro-batches, the same on all ranks of the pipeline.
-            scale: of the loss, before backward: the loss scale of fp16.
-            precision: a context for each forward: autocast.
+            scale: applied to the loss before backward: the loss scale of fp16.
+            precision: makes the context of each forward: autocast.
 
         Returns:
             the mean loss of the micro-batches on the rank of the last stage, 0 elsewhere; a float32 scalar.
@@ -146,7 +146,7 @@ class Worker:
 
     @torch.no_grad()
     def predict(self, batch: Batch, last: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Tensor | None:
-        """The forward pass of one batch, and last(logits) on the rank of the last stage, None elsewhere."""
+        """Runs forward on one batch; returns last(logits) on the rank of the last stage, None elsewhere."""
         found = []
 
         def forward(work: Work, x: Tensor) -> Tensor:
@@ -161,12 +161,12 @@ class Worker:
         return found[0] if found else None
 
     def _run(self, program: list[Work | Transfer], batches: list[Batch], forward: Callable[[Work, Tensor], Tensor]) -> None:
-        """Walks through a program."""
+        """Executes a list of instructions."""
         b, length = batches[0][0].shape
         shape = b, length // self.sequence_ranks, self.width
-        made: dict[Work, Tensor] = {}  # outputs and gradients that wait to be sent, or for the stage beside on this rank
-        came: dict[Work, tuple[Any, Tensor]] = {}  # receives that are under way
-        kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output between F and B: the live activations
+        made: dict[Work, Tensor] = {}  # outputs and gradients to be sent, or for a stage on this rank
+        came: dict[Work, tuple[Any, Tensor]] = {}  # receives under way
+        kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output from F until B: the live activations
         sending: list[tuple[Any, Tensor]] = []
 
         def obtain(work: Work) -> Tensor:

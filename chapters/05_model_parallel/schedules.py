@@ -1,6 +1,6 @@
-"""Schedules of a pipeline as data: for every rank the list of its instructions. Pure functions, no torch, no processes.
+"""Schedules of a pipeline as data: a list of instructions for every rank. Pure functions, no torch, no processes.
 
-A pipeline of p ranks cuts the model into stages; stage s lies on rank s % p, so of v virtual stages a rank has s, s + p ...
+A pipeline of p ranks cuts the model into stages. Stage s is on rank s % p: with v stages a rank, rank r has r, r + p, ...
 A batch is cut into m micro-batches, which follow each other through the stages, forward (F) and backward (B).
 
     naive        a micro-batch goes through all stages and back before the next one enters: one rank works, p - 1 wait
@@ -9,7 +9,7 @@ A batch is cut into m micro-batches, which follow each other through the stages,
                                                                                  with a flush: 2021, Megatron-LM, 2.2.1)
     interleaved  1f1b with v stages a rank                                      (Narayanan et al. 2021, section 2.2.2)
 
-    python chapters/05_model_parallel/schedules.py 1f1b 4 8           prints this one, in units of one F or one B
+    python chapters/05_model_parallel/schedules.py 1f1b 4 8           prints 1f1b for p = 4, m = 8; a column is one F or B
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The output of a Work on its way: kind "send" or "recv", the other rank, and the Work that made it."""
+    """A transfer of a Work's output: kind "send" or "recv", the other rank (peer), and the Work that computed it (of)."""
 
     kind: str
     peer: int
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A Work when it runs, in units of time."""
+    """The begin and end of a Work on a rank, in units of time."""
 
     rank: int
     work: Work
@@ -62,9 +62,9 @@ def orders(name: str, num_ranks: int, num_micros: int, num_virtual: int = 1) -> 
         ValueError: an unknown name, v without interleaved, or an m that p does not divide for interleaved.
     """
     if name not in NAMES:
-        raise ValueError(f"{name} is no schedule: there are {', '.join(NAMES)}")
+        raise ValueError(f"{name} is not a schedule: choose one of {', '.join(NAMES)}")
     if name != "interleaved" and num_virtual != 1:
-        raise ValueError(f"{num_virtual} virtual stages are of interleaved, not of {name}")
+        raise ValueError(f"{num_virtual} virtual stages need interleaved, not {name}")
     if name == "interleaved" and num_micros % num_ranks:
         raise ValueError(f"interleaved: {num_micros} micro-batches are not divisible by {num_ranks} ranks")
     found = []
@@ -72,14 +72,14 @@ def orders(name: str, num_ranks: int, num_micros: int, num_virtual: int = 1) -> 
         forward = [_nth("F", n, rank, num_ranks, num_virtual) for n in range(num_micros * num_virtual)]
         backward = [_nth("B", n, rank, num_ranks, num_virtual) for n in range(num_micros * num_virtual)]
         ahead = {"naive": 1, "gpipe": num_micros, "1f1b": num_ranks - rank}.get(name)
-        if ahead is None:  # interleaved: the first micro-batches must come round v - 1 times before one can turn back
+        if ahead is None:  # interleaved: micro-batches go round the ranks v - 1 times before the first backward
             ahead = 2 * (num_ranks - rank - 1) + (num_virtual - 1) * num_ranks + 1
         found.append(_one_by_one(forward, backward, min(ahead, len(forward))))
     return found
 
 
 def _nth(kind: str, n: int, rank: int, num_ranks: int, num_virtual: int) -> Work:
-    """The n-th F or B of a rank: p micro-batches through its first stage, the same p through its next, ..., the next p."""
+    """The n-th F or B of a rank: p micro-batches in its first stage, the same p in its next ones, then the next p."""
     if num_virtual == 1:
         return Work(kind, rank, n)
     round_, inside = divmod(n, num_ranks * num_virtual)
@@ -89,7 +89,7 @@ def _nth(kind: str, n: int, rank: int, num_ranks: int, num_virtual: int) -> Work
 
 
 def _one_by_one(forward: list[Work], backward: list[Work], ahead: int) -> list[Work]:
-    """`ahead` forwards, then a backward and a forward in turns, then the backwards that are left."""
+    """`ahead` forwards, then backward and forward in turns, then the remaining backwards."""
     order = forward[:ahead]
     for n, work in enumerate(backward):
         order += [work, *forward[ahead + n : ahead + n + 1]]
@@ -97,26 +97,26 @@ def _one_by_one(forward: list[Work], backward: list[Work], ahead: int) -> list[W
 
 
 def forward_only(num_ranks: int, num_micros: int, num_virtual: int = 1) -> list[list[Work]]:
-    """For evaluation: every micro-batch through all stages, nothing back."""
+    """For evaluation: forward of every micro-batch through all stages, no backward."""
     each = [[chunk * num_ranks + rank for chunk in range(num_virtual)] for rank in range(num_ranks)]
     return [[Work("F", stage, micro) for micro in range(num_micros) for stage in stages] for stages in each]
 
 
-# ---- what follows from them -------------------------------------------------------------------------------------------
+# ---- simulation and transfers -----------------------------------------------------------------------------------------
 
 
 def simulate(order: Sequence[Sequence[Work]], forward: float = 1.0, backward: float = 1.0) -> list[Event]:
-    """When each Work runs where transfers take no time: as soon as the one before it and what it needs are done.
+    """Times of each Work if transfers take no time: it begins when the rank's previous Work and its inputs are done.
 
     Args:
-        order: of every rank.
-        forward, backward: units of time that one F and one B take.
+        order: the Works of every rank, in order.
+        forward, backward: duration of one F and one B, in units of time.
 
     Returns:
         events in order of their begin.
 
     Raises:
-        ValueError: a deadlock; the first rank that waits for ever, and for what.
+        ValueError: a deadlock; names the first rank that waits for ever, and the Work that it cannot begin.
     """
     num_ranks = len(order)
     last = max(work.stage for works in order for work in works)
@@ -142,7 +142,7 @@ def simulate(order: Sequence[Sequence[Work]], forward: float = 1.0, backward: fl
 
 
 def needed_by(work: Work, last: int) -> list[Work]:
-    """What must be done before: the neighbour's output, and for B the F of the same stage. `last` is the last stage."""
+    """The Works that `work` depends on: the neighbour's output, and for B the F of the same stage. last: the last stage."""
     if work.kind == "F":
         return [Work("F", work.stage - 1, work.micro)] if work.stage else []
     own = Work("F", work.stage, work.micro)
@@ -152,10 +152,9 @@ def needed_by(work: Work, last: int) -> list[Work]:
 def with_transfers(order: Sequence[Sequence[Work]]) -> list[list[Work | Transfer]]:
     """The same lists with sends and receives, in an order that cannot deadlock.
 
-    Each transfer stands at the time of the simulation at which its content is there, on both its ranks; of those at the
-    same time the one of the lower stage and micro-batch comes first. So two ranks see the transfers between them in one and
-    the same order, as they must where sends and receives of a pair queue up behind each other (NCCL does that), and no
-    rank waits for what comes later in this common time.
+    Each transfer gets the simulated time at which its tensor is ready, on both ranks. Those of the same time are sorted by
+    kind, stage and micro-batch. So both ranks list the transfers between them in the same order, as they must if the sends
+    and receives of a pair run one after the other (as in NCCL). No rank waits for a transfer that is later in this order.
     """
     num_ranks = len(order)
     last = max(work.stage for works in order for work in works)
@@ -172,7 +171,7 @@ def with_transfers(order: Sequence[Sequence[Work]]) -> list[list[Work | Transfer
 
 
 def peak_live(works: Sequence[Work]) -> int:
-    """Most micro-batches (times stages) whose activations a rank keeps at a time: forward done, backward not."""
+    """The most (stage, micro-batch) pairs whose activations a rank keeps at once: forward done, backward not yet."""
     live = peak = 0
     for work in works:
         live += 1 if work.kind == "F" else -1
@@ -181,7 +180,7 @@ def peak_live(works: Sequence[Work]) -> int:
 
 
 def bubble(events: Sequence[Event], num_ranks: int) -> float:
-    """Share of the ranks' time, from the first begin to the last end, in which they wait: 0 to 1."""
+    """Fraction of time, from the first begin to the last end, that ranks wait: 0 to 1."""
     span = max(event.end for event in events) - min(event.begin for event in events)
     return 1 - sum(event.end - event.begin for event in events) / (num_ranks * span)
 
@@ -193,7 +192,7 @@ def bubble_formula(name: str, num_ranks: int, num_micros: int, num_virtual: int 
 
 
 def table(order: Sequence[Sequence[Work]]) -> str:
-    """A line for each rank, a column for each unit of time; F3 is micro-batch 3 forward, F3' in the rank's second stage."""
+    """A row for each rank, a column for each unit of time. F3: micro-batch 3 forward; F3': in the rank's second stage."""
     num_ranks, events = len(order), simulate(order)
     length = round(max(event.end for event in events))
     cells = [[""] * length for _ in order]

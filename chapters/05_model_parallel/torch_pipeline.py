@@ -1,4 +1,4 @@
-"""Pipelines by torch: torch.distributed.pipelining executes the schedules that schedules.py writes out."""
+"""Pipelines by torch: torch.distributed.pipelining executes the same schedules as schedules.py."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 
 class StageModule(nn.Module):
-    """A stage as torch wants it."""
+    """A Stage as an nn.Module, which torch's PipelineStage needs."""
 
     def __init__(self, stage: Stage, precision: Callable[[], Any]) -> None:
         super().__init__()
         self.stage, self.precision = stage, precision
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, T) int64 or (b, T, C) -> (b, T, C), on the last stage logits (b, T, V), float32"""
+        """(b, T) int64 or (b, T, C) -> (b, T, C), on the last stage logits (b, T, V), float32."""
         with self.precision():
             return self.stage(x).float()
 
 
 class TorchWorker(Worker):
-    """Trains by torch's schedules; predicts as Worker does."""
+    """Trains with torch's schedules; predicts as Worker does."""
 
     schedule_of: Any = None
 
@@ -45,7 +45,7 @@ class TorchWorker(Worker):
         return torch.stack(losses).sum().detach() / scale(torch.ones((), device=inputs.device))
 
     def _make(self, batches: list[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Any:
-        """The schedule, for micro-batches of this shape."""
+        """Makes torch's schedule for micro-batches of this shape."""
         example, num_stages = batches[0][0], self.num_ranks * self.num_virtual
         b, length = example.shape
         model = next(iter(self.stages.values())).model

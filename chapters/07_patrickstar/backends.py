@@ -1,7 +1,7 @@
-"""The two engines that train this chapter: own_engine.py over chunks.py, or pstar, which is what it takes in production.
+"""The two engines of this chapter: own_engine.py with chunks.py, or pstar, the engine for production.
 
-The loop of train.py is the same for both. Where they differ is here: how they are made, and how their state gets on disk.
-chunks.py is one process, which writes the whole state; with pstar each rank writes its own part.
+The loop of train.py is the same for both. This file holds the differences: how to make them, and how to save their state.
+With chunks.py the only process writes the whole state; with pstar each rank writes its part.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def into_chunks(settings: Any, ranks: Ranks) -> tuple[Any, Any]:
 
 
 def load_into(model: Any, checkpoint: Path) -> None:
-    """Goes on from a checkpoint: of either engine, or of another chapter."""
-    if not isinstance(model, ChunkedModel) and (checkpoint / PARTS / "manifest.json").exists():  # pstar's own
-        model.load_checkpoint(checkpoint / PARTS)  # each rank reads its own part
+    """Loads a checkpoint of either engine, or of another chapter."""
+    if not isinstance(model, ChunkedModel) and (checkpoint / PARTS / "manifest.json").exists():  # written by pstar
+        model.load_checkpoint(checkpoint / PARTS)  # each rank reads its part
         return
     weights, moments, _ = load(checkpoint)
     (model.data if isinstance(model, ChunkedModel) else model).load_state(weights, moments)

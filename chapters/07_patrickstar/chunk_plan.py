@@ -1,8 +1,8 @@
-"""Which parameter lies in which chunk, and which chunk leaves when room is short: numbers only, no tensor.
+"""The layout (which parameter is in which chunk) and the schedule (which chunk is evicted): numbers only, no tensor.
 
-Training repeats itself: every step uses the same chunks in the same order. So the first step is written down as a *trace*,
-one moment for each use of a chunk, and from then on the future is known. Knowing it, the best victim is the chunk whose
-next use is farthest away (Belady 1966); the trace is a cycle, so after its last moment comes its first.
+Training repeats itself: every step uses the same chunks in the same order. So the first step is recorded as a *trace*, one
+moment for each use of a chunk. From the second step on, the next use of each chunk is known, and the best chunk to evict is
+the one whose next use is farthest away (Belady 1966). The trace is a cycle: its first moment follows its last.
 
     trace    0   1   2   3 | 3   2   1   0 |              forward, then backward, over four chunks with room for two
     near     0  01  12  23 | 23  23  21  10 | 10  12 ...  2 (4 - 2) = 4 loads a step: 2, 3 in forward, 1, 0 in backward
@@ -13,22 +13,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-ALIGN_ELEMS = 32  # 128 bytes: each parameter begins on a cache line, as it would in memory of its own
+ALIGN_ELEMS = 32  # 128 bytes: each parameter begins on a cache line, as a separate tensor would
 NEVER = math.inf
 
 
-# ---- the layout: which parameter lies where. Numbers only ------------------------------------------------------------
+# ---- the layout: which parameter is in which chunk -------------------------------------------------------------------
 
 
 def pack(modules: Sequence[Sequence[tuple[str, int]]], chunk_elems: int) -> list[tuple[int, dict[str, int]]]:
-    """Places parameters in chunks, in order. A module is not split over two chunks where it fits into one.
+    """Assigns parameters to chunks, in order. A module's parameters share one chunk if they fit into one.
 
     Args:
-        modules: (name, number of elements) of each module's own parameters.
+        modules: for each module the (name, number of elements) of its direct parameters.
         chunk_elems: elements in a chunk; a parameter larger than that gets a chunk of its own.
 
     Returns:
-        (elements, {name: first element}) of each chunk.
+        (elements, {name: offset of its first element}) of each chunk.
     """
 
     def aligned(numel: int) -> int:
@@ -37,13 +37,13 @@ def pack(modules: Sequence[Sequence[tuple[str, int]]], chunk_elems: int) -> list
     chunk_elems = aligned(chunk_elems)
     large: list[tuple[int, dict[str, int]]] = []
     chunks: list[dict[str, int]] = []
-    fill = chunk_elems  # of the last chunk: full, so that the first parameter opens the first chunk
+    fill = chunk_elems  # of the last chunk: initially full, so the first parameter opens a chunk
     for own in modules:
         large += [(aligned(numel), {name: 0}) for name, numel in own if aligned(numel) > chunk_elems]
         small = [(name, aligned(numel)) for name, numel in own if aligned(numel) <= chunk_elems]
         together = sum(numel for _, numel in small)
         if fill + together > chunk_elems >= together:
-            fill = chunk_elems  # what is left of the last chunk stays empty
+            fill = chunk_elems  # leave the rest of the last chunk empty
         for name, numel in small:
             if fill + numel > chunk_elems:
                 chunks.append({})
@@ -53,11 +53,11 @@ def pack(modules: Sequence[Sequence[tuple[str, int]]], chunk_elems: int) -> list
     return [*large, *((chunk_elems, places) for places in chunks)]
 
 
-# ---- the schedule: which chunk leaves. Numbers only ------------------------------------------------------------------
+# ---- the schedule: which chunk is evicted ----------------------------------------------------------------------------
 
 
 def next_use(accesses: Sequence[int], chunk: int, moment: int) -> float:
-    """The first moment after `moment` at which a chunk is used; in the next step it is counted on. NEVER if it is not."""
+    """The first moment after `moment` that uses a chunk; moments of the next step count on. NEVER if there is none."""
     for ahead in range(1, len(accesses) + 1):
         if accesses[(moment + ahead) % len(accesses)] == chunk:
             return moment + ahead
@@ -65,21 +65,21 @@ def next_use(accesses: Sequence[int], chunk: int, moment: int) -> float:
 
 
 def victim(accesses: Sequence[int], moment: int, resident: Iterable[int]) -> int:
-    """The chunk that leaves at a moment: of those that are near, the one whose next use is farthest away."""
+    """The chunk to evict at a moment: of those that are near, the one whose next use is farthest away."""
     return max(resident, key=lambda chunk: next_use(accesses, chunk, moment))
 
 
 class Schedule:
-    """The moments of this step so far, and those of the last one, which this one is expected to repeat."""
+    """The moments of this step so far, and the trace of the last step, which this step is expected to repeat."""
 
     def __init__(self) -> None:
         self.trace: list[int] = []  # of the last whole step
         self.moments: list[int] = []  # of this step
-        self._follows = True  # whether they are the trace's, so far
+        self._follows = True  # whether this step has followed the trace so far
         self._by_last_use: dict[int, None] = {}  # all chunks, the least recently used one first
 
     def touch(self, chunk: int, in_step: bool = True) -> None:
-        """A chunk is used now. What an evaluation uses is no moment of a step."""
+        """Records a use of a chunk. Uses in an evaluation (in_step False) are not moments of a step."""
         self._by_last_use.pop(chunk, None)
         self._by_last_use[chunk] = None
         if in_step:
@@ -87,7 +87,7 @@ class Schedule:
             self.moments.append(chunk)
 
     def victim(self, resident: Sequence[int]) -> int:
-        """The chunk that leaves; while nothing is known (the first step, or another one than before) the oldest use."""
+        """The chunk to evict; in a step without a trace, or that departs from the trace, the least recently used."""
         if self.trace and (self._follows or not self.moments):
             return victim(self.trace, len(self.moments) - 1, resident)
         return next(chunk for chunk in self._by_last_use if chunk in resident)
@@ -97,9 +97,9 @@ class Schedule:
 
 
 def count_loads(accesses: Sequence[int], room: int) -> int:
-    """Chunks of equal size that are brought near in the third step of a trace, with room for `room` of them.
+    """Number of chunks loaded near in the third repetition of a step; near has room for `room` chunks of equal size.
 
-    n chunks there and back, 0 1 .. n-1 n-1 .. 1 0, need 2 (n - room): what is near at either end need not be loaded.
+    Forward and backward over n chunks, 0 1 .. n-1 n-1 .. 1 0, need 2 (n - room): those near at either end are not loaded.
     """
     schedule, near, loads = Schedule(), [], 0
     for _ in range(3):

@@ -1,7 +1,7 @@
 """PatrickStar in one process (Fang et al. 2022): model data in chunks that move between near and far memory.
 
-Training in fp32 holds 16 bytes a parameter: itself, its gradient and AdamW's two moments. Here they lie in chunks, flat
-tensors of equal size. Far (the host's memory) has room for all of them; near (the accelerator's) has a budget in bytes.
+Training in fp32 needs 16 bytes a parameter: the parameter, its gradient and AdamW's two moments. Here chunks hold them: flat
+tensors of equal size. Far (host memory) has room for all chunks; near (accelerator memory) has a budget in bytes.
 
     far    chunk 0  | param | grad | exp_avg | exp_avg_sq |     near   chunk 0  | param |
            chunk 1  | param | grad | exp_avg | exp_avg_sq |            chunk 2  | param | grad |   <= near_bytes
@@ -10,12 +10,12 @@ tensors of equal size. Far (the host's memory) has room for all of them; near (t
 The life of a chunk in one step:
 
     RELEASED --acquire--> COMPUTE --release--> HOLD --acquire--> COMPUTE --release--> HOLD --AdamW, far--> RELEASED
-              copied near   forward             |                  backward,                far is newer now
+              copied near   forward             |                  backward,               the near copy is old
                                                 |                  gradients go far
-                                                +--> RELEASED, if another chunk needs the room: copied near once more
+                                                +--> RELEASED, if another chunk needs the room: copied near again
 
-This file is what moves, and why it may; own_engine.py says when (hooks on modules and on autograd) and has the AdamW;
-chunk_plan.py, numbers only, says which parameter lies where and which chunk leaves.
+This file moves chunks and checks that they may move. own_engine.py decides when (hooks on modules and on autograd) and has
+the AdamW. chunk_plan.py has the layout (which parameter is in which chunk) and the schedule (which chunk is evicted).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KINDS = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
 class ChunkError(Exception):
-    """What cannot be done, or not within the budget. A program says it in one line."""
+    """An illegal operation, or one that exceeds the budget. A program prints it as one line, without traceback."""
 
     one_line = True
 
 
 class State(Enum):
-    """Of a parameter. A chunk must stay near while one of its parameters is COMPUTE."""
+    """The state of a parameter. A chunk must stay near while one of its parameters is COMPUTE."""
 
     COMPUTE = "in use: its bytes are near and must stay"
     HOLD = "its bytes are near and may leave"
@@ -48,13 +48,13 @@ class State(Enum):
 
 
 class NearMemory:
-    """The budget: what is near at once never exceeds it."""
+    """Counts the bytes near; they never exceed the budget."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes, self.used_bytes, self.peak_bytes = budget_bytes, 0, 0
 
     def take(self, num_bytes: int) -> None:
-        """Takes bytes, or with a negative number gives them back."""
+        """Takes bytes; a negative number gives bytes back."""
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         assert 0 <= self.used_bytes <= self.budget_bytes, f"{self.used_bytes} of {self.budget_bytes} bytes near"
@@ -67,7 +67,7 @@ class Slot:
     param: nn.Parameter
     chunk: Chunk
     offset: int
-    uses: int = 0  # modules in forward, and in backward their nodes, that compute with it now
+    uses: int = 0  # modules (forward) and autograd nodes (backward) that use it now
     arrived: bool = False  # a gradient of this micro-batch is in chunk.grad
     summed: bool = False  # gradients of this step are in chunk.home["grad"]
     step: int = 0  # updates so far
@@ -82,13 +82,13 @@ class Slot:
 
 
 class Chunk:
-    """Neighbouring parameters in flat tensors, (elems,) fp32, which move as one.
+    """Neighbouring parameters in flat tensors, (elems,) fp32, which move together.
 
     Attributes:
-        home: its four KINDS, where they are kept and updated: far, or near where there is room for it all the time.
-        near: what its parameters are views of while it is near, else None. RELEASED parameters keep their shapes, but are
-            NaN without bytes: who reads one out of turn does not compute with old numbers.
-        grad: near, while gradients of a micro-batch arrive.
+        home: a flat tensor for each of KINDS, kept and updated there: far, or near if near has room for all four.
+        near: the flat tensor near of which its parameters are views, or None. RELEASED parameters keep their shapes, but
+            are NaN without bytes: a read at the wrong time gives NaN, not old numbers.
+        grad: flat tensor near in which the gradients of a micro-batch arrive, or None.
     """
 
     def __init__(self, index: int, elems: int, lives_near: bool, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class Chunk:
         return self.near is not None
 
     def bind(self, near: Tensor | None) -> None:
-        """Makes the parameters views of a copy near, or of nothing."""
+        """Makes the parameters views of `near`; None makes them NaN without bytes."""
         self.near = near
         for slot in self.slots:
             nothing = torch.full((), math.nan, device=slot.param.device).expand(slot.param.shape)
@@ -115,17 +115,17 @@ class Chunk:
 
 
 class Chunks:
-    """The model data of a module.
+    """All chunks of a module's model data.
 
     Args:
-        module: fp32, with weights; from here on its parameters have bytes only while they are near.
+        module: fp32, initialized; from now on its parameters have bytes only while they are near.
         chunk_elems: elements in a chunk.
-        near_bytes: the most that chunks may take near at once.
-        device: of near. Without a GPU near is a part of host memory; budget and copies are the same.
+        near_bytes: the budget: most bytes of chunks near at once.
+        device: the device of near. Without a GPU near is a part of host memory; budget and copies are the same.
 
     Attributes:
-        slots: by name, in the model's order, a tied parameter once.
-        moved_bytes: since the step began, "far to near" and "near to far"; step_bytes: in the last whole step.
+        slots: by parameter name, in the model's order; a tied parameter appears once.
+        moved_bytes: copied since the step began, "far to near" and "near to far"; step_bytes: in the last whole step.
     """
 
     def __init__(self, module: nn.Module, chunk_elems: int, near_bytes: int, device: torch.device) -> None:
@@ -139,11 +139,11 @@ class Chunks:
             modules.append([(name, numel) for name, numel in own.items() if name not in placed])
             placed |= own.keys()
         layout = pack(modules, chunk_elems)
-        margin = near_bytes - 2 * 4 * sum(elems for elems, _ in layout)  # what all parameters and gradients leave
+        margin = near_bytes - 2 * 4 * sum(elems for elems, _ in layout)  # left by all parameters and gradients
         self.chunks: list[Chunk] = []
         slots = {}
         for elems, places in layout:
-            lives_near = 2 * 4 * elems <= margin  # there is room for its moments as well: it never moves
+            lives_near = 2 * 4 * elems <= margin  # near has room for its moments as well: never moves
             margin -= 2 * 4 * elems * lives_near
             chunk = Chunk(len(self.chunks), elems, lives_near, device)
             self.chunks.append(chunk)
@@ -158,38 +158,38 @@ class Chunks:
     # ---- parameters: near while they are in use -------------------------------------------------------------------------
 
     def acquire(self, slots: list[Slot], in_step: bool) -> None:
-        """HOLD or RELEASED -> COMPUTE. in_step: it is a moment of the step, and not of an evaluation."""
+        """HOLD or RELEASED -> COMPUTE. in_step: record the use as a moment of the step (an evaluation does not)."""
         for slot in slots:
-            if not any(other.uses and other.chunk is slot.chunk for other in slots):  # one moment for all in a chunk
+            if not any(other.uses and other.chunk is slot.chunk for other in slots):  # one moment a chunk
                 self.schedule.touch(slot.chunk.index, in_step)
                 self._bring(slot.chunk)
             slot.uses += 1
 
     def release(self, slots: list[Slot]) -> None:
-        """COMPUTE -> HOLD, when nobody else uses it."""
+        """COMPUTE -> HOLD, unless another module or node still uses it."""
         for slot in slots:
             if not slot.uses:
                 raise ChunkError(f"a parameter of chunk {slot.chunk.index} is released, but {slot.state.name}")
             slot.uses -= 1
 
     def _bring(self, chunk: Chunk) -> None:
-        """RELEASED -> HOLD: the parameters are copied near."""
+        """RELEASED -> HOLD: copies the parameters near."""
         if not chunk.is_near:
             self._make_room(chunk.num_bytes)
             self.near.take(chunk.num_bytes)
-            with torch.inference_mode(False):  # an evaluation may be in it, and the next step will want gradients
+            with torch.inference_mode(False):  # an evaluation may use it, but the next step needs gradients
                 chunk.bind(chunk.home["param"].to(self.device, copy=True))
             self.moved_bytes["far to near"] += chunk.num_bytes
 
     def _drop(self, chunk: Chunk) -> None:
-        """HOLD -> RELEASED. Nothing is copied: forward and backward only read parameters."""
+        """HOLD -> RELEASED. No copy is needed: forward and backward only read parameters."""
         if not chunk.may_leave:
-            raise ChunkError(f"chunk {chunk.index} cannot leave near: it is in use (COMPUTE), at home there, or not there")
+            raise ChunkError(f"chunk {chunk.index} cannot leave near: it is in use (COMPUTE), lives near, or is not near")
         chunk.bind(None)
         self.near.take(-chunk.num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Chunks leave near until `num_bytes` fit: parameters first, then gradients that have come so far."""
+        """Evicts chunks from near until `num_bytes` fit: parameters first, then gradients that have arrived so far."""
         while self.near.used_bytes + num_bytes > self.near.budget_bytes:
             may_leave = [chunk.index for chunk in self.chunks if chunk.may_leave]
             with_grads = [chunk for chunk in self.chunks if chunk.grad is not None]
@@ -201,10 +201,10 @@ class Chunks:
                 raise ChunkError(f"near_bytes {self.near.budget_bytes} is too small: {self.near.used_bytes} are in use, and "
                                  f"{num_bytes} more are needed: give at least {self.near.used_bytes + num_bytes}")
 
-    # ---- gradients: near while they come, then far ------------------------------------------------------------------------
+    # ---- gradients: near while they arrive, then far ----------------------------------------------------------------------
 
     def add_gradient(self, slot: Slot, grad: Tensor) -> None:
-        """A parameter's gradient goes into its chunk, and a chunk that has all of them goes far."""
+        """Puts a parameter's gradient into its chunk; when the chunk has all gradients, they go far."""
         chunk = slot.chunk
         if chunk.lives_near:
             _put(slot.of(chunk.home["grad"]), grad, add=slot.summed)
@@ -220,7 +220,7 @@ class Chunks:
             self._send_gradients(chunk)
 
     def _send_gradients(self, chunk: Chunk) -> None:
-        """A micro-batch's gradients leave near, and are added to those of the micro-batches before it."""
+        """Moves a micro-batch's gradients far, and adds them to those of earlier micro-batches."""
         for slot in chunk.slots:
             if slot.arrived:
                 total = slot.of(chunk.home["grad"])
@@ -231,7 +231,7 @@ class Chunks:
         self.moved_bytes["near to far"] += chunk.num_bytes
 
     def end_backward(self) -> None:
-        """Chunks that wait for gradients of parameters that were not used wait no longer."""
+        """Sends gradients of chunks that are incomplete because some parameters were not used."""
         for chunk in self.chunks:
             if chunk.grad is not None:
                 self._send_gradients(chunk)
@@ -246,7 +246,7 @@ class Chunks:
         self.moved_bytes.clear()
 
     def end_step(self) -> None:
-        """The optimizer has updated what has gradients, far: near copies of that are out of date."""
+        """Called after the optimizer has updated parameters far: drops their near copies, which are out of date."""
         for chunk in self.chunks:
             if chunk.may_leave and any(slot.summed for slot in chunk.slots):
                 self._drop(chunk)
@@ -254,7 +254,7 @@ class Chunks:
         self.step_bytes = self.moved_bytes.copy()
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copies of (weights, moments): NAME, and exp_avg.NAME, exp_avg_sq.NAME, step.NAME; no moments before an update."""
+        """Copies (weights, moments): NAME, and exp_avg.NAME, exp_avg_sq.NAME, step.NAME; no moments before an update."""
         weights, moments = {}, {}
         for name, slot in self.slots.items():
             weights[name] = slot.of(slot.chunk.home["param"]).clone()
@@ -265,7 +265,7 @@ class Chunks:
 
     @torch.no_grad()
     def load_state(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Takes what gather_state gave, whatever the chunks were. Raises ChunkError where names differ."""
+        """Loads the result of gather_state, from any chunk size. Raises ChunkError if the names differ."""
         if wrong := sorted(set(weights) ^ set(self.slots)):
             raise ChunkError(f"the weights do not fit the model: {', '.join(wrong[:3])}")
         for name, slot in self.slots.items():

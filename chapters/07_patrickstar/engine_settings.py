@@ -1,4 +1,4 @@
-"""The flags that chapter 07 adds, and the check of the memory plan before any process is launched."""
+"""The flags that chapter 07 adds, and the check, before any process is launched, that the memory budgets suffice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpt2_chinese.errors import UserError
 from gpt2_chinese.settings import Settings as BaseSettings
 from gpt2_chinese.settings import dashed, flag
 
-# Configuration key -> the setting that says the same. The optimizer's other keys have no flag and go through as they are.
+# Configuration key -> the setting with the same meaning. The optimizer's other keys have no flag and are passed on as given.
 SAME_AS = {
     "near_budget": "near_budget",
     "far_budget": "far_budget",
@@ -31,7 +31,7 @@ SAME_AS = {
 }
 
 
-# What chunks.py does not have: these flags belong to --backend pstar.
+# Flags of --backend pstar, which chunks.py does not support.
 PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory", "disk_path", "prefetch", "near_states",
               "far_states", "overlap_update", "offload_activations", "activation_checkpointing", "profile", "config")
 
@@ -40,29 +40,29 @@ PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory
 class Settings(BaseSettings):
     nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.", shown="2, with --backend own 1")
     backend: str = flag("pstar", "own (chunks.py: one process, fp32) or pstar.", choices=("own", "pstar"))
-    near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min, the least that works, or "
-                            "auto: 25%, or min where a quarter is too little.")
+    near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min (the least that works), or "
+                            "auto: 25%, or min if a quarter is too little.")
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
-    chunk_size: str = flag("auto", "Elements in a chunk, or auto, the size that wastes least within the near budget.")
-    ownership: str = flag("whole", "Whole chunks per rank, or every chunk sharded over them.", choices=("whole", "sharded"))
+    chunk_size: str = flag("auto", "Elements in a chunk, or auto: the size that wastes least within the near budget.")
+    ownership: str = flag("whole", "Each rank owns whole chunks, or a shard of every chunk.", choices=("whole", "sharded"))
     communication: str = flag("group", "Gather p whole chunks at once, or one at a time.", choices=("group", "chunk"))
-    policy: str = flag("next_use", "Which chunk leaves when room is short.", choices=("next_use", "lru", "fifo"))
-    near_memory: str = flag("auto", "Device memory for chunks and activations together, 12GiB; chunks get what is left.")
-    disk_path: str | None = flag(None, "A folder on a local disk for what does not fit into --far-budget.", shown="none")
-    prefetch: int = flag(2, "Moments of the traced step to look ahead; 0 copies everything when it is needed.")
-    near_states: str = flag("margin", "Optimizer states on the device: those that fit beside all parameters and gradients, "
-                            "or fill it with them; then parameters travel in backward too.", choices=("margin", "fill"))
-    far_states: str = flag("auto", "Where states that lie far are updated: by the host, or streamed through the device; "
-                           "auto: the faster one, measured.", choices=("auto", "host", "stream"))
-    overlap_update: bool = flag(False, "Update what lies far while the next forward runs.")
-    offload_activations: bool = flag(False, "Keep what backward needs in host memory meanwhile.")
-    activation_checkpointing: bool = flag(False, "Keep one activation a block, recompute the rest in backward.")
+    policy: str = flag("next_use", "Which chunk to evict when near is full.", choices=("next_use", "lru", "fifo"))
+    near_memory: str = flag("auto", "Device memory for chunks and activations, as 12GiB; chunks get what activations leave.")
+    disk_path: str | None = flag(None, "A folder on a local disk for chunks beyond --far-budget.", shown="none")
+    prefetch: int = flag(2, "Moments of the traced step to look ahead; 0 copies each chunk when it is needed.")
+    near_states: str = flag("margin", "Optimizer states on the device: as many as fit in addition to all parameters and "
+                            "gradients, or fill it; then backward copies parameters too.", choices=("margin", "fill"))
+    far_states: str = flag("auto", "Where optimizer states that are far are updated: by the host, or streamed through the "
+                           "device; auto: the faster one, measured.", choices=("auto", "host", "stream"))
+    overlap_update: bool = flag(False, "Update parameters whose states are far while the next forward runs.")
+    offload_activations: bool = flag(False, "Keep activations in host memory until backward needs them.")
+    activation_checkpointing: bool = flag(False, "Keep only the input of each block, recompute the rest in backward.")
     profile: str | None = flag(None, "A file for a profile of the first steps, which `pstar trace` draws.", shown="none")
-    config: str | None = flag(None, "A JSON file with pstar's configuration keys, instead of the flags that say the same.",
+    config: str | None = flag(None, "A JSON file with pstar's configuration keys, in place of flags with the same meaning.",
                               shown="none")
 
     def engine_config(self) -> dict[str, Any]:
-        """These settings as pstar's configuration (DeepSpeed's keys where DeepSpeed has one)."""
+        """These settings as pstar's configuration (with DeepSpeed's keys where DeepSpeed has them)."""
         same = {key: getattr(self, name) for key, name in SAME_AS.items()}
         if self.profile is not None:
             same["profile"] = str(Path(self.profile).absolute())
@@ -74,7 +74,7 @@ class Settings(BaseSettings):
         return {"optimizer": optimizer, "bf16": {"enabled": self.precision == "bf16"}, "fp16": fp16} | same
 
     def read_config(self) -> None:
-        """Takes over what --config says. A setting that is given there and by a flag is refused, with both named."""
+        """Takes over the settings of --config. A setting that is also given by a flag is an error that names both."""
         import pstar
 
         try:
@@ -100,7 +100,7 @@ class Settings(BaseSettings):
 
     def _take(self, name: str, key: str, value: Any) -> None:
         if any(word == dashed(name) or word.startswith(dashed(name) + "=") for word in self.argv):
-            raise UserError(f"{dashed(name)} and '{key}' in --config {self.config} say the same: give one of them")
+            raise UserError(f"{dashed(name)} and '{key}' in --config {self.config} set the same thing: give one of them")
         setattr(self, name, str(value) if isinstance(getattr(self, name), str) else value)
 
     def validate(self) -> None:
@@ -108,7 +108,7 @@ class Settings(BaseSettings):
             self._validate_own()
         super().validate()
         if self.chunk_size != "auto" and not (self.chunk_size.isdecimal() and int(self.chunk_size) > 0):
-            raise UserError(f"--chunk-size {self.chunk_size} is no number of elements: give a whole number, or auto")
+            raise UserError(f"--chunk-size {self.chunk_size} is not a number of elements: give a whole number, or auto")
         if self.prefetch < 0:
             raise UserError(f"--prefetch {self.prefetch}: give 0 (off) or how many moments to look ahead")
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
@@ -122,30 +122,30 @@ class Settings(BaseSettings):
 
     def _validate_own(self) -> None:
         if self.nproc > 1:
-            raise UserError(f"--nproc {self.nproc} is of --backend pstar: --backend own (chunks.py) is one process")
+            raise UserError(f"--nproc {self.nproc} needs --backend pstar: --backend own (chunks.py) is one process")
         if self.precision not in (None, "fp32"):
-            raise UserError(f"--precision {self.precision} is of --backend pstar: --backend own (chunks.py) is for fp32")
+            raise UserError(f"--precision {self.precision} needs --backend pstar: --backend own (chunks.py) is for fp32")
         for name in PSTAR_ONLY:
             if (value := getattr(self, name)) != (usual := self.flags()[name].default):
-                said = dashed(name) if isinstance(usual, bool) else f"{dashed(name)} {value}"
-                raise UserError(f"{said} is of --backend pstar: --backend own (chunks.py) does not know it")
+                given = dashed(name) if isinstance(usual, bool) else f"{dashed(name)} {value}"
+                raise UserError(f"{given} needs --backend pstar: --backend own (chunks.py) does not support it")
         self.precision = "fp32"
 
     def check_resolved(self) -> None:
-        """Adds what only the model's shapes can tell: whether its largest module fits into the near budget."""
+        """Adds the check that needs the model's shapes: whether its largest module fits into the near budget."""
         import pstar
         from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
         def plan() -> None:
             found = pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
-            self.chunk_elems, self.near_bytes = found.layout.chunk_elems, found.near_budget  # what chunks.py is given
+            self.chunk_elems, self.near_bytes = found.layout.chunk_elems, found.near_budget  # for chunks.py
 
         try:
             if self.near_budget == "auto":
                 self.near_budget = "25%"
                 try:
                     return plan()
-                except pstar.BudgetError:  # a large vocabulary on a small model: the embedding alone is more than that
+                except pstar.BudgetError:  # a small model with a large vocabulary: the embedding alone is larger
                     self.near_budget = "min"
             plan()
         except pstar.PstarError as error:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash chapters/07_patrickstar/generate.sh [--prompt 今天天气] [--num 3] [FLAGS]   text from what this chapter trained
+# bash chapters/07_patrickstar/generate.sh [--prompt 今天天气] [--num 3] [FLAGS]   generates text with this chapter's model
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/../../scripts/setup.sh"
 exec "$PYTHON" -m gpt2_chinese.generate --model "$REPO/runs/07_patrickstar" "$@"

@@ -1,4 +1,4 @@
-"""The model that chapter 07 gives to the engine: as it is, or with blocks that keep their input alone."""
+"""The model that chapter 07 gives to the engine, with or without activation checkpointing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
 
 def build_model(settings: Any) -> GPT2LMHeadModel:
-    """The model of `settings`: its model, and its activation_checkpointing.
+    """GPT-2 by settings.model; with settings.activation_checkpointing its blocks are checkpointed.
 
-    With that the rest of a block is computed again in backward (Chen et al. 2016).
+    A checkpointed block keeps only its input and computes the rest again in backward (Chen et al. 2016).
     """
     model = GPT2LMHeadModel(settings.model)
     if settings.activation_checkpointing:

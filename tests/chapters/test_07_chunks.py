@@ -475,17 +475,17 @@ def test_it_resumes_its_own_pstar_s_and_chapter_00_s_runs(ranks, tmp_path: Path)
 
 
 @pytest.mark.parametrize("flags, line", [
-    (("--nproc", 2), "--nproc 2 is of --backend pstar: --backend own (chunks.py) is one process"),
-    (("--precision", "bf16"), "--precision bf16 is of --backend pstar: --backend own (chunks.py) is for fp32"),
-    (("--precision", "fp16"), "--precision fp16 is of --backend pstar"),
-    (("--policy", "lru"), "--policy lru is of --backend pstar: --backend own (chunks.py) does not know it"),
-    (("--prefetch", 4), "--prefetch 4 is of --backend pstar"),
-    (("--far-budget", "2GiB"), "--far-budget 2GiB is of --backend pstar"),
-    (("--overlap-update",), "--overlap-update is of --backend pstar"),
-    (("--activation-checkpointing",), "--activation-checkpointing is of --backend pstar"),
-    (("--config", "nowhere.json"), "--config nowhere.json is of --backend pstar"),
+    (("--nproc", 2), "--nproc 2 needs --backend pstar: --backend own (chunks.py) is one process"),
+    (("--precision", "bf16"), "--precision bf16 needs --backend pstar: --backend own (chunks.py) is for fp32"),
+    (("--precision", "fp16"), "--precision fp16 needs --backend pstar"),
+    (("--policy", "lru"), "--policy lru needs --backend pstar: --backend own (chunks.py) does not support it"),
+    (("--prefetch", 4), "--prefetch 4 needs --backend pstar"),
+    (("--far-budget", "2GiB"), "--far-budget 2GiB needs --backend pstar"),
+    (("--overlap-update",), "--overlap-update needs --backend pstar"),
+    (("--activation-checkpointing",), "--activation-checkpointing needs --backend pstar"),
+    (("--config", "nowhere.json"), "--config nowhere.json needs --backend pstar"),
     (("--near-budget", "100KiB"), "near budget 100KiB (102400 bytes) is too small: module 'transformer.wte'"),
-    (("--chunk-size", "big"), "--chunk-size big is no number of elements"),
+    (("--chunk-size", "big"), "--chunk-size big is not a number of elements"),
     (("--backend", "torch"), "--backend"),
 ])
 def test_what_contradicts_it_is_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
@@ -497,7 +497,7 @@ def test_that_line_comes_before_torch_is_loaded(tmp_path: Path) -> None:
     given = Chapter(NAME, tmp_path).command("--backend", "own", "--nproc", 2)[1:]
     program = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {given!r}; runpy.run_path(sys.argv[0])"
     environment = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'chapters' / NAME)!r}); {program}"]
-    assert run(environment, 2) == "error: --nproc 2 is of --backend pstar: --backend own (chunks.py) is one process\n"
+    assert run(environment, 2) == "error: --nproc 2 needs --backend pstar: --backend own (chunks.py) is one process\n"
 
 
 def test_small_models_with_tied_weights_train() -> None:

@@ -103,7 +103,7 @@ def test_what_it_refuses_is_one_line_before_a_process_starts(tmp_path: Path) -> 
     (("--near-budget", "25 parsecs"), "'25 parsecs' is no amount of memory; write for example 25%, 64MiB or 2GiB"),
     (("--far-budget", "-1"), "--far-budget"),
     (("--far-budget", "100KiB", "--near-budget", "min"), "far budget 100KiB (102400 bytes) is too small: the chunks of one"),
-    (("--chunk-size", "big"), "--chunk-size big is no number of elements"),
+    (("--chunk-size", "big"), "--chunk-size big is not a number of elements"),
     (("--policy", "random"), "--policy"),
     (("--near-bugdet", "1MiB"), "--near-budget"),
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),

@@ -61,7 +61,7 @@ def test_in_living_ranks_it_does_too(ranks, tmp_path: Path, curve, name, nproc, 
 
 @pytest.mark.parametrize("flags, line", [
     (("--variant", "star"), "--variant"),
-    (("--variant", "ring", "--backend", "torch"), "--variant ring is of --backend own"),
+    (("--variant", "ring", "--backend", "torch"), "--variant ring needs --backend own"),
     (("--bucket-mb", "0"), "--bucket-mb must be above 0"),
     (("--check-sync", "-1"), "--check-sync must be at least 0"),
     (("--timeout-s", "0"), "--timeout-s must be at least 1"),
@@ -80,7 +80,7 @@ def test_what_02_refuses(capsys, tmp_path, flags, line) -> None:
     (("--slow-worker-s", "-1"), "--slow-worker-s must be at least 0 and below --timeout-s 600, not -1.0"),
     (("--slow-worker-s", "600"), "--slow-worker-s must be at least 0 and below --timeout-s 600, not 600.0"),
     (("--slow-worker-s", "1", "--nproc", "1"), "--slow-worker-s slows rank 1 down, which --nproc 1"),
-    (("--backend", "torch", "--mode", "async"), "--mode async is of --backend own"),
+    (("--backend", "torch", "--mode", "async"), "--mode async needs --backend own"),
 ])  # fmt: skip
 def test_what_01_refuses(capsys, tmp_path, flags, line) -> None:
     assert line in settings_error("01_parameter_server", "server_settings", capsys, "--output-dir", tmp_path, *flags)
