@@ -4,8 +4,8 @@ Below 6e-8 fp16 is zero, and many gradients are smaller. So the loss is multipli
 gradients are divided by it after; when the scale is too large, one of them is infinite, the step is skipped and the scale
 halved, and after a number of good steps doubled.
 
-The project has three loss scalers. In all of them a dynamic scale is halved after a skipped step and doubled after a window
-of good ones. They differ in the rest:
+The project has three loss scalers. In all of them an overflow skips the step and halves a dynamic scale, and a window of
+good steps doubles it. They differ in the rest:
 
     here                                 divides all gradients of a rank, on their way into the masters; --scale-window
     chapters/06_zero/zero/loss_scaler.py divides the gradients of a rank's shard; after a step the model follows the masters

@@ -19,11 +19,11 @@ The files, each of which imports from those above it only:
     comm.py            three collectives, and the bytes that they send        ledger.py       bytes of model states
     units.py           parameters cut into shards                             loss_scaler.py  fp16
     offload.py         states in host memory                                  checkpoint.py   this rank's pieces on disk
-    end_of_backward.py the moment after the last gradient
+    end_of_backward.py calls a function when no gradient will follow
     sharded.py         what all stages share: units, reductions in backward, the update, checkpoints
     stages012.py       every rank computes with whole parameters              stage3.py       a block is gathered for its use
     torch_backend.py   the same by torch: ZeroRedundancyOptimizer, FSDP2
-    backends.py        which of them it is: shard()
+    backends.py        shard(), which chooses among them
 
 Use:
 

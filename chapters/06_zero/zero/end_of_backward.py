@@ -1,4 +1,4 @@
-"""The moment after the last gradient of a backward pass, which ZeRO's stages 2 and 3 need and torch names no hook for."""
+"""The end of a backward pass, which ZeRO's stages 2 and 3 need to know: torch has no public hook for it."""
 
 from __future__ import annotations
 

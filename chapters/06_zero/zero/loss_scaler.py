@@ -3,8 +3,8 @@
 Each rank sees its own shard of the gradients alone, so an overflow may be in one rank's and in no other's: all ask for the
 largest of all, and skip together.
 
-The project has three loss scalers. In all of them a dynamic scale is halved after a skipped step and doubled after a window
-of good ones. They differ in the rest:
+The project has three loss scalers. In all of them an overflow skips the step and halves a dynamic scale, and a window of
+good steps doubles it. They differ in the rest:
 
     here                                 divides the gradients of a rank's shard; after a step the model follows the masters
     chapters/04_apex/loss_scaler.py      divides all gradients of a rank, on their way into the masters; --scale-window
