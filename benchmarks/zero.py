@@ -43,7 +43,7 @@ def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, que
     import torch
     import torch.distributed as dist
     from zero import shard
-    from zero_ledger import sent_formula
+    from zero.ledger import sent_formula
 
     from gpt2_chinese.distributed.ranks import Ranks
     from gpt2_chinese.distributed.socket_bytes import between, tcp_bytes
@@ -158,7 +158,7 @@ def buffers(numels: list[int], stage: int, num_bytes: int) -> int:
 def numels_of(size: str) -> list[int]:
     """Parameters in each unit of a preset, from a model without storage."""
     import torch
-    from zero_units import groups_of
+    from zero.units import groups_of
 
     from gpt2_chinese.model.config import PRESETS
     from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
@@ -172,7 +172,7 @@ def numels_of(size: str) -> list[int]:
 
 def pays(argv: list[str]) -> str:
     """The computed page, in Markdown: what sharding saves for each size of model, and what its buffers cost."""
-    from zero_ledger import state_formula
+    from zero.ledger import state_formula
 
     done = f"computed: presets of GPT-2, vocabulary {MODEL['vocab_size']}, 16 bit, 4 processes, activations left out"
     columns = ("parameters", "share in no block", "stage 0", "stage 2", "with its buffers", "stage 3", "with its buffers")

@@ -169,7 +169,7 @@ def model_parallel_time(words: Words) -> str:
 
 
 def zero_time(words: Words) -> str:
-    """Chapter 06, stage 3, as the head of zero3.py says: the next block is gathered while this one computes."""
+    """Chapter 06, stage 3, as the head of zero/stage3.py says: the next block is gathered while this one computes."""
     drawing = Drawing(words, words("ZeRO stage 3: messages beside the computation"))
     blocks, gather, forward, backward = tiny().n_layer, 2.6, 3.2, 6.4
     names = _lanes(words, (0, "compute"), (0, "messages"), (1, "messages"), (1, "compute"))

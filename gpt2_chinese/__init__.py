@@ -16,7 +16,6 @@ _NAMES = {
     "run.resolve": ("resolve",),
     "distributed.torchrun": ("launch",),
     "distributed.ranks": ("Ranks",),
-    "distributed.weights_check": ("check_in_sync",),
     "data.batches": ("Batches",),
     "model.config": ("ModelConfig",),
     "model.gpt2": ("GPT2LMHeadModel", "next_token_loss"),
@@ -26,8 +25,7 @@ _NAMES = {
     "run.run": ("Run",),
     "evaluate.loss": ("evaluate_model",),
     "checkpoint.find": ("PARTS",),
-    "checkpoint.load": ("load",),
-    "checkpoint.model_state": ("adamw_moments", "load_adamw_moments", "load_weights", "weights_of"),
+    "checkpoint.model_state": ("adamw_moments", "weights_of"),
     "checkpoint.trained_model": ("load_model",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

@@ -125,6 +125,10 @@ class Settings:
         said = any(word == dashed(name) or word.startswith(f"{dashed(name)}=") for word in self.argv)
         return said or getattr(self, name) != self.flags()[name].default
 
+    def about(self) -> list[tuple[str, str]]:
+        """(name, value) rows that a chapter adds to the header of a run."""
+        return []
+
     def values(self) -> dict[str, Any]:
         """All flags as resolved, JSON-ready."""
         return {name: str(v) if isinstance(v := getattr(self, name), Path) else v for name in self.flags()}

@@ -17,10 +17,11 @@ settings = resolve(Settings.from_command_line(__file__, __doc__))
 import torch
 
 from gpt2_chinese import (
-    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
+    Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
     GPT2LMHeadModel,
-    adamw, autocast, clip_gradients, grad_scaler,
-    adamw_moments, load_adamw_moments, load_weights, weights_of,
+    adamw, grad_scaler,
+    autocast,
+    clip_gradients, adamw_moments, weights_of,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
@@ -39,12 +40,7 @@ model = GPT2LMHeadModel(settings.model).to(ranks.device)
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 optimizer = adamw(model, settings)
 scaler = grad_scaler(ranks.device, settings.precision)
-if run.resume_from:
-    weights, moments, state = load(run.resume_from)
-    load_weights(model, weights)
-    load_adamw_moments(model, optimizer, moments)
-    if scaler.is_enabled() and state["extra"].get("scaler"):
-        scaler.load_state_dict(state["extra"]["scaler"])
+run.resume(model, optimizer, scaler)
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():

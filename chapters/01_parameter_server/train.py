@@ -18,10 +18,11 @@ import torch
 from server import parameter_server
 
 from gpt2_chinese import (
-    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
-    GPT2LMHeadModel, check_in_sync,
-    adamw, autocast, clip_gradients, grad_scaler,
-    adamw_moments, load_adamw_moments, load_weights, weights_of,
+    Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
+    GPT2LMHeadModel,
+    adamw, grad_scaler,
+    autocast,
+    clip_gradients, adamw_moments, weights_of,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
@@ -41,12 +42,7 @@ server = parameter_server(model, ranks, settings)
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 optimizer = adamw(model, settings)
 scaler = grad_scaler(ranks.device, settings.precision)
-if run.resume_from:
-    weights, moments, state = load(run.resume_from)
-    load_weights(model, weights)
-    load_adamw_moments(model, optimizer, moments if ranks.is_main else {})
-    if scaler.is_enabled() and state["extra"].get("scaler"):
-        scaler.load_state_dict(state["extra"]["scaler"])
+run.resume(model, optimizer if server.is_server else None, scaler)
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():
@@ -70,8 +66,8 @@ for step in run.steps():
         scaler.update()
     server.pull(scaler)
 
-    run.log(step, loss=server.loss, lr=lr, grad_norm=grad_norm, **server.step_scalars())
-    check_in_sync(model, ranks, step, settings.check_sync if settings.mode == "sync" else 0)
+    replica = model if settings.mode == "sync" else None  # asynchronous workers may hold older weights
+    run.log(step, loss=server.loss, lr=lr, grad_norm=grad_norm, in_sync=replica, **server.step_scalars())
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
     if run.save_now(step):

@@ -19,10 +19,11 @@ import torch
 from ddp import replicate
 
 from gpt2_chinese import (
-    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
-    GPT2LMHeadModel, check_in_sync,
-    adamw, autocast, clip_gradients, grad_scaler,
-    adamw_moments, load_adamw_moments, load_weights, weights_of,
+    Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
+    GPT2LMHeadModel,
+    adamw, grad_scaler,
+    autocast,
+    clip_gradients, adamw_moments, weights_of,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
@@ -42,12 +43,7 @@ replica = replicate(model, ranks.group, settings)
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 optimizer = adamw(model, settings)
 scaler = grad_scaler(ranks.device, settings.precision)
-if run.resume_from:
-    weights, moments, state = load(run.resume_from)
-    load_weights(model, weights)
-    load_adamw_moments(model, optimizer, moments)
-    if scaler.is_enabled() and state["extra"].get("scaler"):
-        scaler.load_state_dict(state["extra"]["scaler"])
+run.resume(model, optimizer, scaler)
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():
@@ -69,8 +65,7 @@ for step in run.steps():
     scaler.step(optimizer)
     scaler.update()
 
-    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **replica.step_scalars())
-    check_in_sync(model, ranks, step, settings.check_sync)
+    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, in_sync=model, **replica.step_scalars())
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
     if run.save_now(step):

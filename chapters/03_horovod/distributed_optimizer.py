@@ -27,7 +27,6 @@ from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.checkpoint.model_state import adamw_moments, load_adamw_moments, load_weights, weights_of
 from gpt2_chinese.data.batches import Batches
 from gpt2_chinese.distributed.horovod_ranks import HorovodRanks
-from gpt2_chinese.distributed.weights_check import check_in_sync
 from gpt2_chinese.evaluate.loss import evaluate_model
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from gpt2_chinese.run.optim import adamw, autocast, clip_gradients, learning_rate, set_learning_rate
@@ -108,8 +107,7 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
             grad_norm = clip_gradients(model, settings.clip_grad_norm)
             with optimizer.skip_synchronize():
                 optimizer.step()
-            run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, workers=ranks.num_ranks)
-            check_in_sync(model, ranks, step, settings.check_sync)
+            run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, in_sync=model, workers=ranks.num_ranks)
             if run.evaluate_now(step):
                 run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
             if run.save_now(step):

@@ -50,7 +50,6 @@ class Settings(ParallelSettings):
         adopt_ranks()
 
     def about(self) -> list[tuple[str, str]]:
-        """For the header of a run."""
         scale = "no loss scaling" if self.loss_scale == "1" else f"loss scale {self.loss_scale}"
         by = "amp.py" if self.backend == "own" else "torch.amp"
         over = "DistributedDataParallel" if self.comm == "ddp" else "Horovod"

@@ -6,7 +6,7 @@
 The grader plays overflows to your scaler and watches scale, weights and AdamW's state; on 2 real processes one rank alone
 overflows, and both must skip. The order is judged by the weights that come out.
 
-When you have tried: `LossScaler` in amp.py, and the loop of train.py, beside this file.
+When you have tried: `LossScaler` in loss_scaler.py, and the loop of train.py, beside this file.
 """
 
 from __future__ import annotations

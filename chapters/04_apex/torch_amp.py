@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from amp import FIRST_SCALE, HALF, within
+from casts import HALF, within
+from loss_scaler import FIRST_SCALE
 from torch import nn
 
 

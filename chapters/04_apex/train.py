@@ -20,15 +20,14 @@ from amp import initialize, optimizer_for
 from comm import replicate
 
 from gpt2_chinese import (
-    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
-    GPT2LMHeadModel, check_in_sync,
-    clip_gradients,
-    adamw_moments, load_adamw_moments, load_weights, weights_of,
+    Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
+    GPT2LMHeadModel,
+    clip_gradients, adamw_moments, weights_of,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings, "horovodrun" if settings.comm == "horovod" else "torchrun")
-run = Run(settings, ranks, about=settings.about())
+run = Run(settings, ranks)
 
 # -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
 train, valid = Batches.of(settings, ranks)
@@ -43,13 +42,8 @@ replica = replicate(model, ranks, settings)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 optimizer = optimizer_for(masters, settings)
-if run.resume_from:
-    weights, moments, state = load(run.resume_from)
-    load_weights(masters, weights)
-    scaler.write_back()
-    load_adamw_moments(masters, optimizer, moments)
-    if scaler.is_enabled() and state["extra"].get("scaler"):
-        scaler.load_state_dict(state["extra"]["scaler"])
+run.resume(masters, optimizer, scaler)
+scaler.write_back()  # the model is the rounded masters
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():
@@ -70,8 +64,7 @@ for step in run.steps():
     scaler.step(optimizer)
     scaler.update()
 
-    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **scaler.metrics())
-    check_in_sync(model, ranks, step, settings.check_sync)
+    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, in_sync=model, **scaler.metrics())
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(model, valid, ranks))
     if run.save_now(step):

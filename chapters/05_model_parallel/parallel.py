@@ -23,7 +23,8 @@ from mesh import Mesh
 from pipeline import Batch, Worker, cut_into_stages
 from places import place_of
 from schedules import bubble_formula
-from tensor import TensorGroup, apply_tensor_parallel
+from tensor import TensorGroup
+from tensor_apply import apply_tensor_parallel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -60,7 +60,6 @@ class Settings(ParallelSettings):
             raise UserError("--schedule naive needs --backend own: torch.distributed.pipelining has the other three")
 
     def about(self) -> list[tuple[str, str]]:
-        """Rows for the header of a run."""
         virtual = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
         sequence = " with sequence parallel" if self.sequence_parallel else ""
         return [("split", f"tensor {self.tp}{sequence} x pipeline {self.pp} ({self.schedule}{virtual}) x data "

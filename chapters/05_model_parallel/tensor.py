@@ -18,6 +18,9 @@ With sequence parallel what lies between g and the next f (norm, dropout, residu
 g becomes a reduce-scatter, f an all-gather. The bytes are the same, for a ring all-reduce is just these two.
 Parameters that are not cut (norms, the biases after g, positions) then see a part of the positions: their gradients are
 summed over the ranks.
+
+Here are f, g and the layers. tensor_loss.py has the loss over a cut vocabulary, tensor_dropout.py the random numbers of
+ranks that share a layer, tensor_apply.py puts all of it into the model.
 """
 
 from __future__ import annotations
@@ -30,8 +33,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from places import Place
 from torch import Tensor, nn
-
-from gpt2_chinese.data.batches import IGNORED
 
 
 class TensorGroup:
@@ -181,120 +182,9 @@ class SequenceParallelPositions(nn.Module):
         return F.embedding(positions.chunk(self.ranks.num_ranks)[self.ranks.rank], self.weight)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """-log softmax of the target, of logits whose columns are cut: three numbers a token travel instead of V logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ranks: TensorGroup) -> Tensor:
-        first, width = ranks.rank * logits.shape[-1], logits.shape[-1]
-        largest = ranks.all_reduce(logits.max(-1).values, "loss", dist.ReduceOp.MAX)
-        shifted = logits - largest.unsqueeze(-1)
-        own = targets - first
-        elsewhere = (own < 0) | (own >= width)
-        own = own.masked_fill(elsewhere, 0)
-        at_target = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
-        exp = shifted.exp_()
-        both = ranks.all_reduce(torch.stack([exp.sum(-1), at_target]), "loss")
-        ctx.save_for_backward(exp.div_(both[0].unsqueeze(-1)), own, elsewhere)
-        return both[0].log() - both[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        softmax, own, elsewhere = ctx.saved_tensors
-        hit = torch.ones_like(grad).masked_fill(elsewhere, 0.0).unsqueeze(-1)
-        return softmax.scatter_add(-1, own.unsqueeze(-1), -hit) * grad.unsqueeze(-1), None, None
-
-
-class VocabularyParallelLoss:
-    """Takes the place of next_token_loss where each rank has the logits of its part of the vocabulary."""
-
-    def __init__(self, ranks: TensorGroup) -> None:
-        self.ranks = ranks
-
-    def __call__(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """(B, T, V/t) and (B, T) -> nats, mean or sum over the targets that count, float32, the same on all ranks."""
-        losses = _CrossEntropy.apply(logits.float().flatten(0, 1), targets.flatten(), self.ranks)
-        counted = targets.flatten() != IGNORED
-        total = losses.masked_fill(~counted, 0.0).sum()
-        return total / counted.sum() if reduction == "mean" else total
-
-    def guesses(self, logits: Tensor) -> Tensor:
-        """(B, T, V/t) -> (B, T) int64, the most likely entry of the whole vocabulary, the same on all ranks."""
-        best, place = logits.float().max(-1)
-        highest = self.ranks.all_reduce(best, "loss", dist.ReduceOp.MAX)
-        place = (place + self.ranks.rank * logits.shape[-1]).masked_fill(best < highest, torch.iinfo(torch.int64).max)
-        return self.ranks.all_reduce(place, "loss", dist.ReduceOp.MIN)
-
-
-# ---- applied to the model ---------------------------------------------------------------------------------------------
-
-
-def apply_tensor_parallel(model: nn.Module, ranks: TensorGroup) -> None:
-    """Cuts a GPT2LMHeadModel, which is whole and the same on all ranks, in place. Call it before the optimizer is made.
-
-    Heads, hidden width and vocabulary must divide by t; with sequence parallel also T.
-    """
-    body = model.transformer
-    for block in body.h:
-        attention, mlp = block.attn, block.mlp
-        attention.num_heads //= ranks.num_ranks
-        attention.c_attn = ColumnParallelLinear(attention.c_attn, ranks, "attention", num_blocks=3)
-        attention.c_proj = RowParallelLinear(attention.c_proj, ranks, "attention")
-        mlp.c_fc = ColumnParallelLinear(mlp.c_fc, ranks, "mlp")
-        mlp.c_proj = RowParallelLinear(mlp.c_proj, ranks, "mlp")
-        different_dropout(attention.c_attn, attention.c_proj, attention.dropout, ranks)
-    body.wte = VocabularyParallelEmbedding(body.wte, ranks)
-    model.lm_head = VocabularyParallelHead(body.wte.weight, ranks)
-    model.loss = VocabularyParallelLoss(ranks)
-    if ranks.sequence:
-        body.wpe = SequenceParallelPositions(body.wpe, ranks)
-        for dropout in (module for module in model.modules() if isinstance(module, nn.Dropout)):
-            different_dropout(dropout, dropout, dropout.p, ranks, around=True)
-
-
 def _cut(tensor: Tensor, dim: int, ranks: TensorGroup, num_blocks: int = 1) -> nn.Parameter:
     """This rank's slice of a whole tensor, and the note of where in the whole it lies (places.py)."""
     place = Place.cut(tensor.shape, dim, ranks.rank, ranks.num_ranks, num_blocks)
     parameter = nn.Parameter(place.take(tensor.detach()).clone())
     parameter.place = place
     return parameter
-
-
-def different_dropout(first: nn.Module, last: nn.Module, p: float, ranks: TensorGroup, around: bool = False) -> None:
-    """Between `first` and `last` each rank draws random numbers of its own; before and after, all draw the same.
-
-    Heads and sequence parts differ by rank, so their dropout must; what is the same on all ranks must stay the same. The
-    own seed comes out of the common state, so that a recomputation, which starts from the same state, draws the same again.
-
-    Args:
-        first, last: enter after the one's forward and leave before the other's; with `around`, before and after one module.
-        p: probability; nothing is done at 0.
-        ranks: who shares the layer.
-    """
-    if not p:
-        return
-    kept: list[Tensor] = []
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        if module.training:
-            device = next((a.device for a in _[0] if isinstance(a, Tensor)), torch.device("cpu"))
-            seed = int(torch.randint(2**62, (), device=device))
-            kept.append(_state(device))
-            kept.append(device)
-            torch.manual_seed(seed + 1 + ranks.rank)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        if kept:
-            device, state = kept.pop(), kept.pop()
-            torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
-
-    if around:
-        first.register_forward_pre_hook(enter)
-        first.register_forward_hook(leave)
-    else:
-        first.register_forward_hook(enter)
-        last.register_forward_pre_hook(leave)
-
-
-def _state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

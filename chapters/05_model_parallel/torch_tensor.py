@@ -1,4 +1,4 @@
-"""Tensor parallel by torch: DTensor, with the plan that tensor.py writes out by hand.
+"""Tensor parallel by torch: DTensor, with the plan that tensor_apply.py writes out by hand.
 
 torch's styles know nn.Linear and nn.Embedding, so the Conv1D layers become Linear layers here, and c_attn three of them,
 because q, k and v are cut one by one. What a checkpoint calls c_attn.weight then lies in three parameters, transposed:
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from places import Place
-from tensor import TensorGroup, different_dropout
+from tensor import TensorGroup
+from tensor_dropout import different_dropout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -38,7 +39,7 @@ class SideBySide(nn.Module):
 
 
 def apply_torch_tensor_parallel(model: nn.Module, group: Any, device: torch.device, sequence: bool = False) -> None:
-    """Cuts a GPT2LMHeadModel, whole and the same on all ranks of the group, in place, as tensor.py's function does.
+    """Cuts a GPT2LMHeadModel, whole and the same on all ranks of the group, in place, as tensor_apply.py's function does.
 
     Args:
         model: with heads, hidden width and vocabulary that divide by the number of ranks.

@@ -20,14 +20,14 @@ from mesh import Mesh
 from parallel import ModelParallel
 
 from gpt2_chinese import (
-    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
-    GPT2LMHeadModel, check_in_sync,
+    Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
+    GPT2LMHeadModel,
     adamw, grad_scaler,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings)
-run = Run(settings, ranks, about=settings.about())
+run = Run(settings, ranks)
 mesh = Mesh(ranks, settings.tp, settings.pp)
 
 # -- data: ranks that hold parts of one model see the same batches -----------------------------------------------------
@@ -43,11 +43,7 @@ parallel = ModelParallel(model, mesh, settings)
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 optimizer = adamw(model, settings)
 scaler = grad_scaler(ranks.device, settings.precision)
-if run.resume_from:
-    weights, moments, state = load(run.resume_from)
-    parallel.load(optimizer, weights, moments)
-    if scaler.is_enabled() and state["extra"].get("scaler"):
-        scaler.load_state_dict(state["extra"]["scaler"])
+run.resume_parts(lambda weights, moments: parallel.load(optimizer, weights, moments), scaler)
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():
@@ -62,8 +58,8 @@ for step in run.steps():
     scaler.step(optimizer)
     scaler.update()
 
-    run.log(step, loss=mesh.data.mean(loss), lr=lr, grad_norm=grad_norm, **parallel.step_scalars())
-    check_in_sync(model, mesh.data, step, settings.check_sync)
+    run.log(step, loss=mesh.data.mean(loss), lr=lr, grad_norm=grad_norm, in_sync=model, among=mesh.data,
+            **parallel.step_scalars())
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(parallel, valid, mesh.data))
     if run.save_now(step):

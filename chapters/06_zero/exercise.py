@@ -7,7 +7,8 @@ The grader works out pieces by hand and checks that they cover every element onc
 AdamW on 2 and 3 real processes: weights must be those of one process on the whole batch, the same bits on all ranks, and no
 rank may keep more optimizer state than its share.
 
-When you have tried: `Unit.cut_pieces` in zero_units.py; `Zero.wait` and `Zero.publish` in zero.py, beside this file.
+When you have tried: in the folder zero, `Unit.cut_pieces` in units.py, `Sharded.wait` in sharded.py and `Zero012.publish` in
+stages012.py.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ import torch
 from zero import shard
 
 from gpt2_chinese import (
-    Batches, Run, evaluate_model, launch, learning_rate, load, set_learning_rate,
-    GPT2LMHeadModel, check_in_sync,
+    Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
+    GPT2LMHeadModel,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings)
-run = Run(settings, ranks, about=settings.about())
+run = Run(settings, ranks)
 
 # -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
 train, valid = Batches.of(settings, ranks)
@@ -40,11 +40,7 @@ sharded, scaler = shard(model, ranks, settings)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 optimizer = sharded.make_optimizer(settings)
-if run.resume_from:
-    weights, moments, state = load(run.resume_from)
-    sharded.load(weights, moments)
-    if scaler.is_enabled() and state["extra"].get("scaler"):
-        scaler.load_state_dict(state["extra"]["scaler"])
+run.resume_parts(sharded.load, scaler)
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():
@@ -65,8 +61,8 @@ for step in run.steps():
     scaler.step(optimizer)
     scaler.update()
 
-    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, **scaler.metrics(), **sharded.step_scalars())
-    check_in_sync(model, ranks, step, settings.check_sync)
+    run.log(step, loss=ranks.mean(loss), lr=lr, grad_norm=grad_norm, in_sync=model, **scaler.metrics(),
+            **sharded.step_scalars())
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(model, valid, ranks))
     if run.save_now(step):

@@ -18,7 +18,7 @@ class Settings(ParallelSettings):
                            (0, 1, 2, 3))  # fmt: skip
     offload: str = flag("none", "What lies in host memory: the optimizer (states and update), params (with stage 3).",
                         OFFLOADS)  # fmt: skip
-    backend: str = flag("own", "own (zero.py, zero3.py) or torch (ZeroRedundancyOptimizer, FSDP2).", ("own", "torch"))
+    backend: str = flag("own", "own (the folder zero) or torch (ZeroRedundancyOptimizer, FSDP2).", ("own", "torch"))
     activation_checkpointing: bool = flag(False, "Keep one activation a block, recompute the rest in backward.")
     loss_scale: str | None = flag(None, "dynamic, or a fixed number.", shown="dynamic in fp16, else 1")
 
@@ -47,8 +47,7 @@ class Settings(ParallelSettings):
                             "it is --zero-stage 3 --offload optimizer,params")  # fmt: skip
 
     def about(self) -> list[tuple[str, str]]:
-        """For the header of a run."""
-        by = {"own": "zero.py" if self.zero_stage < 3 else "zero3.py",
+        by = {"own": "zero/stages012.py" if self.zero_stage < 3 else "zero/stage3.py",
               "torch": "ZeroRedundancyOptimizer" if self.zero_stage == 1 else "FSDP2"}[self.backend]  # fmt: skip
         where = "" if self.offload == "none" else f"; in host memory: {self.offload}"
         return [("ZeRO", f"stage {self.zero_stage} by {by}, sharded: {SHARDED[self.zero_stage]}{where}")]

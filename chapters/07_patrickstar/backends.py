@@ -6,14 +6,13 @@ With chunks.py the only process writes the whole state; with pstar each rank wri
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from own_engine import ChunkedAdamW, ChunkedModel
 from recompute import build_model
 
 import pstar
-from gpt2_chinese import PARTS, Ranks, Run, load, weight_decay_groups
+from gpt2_chinese import PARTS, Ranks, Run, weight_decay_groups
 
 
 def into_chunks(settings: Any, ranks: Ranks) -> tuple[Any, Any]:
@@ -29,13 +28,14 @@ def into_chunks(settings: Any, ranks: Ranks) -> tuple[Any, Any]:
     )  # fmt: skip
 
 
-def load_into(model: Any, checkpoint: Path) -> None:
-    """Loads a checkpoint of either engine, or of another chapter."""
-    if not isinstance(model, ChunkedModel) and (checkpoint / PARTS / "manifest.json").exists():  # written by pstar
-        model.load_checkpoint(checkpoint / PARTS)  # each rank reads its part
-        return
-    weights, moments, _ = load(checkpoint)
-    (model.data if isinstance(model, ChunkedModel) else model).load_state(weights, moments)
+def resume(model: Any, run: Run) -> None:
+    """Loads the run's checkpoint, of either engine or of another chapter. Without a checkpoint it does nothing."""
+    if isinstance(model, ChunkedModel):
+        run.resume_parts(model.data.load_state)
+    elif run.resume_from is not None and (run.resume_from / PARTS / "manifest.json").exists():  # pstar's own
+        model.load_checkpoint(run.resume_from / PARTS)  # each rank reads its own part
+    else:
+        run.resume_parts(model.load_state)
 
 
 def save(model: Any, run: Run, step: int) -> None:

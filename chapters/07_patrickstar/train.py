@@ -16,22 +16,28 @@ from engine_settings import Settings
 settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
-from backends import finish, into_chunks, load_into, save
+from backends import finish, into_chunks, resume, save
 
-from gpt2_chinese import Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate
+from gpt2_chinese import (
+    Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
+)  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings)
-
-# -- model: the seed decides the weights; the technique: its weights, gradients and moments move into chunks -----------
-torch.manual_seed(settings.seed)
-model, optimizer = into_chunks(settings, ranks)
-run = Run(settings, ranks, about=model.memory_plan())
-if run.resume_from:
-    load_into(model, run.resume_from)
+run = Run(settings, ranks, header=False)
 
 # -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
 train, valid = Batches.of(settings, ranks)
+
+# -- model: the seed decides the weights -------------------------------------------------------------------------------
+torch.manual_seed(settings.seed)
+
+# -- the technique: the weights of the model, their gradients and moments move into chunks -----------------------------
+model, optimizer = into_chunks(settings, ranks)
+run.print_header(model.memory_plan())
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+resume(model, run)
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():

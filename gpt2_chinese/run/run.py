@@ -1,9 +1,10 @@
 """What every chapter says and leaves behind: header, progress, metrics, checkpoints, samples, summary.
 
     run = Run(settings, ranks)
+    run.resume(model, optimizer, scaler)
     for step in run.steps():
         ...
-        run.log(step, loss=loss, lr=lr, grad_norm=grad_norm)
+        run.log(step, loss=loss, lr=lr, grad_norm=grad_norm, in_sync=model)
         if run.evaluate_now(step):
             run.log_evaluation(step, evaluate_model(model, valid, ranks))
         if run.save_now(step):
@@ -24,12 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from durable.files import write_json
+from gpt2_chinese.checkpoint.load import load
+from gpt2_chinese.checkpoint.model_state import load_adamw_moments, load_weights
 from gpt2_chinese.checkpoint.trained_model import load_model
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.distributed.socket_bytes import Counts, between, tcp_bytes
+from gpt2_chinese.distributed.weights_check import check_in_sync
 from gpt2_chinese.errors import RunError, fail
 from gpt2_chinese.files import display
 from gpt2_chinese.generate.decoding import generate
@@ -59,8 +64,8 @@ class Run:
     Args:
         settings: resolved.
         ranks: the processes.
-        about: what the chapter adds to the header, as (name, value) rows.
         first_step: where to go on, when it is not a checkpoint that says so: in memory, after the loss of a worker.
+        header: print it now; without, the chapter calls print_header when its model is there, which has rows to add.
 
     Attributes:
         resume_from: the checkpoint to go on from, or the file with the weights to begin with; None: those of the seed.
@@ -68,7 +73,7 @@ class Run:
     """
 
     def __init__(
-        self, settings: Settings, ranks: Ranks, about: Rows | None = None, first_step: int | None = None
+        self, settings: Settings, ranks: Ranks, first_step: int | None = None, header: bool = True
     ) -> None:
         self.settings, self.ranks = settings, ranks
         self.directory = Path(settings.output_dir)
@@ -92,15 +97,23 @@ class Run:
         self._start = time.perf_counter()
         if ranks.is_main:
             self._prepare_folder()
-            start: Rows = []
-            if self._goes_on:
-                source = display(self.resume_from) if self.first_step == settings.resume_step + 1 else "memory"
-                start = [("resuming", f"{source}, next is step {self.first_step}")]
-            elif self.resume_from:
-                start = [("weights", f"begin as those of {display(self.resume_from)}")]
-            print_header(settings, ranks, [*(about or []), ("output", display(self.directory)), *start])
+        if header:
+            self.print_header()
 
     # -- start --------------------------------------------------------------------------------------------------------
+
+    def print_header(self, more: Rows | None = None) -> None:
+        """Prints what will run (rank 0): all that settings say, and `more` rows."""
+        if not self.ranks.is_main:
+            return
+        start: Rows = []
+        if self._goes_on:
+            source = display(self.resume_from) if self.first_step == self.settings.resume_step + 1 else "memory"
+            start = [("resuming", f"{source}, next is step {self.first_step}")]
+        elif self.resume_from:
+            start = [("weights", f"begin as those of {display(self.resume_from)}")]
+        rows = [*self.settings.about(), *(more or []), ("output", display(self.directory)), *start]
+        print_header(self.settings, self.ranks, rows)
 
     @property
     def _goes_on(self) -> bool:
@@ -129,6 +142,35 @@ class Run:
         )
         kept = self._metrics.begin(self.first_step, settings.values())
         self.last_evaluation = next((evaluation_of(row) for row in reversed(kept) if "valid_loss" in row), {})
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
+        """Loads weights, moments and loss scale of `resume_from`; where there is none does nothing. Every rank calls it.
+
+        Args:
+            model: a plain one: each rank holds all weights.
+            optimizer: AdamW of its parameters; None on a rank that does not step, which needs no moments.
+            scaler: torch.amp.GradScaler, or what a chapter has in its place.
+        """
+
+        def load_plain(weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
+            load_weights(model, weights)
+            if optimizer is not None:
+                load_adamw_moments(model, optimizer, moments)
+
+        self.resume_parts(load_plain, scaler)
+
+    def resume_parts(
+        self,
+        load_part: Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], object],
+        scaler: Any = None,
+    ) -> None:
+        """The same where every rank holds its own part: each takes it in load_part(weights, moments), which are whole."""
+        if self.resume_from is None:
+            return
+        weights, moments, state = load(self.resume_from)
+        load_part(weights, moments)
+        if scaler is not None and scaler.is_enabled() and state["extra"].get("scaler"):
+            scaler.load_state_dict(state["extra"]["scaler"])
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +214,7 @@ class Run:
 
     def log(
         self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None = None,
-        batch_share: float = 1.0, **more: float,
+        in_sync: nn.Module | None = None, among: Ranks | None = None, batch_share: float = 1.0, **more: float,
     ) -> None:  # fmt: skip
         """Notes one step; rank 0's numbers count.
 
@@ -180,11 +222,23 @@ class Run:
             step: from 1 on.
             loss: mean over the GLOBAL batch, nats per token.
             lr, grad_norm: of this step; the norm is that before clipping.
+            in_sync: a model that ranks replicate: every --check-sync steps all of them compare its weights.
+            among: the ranks that replicate it; None: all.
             batch_share: what part of the global batch the step has used: below 1 where it did not wait for all ranks.
             more: goes along as it is.
+
+        Raises:
+            RunError: on all ranks, when their weights differ.
         """
-        if not self.ranks.is_main:
-            return
+        if self.ranks.is_main:
+            self._log_row(step, loss, lr, grad_norm, batch_share, more)
+        if in_sync is not None:
+            check_in_sync(in_sync, among or self.ranks, step, self.settings.check_sync)
+
+    def _log_row(
+        self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None, batch_share: float,
+        more: Mapping[str, float],
+    ) -> None:  # fmt: skip
         settings = self.settings
         if settings.device == "cuda":
             torch.cuda.synchronize()

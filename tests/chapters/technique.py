@@ -32,11 +32,13 @@ STEPS, CLIP, PEAK = 6, 0.5, 1e-2
 
 
 def technique(chapter: str, module: str) -> ModuleType:
-    """A module of a chapter, whose folder cannot be a package because its name begins with a digit."""
+    """A module of a chapter, or `folder.module`; a chapter cannot be a package because its name begins with a digit."""
     folder = str(ROOT / "chapters" / chapter)
-    known = sys.modules.get(module)
-    if known is not None and Path(known.__file__).parent != Path(folder):
-        del sys.modules[module]  # a file of the same name in another folder, benchmarks/zero.py for example
+    root = module.partition(".")[0]
+    known = sys.modules.get(root)
+    if known is not None and Path(folder) not in Path(known.__file__).parents:
+        for name in [name for name in sys.modules if name.partition(".")[0] == root]:
+            del sys.modules[name]  # a file of the same name in another folder, benchmarks/zero.py for example
     # First in the path while it is imported, and last afterwards: what the module imports late must be found too.
     sys.path.insert(0, folder)
     try:

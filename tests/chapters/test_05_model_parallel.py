@@ -196,7 +196,7 @@ def dropped(rank: int, num_ranks: int, sequence: bool, recompute: bool) -> tuple
     torch.manual_seed(0)
     config = ModelConfig(2, 16, 4, 8, 20, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     model, drawn = GPT2LMHeadModel(config), []
-    tensor.apply_tensor_parallel(model, tensor.TensorGroup(dist.group.WORLD, sequence))
+    technique(NAME, "tensor_apply").apply_tensor_parallel(model, tensor.TensorGroup(dist.group.WORLD, sequence))
     model.transformer.h[0].attn.c_attn.register_forward_hook(lambda *_: drawn.append(torch.rand(3).tolist()))
     if recompute:
         for block in model.transformer.h:

@@ -154,7 +154,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
 def test_what_it_says(tmp_path: Path) -> None:
     """As a user starts it, two processes; the closing table, and no word of warning."""
     said = Chapter("06_zero", tmp_path).train("--max-steps", 3, "--offload", "optimizer", "--save-every", 3)
-    for words in ("stage 3 by zero3.py", "in host memory: optimizer", "model states", "by the formula", "host moments",
+    for words in ("stage 3 by zero/stage3.py", "in host memory: optimizer", "model states", "by the formula", "host moments",
                   "whole at a time", "sent in a step", "moved in a step", "06_zero/generate.sh"):
         assert words in said, words
     assert "Warning" not in said and "Traceback" not in said

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.distributed.weights_check import check_in_sync
 from gpt2_chinese.errors import RunError
+from gpt2_chinese.run.run import Run
 from tests.chapters.technique import (
     STEPS,
     Odd,
@@ -257,6 +258,26 @@ def test_one_flipped_bit_is_found_and_its_rank_named(ranks):
     assert ranks(3).run(one_bit, (2,)) == [line.format("rank 2")] * 3
     assert ranks(3).run(one_bit, (1, 2)) == [line.format("ranks 1, 2")] * 3
     assert ranks(3).run(one_bit, ()) == [None] * 3
+
+
+def logged(rank, num_ranks, step, among):
+    """What Run.log says on a rank when rank 1 holds other weights than rank 0."""
+    model, _ = build(rank)
+    run = Run.__new__(Run)
+    run.settings, run.ranks = SimpleNamespace(check_sync=10), Ranks(rank, num_ranks, group=dist.group.WORLD)
+    with mock.patch.object(Run, "_log_row") as row:
+        try:
+            run.log(step, loss=1.0, lr=0.1, in_sync=model, among=among)
+        except RunError as error:
+            return row.call_count, str(error)
+    return row.call_count, None
+
+
+def test_a_run_compares_replicas_every_few_steps_after_the_row_is_written(ranks):
+    line = "after step 20 the weights of rank 1 are not those of rank 0, first in embed.weight"
+    assert ranks(2).run(logged, 20, None) == [(1, line), (0, line)]
+    assert ranks(2).run(logged, 21, None) == [(1, None), (0, None)]
+    assert ranks(2).run(logged, 20, Ranks()) == [(1, None), (0, None)], "each rank holds a part of its own"
 
 
 # ---- overlap

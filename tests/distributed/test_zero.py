@@ -28,8 +28,9 @@ from tests.chapters.technique import (
 )
 
 zero = technique("06_zero", "zero")
-ledger = technique("06_zero", "zero_ledger")
-units = technique("06_zero", "zero_units")
+comm = technique("06_zero", "zero.comm")
+ledger = technique("06_zero", "zero.ledger")
+units = technique("06_zero", "zero.units")
 CASES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer,params")]
 
 
@@ -61,7 +62,7 @@ def train(rank: int, num_ranks: int, settings: SimpleNamespace, micros: int = 1,
     ranks = Ranks(rank, num_ranks, rank, torch.device("cpu"), dist.group.WORLD if num_ranks > 1 else None)
     names = {"reduce-scatter": ("reduce_scatter_mean", lambda comm, flat: lambda: flat[: flat.numel() // num_ranks].clone()),
              "all-gather": ("all_gather", lambda comm, full, own: lambda: full)}  # fmt: skip
-    broken = mock.patch.object(zero.Comm, *names[without]) if without else contextlib.nullcontext()
+    broken = mock.patch.object(comm.Comm, *names[without]) if without else contextlib.nullcontext()
     result: dict[str, Any] = {"losses": [], "norms": [], "optimizer_steps": 0, "sent": 0}
     losses = []
     with broken:

@@ -91,7 +91,7 @@ def test_costs_of_the_levels_are_those_of_chapter_04(formulas) -> None:
 @pytest.mark.parametrize("stage, precision, offload", [*itertools.product((1, 2, 3), ("fp32", "bf16"), (False, True))])
 def test_zero_states_and_traffic_are_those_of_chapter_06(formulas, stage: int, precision: str, offload: bool) -> None:
     """That chapter's tests compare its formulas with the tensors that are alive and with the kernel's counter."""
-    ledger = technique("06_zero", "zero_ledger")
+    ledger = technique("06_zero", "zero.ledger")
     outside, block = formulas.outside_parameters(SMALL), formulas.block_parameters(SMALL["n_embd"])
     units = [outside] + [block] * SMALL["n_layer"]
     for p, m in itertools.product((1, 2, 3, 4, 8), (1, 2, 5)):
@@ -151,7 +151,7 @@ def test_tensor_parallel_holds_and_sends_what_chapter_05_counts(formulas, monkey
     group.num_ranks = t
     monkeypatch.setattr(tensor.dist, "all_reduce", lambda *_, **__: None)
     net = model(case)
-    tensor.apply_tensor_parallel(net, group)
+    technique("05_model_parallel", "tensor_apply").apply_tensor_parallel(net, group)
     assert sum(p.numel() for p in net.parameters()) == formulas.held_parameters(case, 0)
     if checkpointing:
         for block in net.transformer.h:
@@ -237,16 +237,16 @@ def saved_bytes(net: nn.Module, context, tokens: torch.Tensor) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3"])
 def test_blocks_keep_what_the_formula_says(formulas, precision: str) -> None:
     """The difference that two more blocks make, of what autograd saves: the formula counts two masks of dropout more."""
-    amp = technique("04_apex", "amp")
+    casts = technique("04_apex", "casts")
     kept, weights = [], []
     for layers in (2, 4):
         case = job(n_layer=layers, n_embd=64, n_positions=128, seq_len=128)
         net = model(case)
         context = contextlib.nullcontext
         if precision == "O1":
-            context = lambda: amp.CastByOperation(torch.bfloat16)  # noqa: E731
+            context = lambda: casts.CastByOperation(torch.bfloat16)  # noqa: E731
         elif precision != "fp32":
-            amp._convert(net, torch.bfloat16, keep_norms=precision == "O2")
+            casts.round_weights(net, torch.bfloat16, keep_norms=precision == "O2")
         kept.append(saved_bytes(net, context, torch.zeros(4, 128, dtype=torch.int64)))
         weights.append(sum(p.numel() for p in net.parameters()))
     copies = 2 * (weights[1] - weights[0]) if precision == "O1" else 0  # of weights, counted as parameters

@@ -96,10 +96,10 @@ def of_03() -> Names:
 
 
 def of_04() -> Names:
-    amp = technique("04_apex", "amp")
+    scaling = technique("04_apex", "loss_scaler")
 
     def loss_scaler(window: int, largest_of_all: Callable[[float], float]) -> Any:
-        return amp.LossScaler("dynamic", window, largest_of_all, None)
+        return scaling.LossScaler("dynamic", window, largest_of_all, None)
 
     def finish_step(scaler: Any, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float) -> Tensor:
         settings = SimpleNamespace(clip_grad_norm=max_norm)
@@ -126,7 +126,7 @@ def of_05() -> Names:
 
 
 def of_06() -> Names:
-    zero, units = technique("06_zero", "zero"), technique("06_zero", "zero_units")
+    stages, units = technique("06_zero", "zero.stages012"), technique("06_zero", "zero.units")
 
     def pieces_of(sizes: dict[str, int], rank: int, num_ranks: int) -> list[tuple[str, int, int]]:
         parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
@@ -137,7 +137,7 @@ def of_06() -> Names:
     class ShardedOptimizer:
         def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
             ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=dist.group.WORLD)
-            self.zero = zero.Zero(model, ranks, SimpleNamespace(zero_stage=1, offload="none", precision="fp32"))
+            self.zero = stages.Zero012(model, ranks, SimpleNamespace(zero_stage=1, offload="none", precision="fp32"))
             self.optimizer = make_optimizer(list(self.zero.parameters()))
 
         def step(self) -> None:

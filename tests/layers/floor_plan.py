@@ -190,8 +190,11 @@ def forbidden_imports(repo: Path) -> list[str]:
 def chapters_that_reach_out(repo: Path) -> list[str]:
     """No chapter imports another, nor bends the import path so that it could."""
     problems = []
-    chapters = sorted({file.parts[1] for file in python_files(repo, "chapters") if len(file.parts) > 2})
-    modules = {chapter: {file.stem for file in python_files(repo, f"chapters/{chapter}")} for chapter in chapters}
+    modules: dict[str, set[str]] = {}  # what a chapter's programs can import: its files, and its folders
+    for file in python_files(repo, "chapters"):
+        if len(file.parts) > 2:
+            modules.setdefault(file.parts[1], set()).add(file.parts[2].removesuffix(".py"))
+    chapters = sorted(modules)
     for chapter in chapters:
         elsewhere = set().union(*(modules[other] for other in chapters if other != chapter)) - modules[chapter]
         for file in python_files(repo, f"chapters/{chapter}"):
@@ -203,6 +206,31 @@ def chapters_that_reach_out(repo: Path) -> list[str]:
                 if name == "sys.path" or last in ("spec_from_file_location", "run_path"):
                     problems.append(f"{file}:{line}: a chapter must not use {name} (no chapter imports another)")
     return problems
+
+
+def chapters_in_circles(repo: Path) -> list[str]:
+    """Inside a chapter's folder, and the folders in it, the imports of its files make no circle."""
+    problems = []
+    for folder in sorted(path for path in (repo / "chapters").glob("*") if path.is_dir()):
+        edges: dict[str, set[str]] = {}
+        for file in python_files(folder, "."):
+            module = ".".join(file.with_suffix("").parts)
+            targets = {_file_of(folder, name.split(".")) for _, name in imports(folder, file)}
+            edges[module] = targets - {"", module}
+        circles = [" -> ".join(circle) for circle in _circles(edges)]
+        problems += [f"chapters/{folder.name}: the imports go in a circle: {circle}" for circle in circles]
+    return problems
+
+
+def _file_of(folder: Path, names: list[str]) -> str:
+    """The file of a chapter that a.b.c leads to, a folder's face as a.__init__; '' where it leads out of the chapter."""
+    for number in range(len(names), 0, -1):
+        path = folder.joinpath(*names[:number])
+        if path.with_suffix(".py").exists():
+            return ".".join(names[:number])
+        if (path / "__init__.py").exists():
+            return ".".join([*names[:number], "__init__"])
+    return ""
 
 
 def strangers_to_ranks(repo: Path) -> list[str]:
@@ -373,5 +401,5 @@ def over_budget(repo: Path) -> list[str]:
     return problems
 
 
-CHECKS = (forbidden_imports, chapters_that_reach_out, strangers_to_ranks, rooms_out_of_order, folders_out_of_order,
-          numbers_that_know_tensors, wired_from_outside, over_budget)
+CHECKS = (forbidden_imports, chapters_that_reach_out, chapters_in_circles, strangers_to_ranks, rooms_out_of_order,
+          folders_out_of_order, numbers_that_know_tensors, wired_from_outside, over_budget)

@@ -88,6 +88,10 @@ def test_a_good_example_is_green(tmp_path):
     write(tmp_path, "pstar/checkpoint/sharded.py", "from durable.folders import digest\n")
     write(tmp_path, "chapters/02_ddp/train.py", "import torch\nfrom ddp import f\nimport gpt2_chinese\n" + "#\n" * 197)
     write(tmp_path, "chapters/02_ddp/ddp.py", "import torch.distributed as dist\n" + "#\n" * 299)
+    write(tmp_path, "chapters/06_zero/train.py", "from zero import shard\n")
+    write(tmp_path, "chapters/06_zero/zero/__init__.py", "from zero.stage3 import shard\n")
+    write(tmp_path, "chapters/06_zero/zero/stage3.py", "import torch.distributed as dist\nfrom zero import units\n")
+    write(tmp_path, "chapters/06_zero/zero/units.py")
     write(tmp_path, "chapters/07_patrickstar/train.py", "import pstar\n")
     for check in floor_plan.CHECKS:
         assert check(tmp_path) == []
@@ -107,6 +111,11 @@ def test_a_good_example_is_green(tmp_path):
         ("durable/news.py", "", "unknown room of durable; add it to the table"),
         ("pstar/kernels/adam.py", "import transformers", "pstar must not import transformers"),
         ("chapters/02_ddp/train.py", "from server import Server", "must not import server.Server, which is another's"),
+        ("chapters/02_ddp/train.py", "import zero", "must not import zero, which is another's"),
+        ("chapters/06_zero/zero/stage3.py", "import server", "must not import server, which is another's"),
+        ("chapters/01_parameter_server/server.py", "def f():\n    import books", "circle: books -> server -> books"),
+        ("chapters/06_zero/zero/comm.py", "from zero.stage3 import x", "circle: zero.stage3 -> zero.comm -> zero.stage3"),
+        ("chapters/06_zero/zero/comm.py", "from zero import x", "zero.__init__ -> zero.stage3 -> zero.comm -> zero"),
         ("chapters/02_ddp/train.py", "import sys\nsys.path.insert(0, '../01_server')", "must not use sys.path"),
         ("chapters/02_ddp/train.py", "import runpy\nrunpy.run_path('x')", "must not use runpy.run_path"),
         ("chapters/02_ddp/train.py", "import torch.distributed as dist", "torch.distributed does not belong here"),
@@ -159,6 +168,10 @@ def test_a_bad_example_is_red(tmp_path, path, text, said):
     write(tmp_path, "pstar/comm/shared_memory.py", "from pstar.comm import collectives")
     write(tmp_path, "durable/folders.py", "import hashlib")
     write(tmp_path, "chapters/01_parameter_server/server.py")
+    write(tmp_path, "chapters/01_parameter_server/books.py", "from server import Server")
+    write(tmp_path, "chapters/06_zero/zero/__init__.py", "from zero.stage3 import x")
+    write(tmp_path, "chapters/06_zero/zero/stage3.py", "from zero.comm import Comm")
+    write(tmp_path, "chapters/06_zero/zero/comm.py", "import torch.distributed")
     write(tmp_path, "gpt2_chinese/run/run.py")
     write(tmp_path, "gpt2_chinese/checkpoint/find.py")
     write(tmp_path, "gpt2_chinese/checkpoint/load.py", "from gpt2_chinese.checkpoint import find")

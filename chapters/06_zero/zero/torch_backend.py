@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from zero_units import blocks_of
 
 from gpt2_chinese.checkpoint.model_state import load_adamw_moments, load_weights
 from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
 from gpt2_chinese.run.optim import adamw, autocast, clip_gradients
+from zero.units import blocks_of
 
 
 def of_torch(model: nn.Module, ranks: Any, settings: Any) -> TorchZero:
-    """As zero.shard, by torch; with one process there is nothing to shard."""
+    """As backends.shard, by torch; with one process there is nothing to shard."""
     if ranks.group is None:
         return TorchZero(model, ranks, settings)
     return Zero1(model, ranks, settings) if settings.zero_stage == 1 else Fsdp2(model, ranks, settings)
@@ -47,11 +47,11 @@ class TorchZero:
             return self.forward(*inputs)
 
     def no_sync(self, active: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """As in Zero."""
+        """As in Sharded."""
         return contextlib.nullcontext()
 
     def make_optimizer(self, settings: Any) -> torch.optim.Optimizer:
-        """As in Zero."""
+        """As in Sharded."""
         self.optimizer = adamw(self.model, settings)
         return self.optimizer
 
@@ -63,7 +63,7 @@ class TorchZero:
         self.num_updates += 1
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """As in Zero."""
+        """As in Sharded."""
         return clip_gradients(self.model, max_norm)
 
     def step_scalars(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ class TorchZero:
         return {}
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """As in Zero."""
+        """As in Sharded."""
         load_weights(self.model, weights)
         load_adamw_moments(self.model, self.optimizer, moments)
         self.num_updates = max((int(moments[key]) for key in moments if key.startswith("step.")), default=0)
@@ -85,7 +85,7 @@ class TorchZero:
         return Part(tensor.shape, {(0,) * tensor.dim(): tensor.detach()})
 
     def save(self, folder: Path) -> None:
-        """As in Zero."""
+        """As in Sharded."""
         parts, states = {}, self._states()
         for name, parameter in self.model.named_parameters():
             parts[f"model.{name}"] = self._part(parameter, parameter)
@@ -95,7 +95,7 @@ class TorchZero:
         write_parts(folder, parts, {name: self.num_updates for name, _ in self.model.named_parameters()}, self.ranks)
 
     def write_weights(self, file: Path) -> None:
-        """As in Zero."""
+        """As in Sharded."""
         write_whole(file, {name: self._part(p, p) for name, p in self.model.named_parameters()}, self.ranks)
 
     def close(self) -> list[tuple[str, Any]]:
@@ -117,11 +117,11 @@ class Zero1(TorchZero):
         self.forward = nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=ranks.group)
 
     def no_sync(self, active: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """As in Zero."""
+        """As in Sharded."""
         return self.forward.no_sync() if active else contextlib.nullcontext()
 
     def make_optimizer(self, settings: Any) -> torch.optim.Optimizer:
-        """As in Zero."""
+        """As in Sharded."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         plain = adamw(self.model, settings)
@@ -131,7 +131,7 @@ class Zero1(TorchZero):
         return self.optimizer
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """As in Zero; a rank takes the moments of the parameters that were dealt to it."""
+        """As in Sharded; a rank takes the moments of the parameters that were dealt to it."""
         load_weights(self.model, weights)
         mine = {p for group in self.optimizer.optim.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
@@ -171,12 +171,12 @@ class Fsdp2(TorchZero):
         return self.model(*inputs)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """As in Zero; the norm of shards is known when they are asked for the whole of it."""
+        """As in Sharded; the norm of shards is known when they are asked for the whole of it."""
         return super().clip_gradients(max_norm).full_tensor()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """As in Zero."""
+        """As in Sharded."""
         for name, parameter in self.model.named_parameters():
             local = parameter.to_local()
             local.copy_(self._mine(weights[name], parameter))
@@ -189,12 +189,12 @@ class Fsdp2(TorchZero):
                 self.optimizer.state[parameter] = {"step": moments[f"step.{name}"].clone(), **state}
 
     def save(self, folder: Path) -> None:
-        """As in Zero. What an evaluation has gathered, and no backward has freed, is freed first."""
+        """As in Sharded. What an evaluation has gathered, and no backward has freed, is freed first."""
         self._reshard()
         super().save(folder)
 
     def write_weights(self, file: Path) -> None:
-        """As in Zero."""
+        """As in Sharded."""
         self._reshard()
         super().write_weights(file)
 

@@ -1,84 +1,33 @@
-"""ZeRO (Rajbhandari et al. 2020): data parallel without p copies of what one copy of would do.
-
-    bytes a parameter, of Ψ parameters, on each of p ranks   16 bit                    fp32
-    stage 0   all of it everywhere (chapter 04)              2 + 2 + 12                4 + 4 + 8
-    stage 1   optimizer states sharded        (P_os)         2 + 2 + 12/p              4 + 4 + 8/p
-    stage 2   and gradients                   (P_os+g)       2 + 2/p + 12/p            4 + 4/p + 8/p
-    stage 3   and parameters: zero3.py        (P_os+g+p)     2/p + 2/p + 12/p          4/p + 4/p + 8/p
-
-16 bit: parameters, gradients, and 12 for the fp32 masters with their two moments. In fp32 the parameters are the masters.
-
-    a step:   backward | reduce-scatter | clip | Adam on my shard | all-gather of the new parameters
-
-An all-reduce is a reduce-scatter and then an all-gather, so stages 1 and 2 send no more than stage 0: 2Ψ. They do the
-update between the two halves. Stage 1 reduces at the end, when all gradients are there; stage 2 in backward, block by
-block, and frees them. Of micro-batches stages 0 and 1 add up gradients on the rank; 2 and 3 reduce each, for lack of room.
-
-Use:
-
-    sharded, scaler = shard(model, ranks, settings)      # the model computes in --precision from here on
-    optimizer = sharded.make_optimizer(settings)         # AdamW of this rank's pieces
-    with sharded.no_sync(not_the_last_micro_batch):
-        scaler.scale(sharded(inputs, targets)).backward()
-    sharded.wait()                                       # now this rank's pieces have their mean gradients
-    scaler.unscale_(optimizer); sharded.clip_gradients(1.0); scaler.step(optimizer); scaler.update()
-"""
+"""What all stages of ZeRO share: units and this rank's pieces of them, reductions in backward, the update, checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from offload import Host
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from zero_comm import Comm, Result
-from zero_ledger import Ledger
-from zero_scaler import LossScaler
-from zero_units import Piece, Unit, blocks_of, flatten, groups_of
 
-from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
-from gpt2_chinese.errors import UserError
+from gpt2_chinese.checkpoint.sharded import write_parts, write_whole
 from gpt2_chinese.run.optim import adamw
+from zero.checkpoint import load_pieces, parts_of
+from zero.comm import Comm, Result
+from zero.end_of_backward import call_at_end_of_backward
+from zero.ledger import Ledger
+from zero.offload import Host
+from zero.units import Piece, Unit, flatten, groups_of
 
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard(model: nn.Module, ranks: Any, settings: Any) -> tuple[Any, LossScaler]:
-    """Applies the technique to a model, in place; every rank holds rank 0's weights from here on.
+class Sharded:
+    """What train.py calls at every stage. Arguments as in `shard`.
 
-    Args:
-        model: fp32, on its device, the same architecture on all ranks. It was built whole on each of them.
-        ranks: the processes.
-        settings: zero_stage, offload, backend, precision, loss_scale, activation_checkpointing.
-
-    Returns:
-        sharded: Zero, Zero3 or what does their work with torch's own (zero_torch.py).
-        scaler: as torch's GradScaler.
-    """
-    if settings.activation_checkpointing:
-        for block in blocks_of(model).values():
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    if settings.backend == "torch":
-        from zero_torch import of_torch
-
-        sharded = of_torch(model, ranks, settings)
-    elif settings.zero_stage == 3:
-        from zero3 import Zero3
-
-        sharded = Zero3(model, ranks, settings)
-    else:
-        sharded = Zero(model, ranks, settings)
-    scale = settings.loss_scale or ("dynamic" if settings.precision == "fp16" else "1")
-    return sharded, LossScaler(scale, ranks.max, sharded.publish)
-
-
-class Zero:
-    """Stages 0, 1 and 2; see the top of this file. Arguments as in `shard`.
+    A stage says what happens when the gradients of a block are complete, when backward is done, and after an update:
+    `_after_backward`, `_backward_is_done` and `publish`.
 
     Attributes:
         units: what is reduced at a time: first what lies in no block, then the blocks.
@@ -155,23 +104,24 @@ class Zero:
             raise RuntimeError(f"the block of {name} has an input without gradient: its backward would have no end to see")
 
     def _after_forward(self, _: nn.Module, __: Any, output: Tensor) -> None:
-        if output.requires_grad:  # when backward begins, autograd takes a note of what to call at its end
-            end = torch.autograd.Variable._execution_engine.queue_callback
-            output.register_hook(lambda _: end(self._backward_is_done))
+        if output.requires_grad:
+            call_at_end_of_backward(output, self._backward_is_done)
 
     def _after_backward(self, unit: Unit) -> None:
         """The gradients of a block are complete: autograd runs what accumulates them before what comes after."""
-        if self.stage >= 2 or (self.stage == 0 and self.synchronizing):
-            self._reduce(unit)
+        raise NotImplementedError
 
     def _backward_is_done(self) -> None:
-        """What lies in no block (the tied embedding is the last of all) goes now."""
-        if self.stage >= 2:
-            self._reduce(self.units[0])
-            late = [name for unit in self.units for name, p in unit.parameters.items() if p.grad is not None]
-            if late:
-                raise RuntimeError(f"rank {self.comm.rank}: the gradient of {late[0]} came after its block's had left")
-            self._finish(0)
+        """All gradients are there."""
+        raise NotImplementedError
+
+    def _reduce_the_last(self) -> None:
+        """Reduces what lies in no block (the tied embedding's gradient is the last of all), and ends all reductions."""
+        self._reduce(self.units[0])
+        late = [name for unit in self.units for name, p in unit.parameters.items() if p.grad is not None]
+        if late:
+            raise RuntimeError(f"rank {self.comm.rank}: the gradient of {late[0]} came after its block's had left")
+        self._finish(0)
 
     def _reduce(self, unit: Unit) -> None:
         """Starts the reduction of a unit's gradients, and ends the one before: two units' are under way at most."""
@@ -228,18 +178,9 @@ class Zero:
             torch._foreach_mul_(gradients, float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
         return norm.float()
 
-    @torch.no_grad()
     def publish(self) -> None:
         """After the masters have changed: the model follows them, on all ranks."""
-        self._end_update()
-        for unit in self.units:
-            if self.host is not None:
-                self.host.back(unit.master, unit.own)
-            elif unit.master is not unit.own:
-                unit.own.copy_(unit.master)
-        gathers = [self.comm.all_gather(unit.full, unit.own) for unit in self.units] if self.stage in (1, 2) else []
-        for gather in gathers:
-            gather()
+        raise NotImplementedError
 
     def _end_update(self) -> None:
         for master in self.parameters():
@@ -260,41 +201,24 @@ class Zero:
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Takes this rank's pieces out of a checkpoint of any chapter, as checkpoint.load returns it.
+        """Takes this rank's pieces out of a checkpoint of any chapter. For Run.resume_parts.
 
         Raises:
             UserError: names or shapes differ.
         """
-        wrong = sorted({name for unit in self.units for name in unit.parameters} ^ set(weights))
-        for piece in self.pieces:
-            if wrong or weights[piece.name].shape != piece.shape:
-                raise UserError(f"the weights do not fit the model: {', '.join([*wrong, piece.name][:3])}")
-
-            def run(tensor: Tensor, piece: Piece = piece) -> Tensor:
-                return tensor.reshape(-1)[piece.start : piece.start + piece.numel].view(piece.master.shape).clone()
-
-            piece.master.copy_(run(weights[piece.name]))
-            if f"step.{piece.name}" in moments:
-                state = {key: run(moments[f"{key}.{piece.name}"]).to(piece.master) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[piece.master] = {"step": moments[f"step.{piece.name}"].clone(), **state}
+        load_pieces(self.pieces, self.num_updates, self.optimizer, weights, moments)
         self.num_updates |= {name: int(moments[f"step.{name}"]) for name in weights if f"step.{name}" in moments}
         self.publish()
-
-    def _parts(self, values: Callable[[Piece], Tensor | None]) -> dict[str, Part]:
-        found = ((piece, values(piece)) for piece in self.pieces)
-        return {piece.name: Part.run(piece.shape, piece.start, run.detach().reshape(-1))
-                for piece, run in found if run is not None}  # fmt: skip
 
     def save(self, folder: Path) -> None:
         """Writes this rank's pieces; all ranks call together with a folder that is not there. See checkpoint/sharded.py."""
         kinds = {"model.": lambda piece: piece.master}
         for kind in ("exp_avg", "exp_avg_sq"):
             kinds[f"{kind}."] = lambda piece, kind=kind: self.optimizer.state.get(piece.master, {}).get(kind)
-        parts = {kind + name: part for kind, values in kinds.items() for name, part in self._parts(values).items()}
+        parts = {kind + name: part for kind, values in kinds.items() for name, part in parts_of(self.pieces, values).items()}
         write_parts(folder, parts, self.num_updates, self.ranks)
 
     def write_weights(self, file: Path) -> None:
         """Writes all fp32 masters whole, for final/; all ranks call together."""
-        write_whole(file, self._parts(lambda piece: piece.master), self.ranks)
+        write_whole(file, parts_of(self.pieces, lambda piece: piece.master), self.ranks)

@@ -2,6 +2,14 @@
 
 Each rank sees its own shard of the gradients alone, so an overflow may be in one rank's and in no other's: all ask for the
 largest of all, and skip together.
+
+The project has three loss scalers. In all of them an overflow skips the step and halves a dynamic scale, and a window of
+good steps doubles it. They differ in the rest:
+
+    here                                 divides the gradients of a rank's shard; after a step the model follows the masters
+    chapters/04_apex/loss_scaler.py      divides all gradients of a rank, on their way into the masters; --scale-window
+    pstar/numerics/loss_scaler.py        divides nothing: it is told how a step went. By DeepSpeed's rules it forgives some
+                                         overflows before it halves, and gives up only where a smaller scale cannot help
 """
 
 from __future__ import annotations

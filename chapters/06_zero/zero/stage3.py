@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from zero import Zero
-from zero_comm import Result
-from zero_units import Unit
+
+from zero.comm import Result
+from zero.sharded import Sharded
+from zero.units import Unit
 
 
-class Zero3(Zero):
-    """Parameters sharded as well; see the top of this file. Arguments, attributes and calls are those of Zero."""
+class Zero3(Sharded):
+    """Parameters sharded as well; see the top of this file."""
 
     def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
         super().__init__(model, ranks, settings)
@@ -76,11 +77,11 @@ class Zero3(Zero):
         unit.full.untyped_storage().resize_(0)
 
     def _after_backward(self, unit: Unit) -> None:
-        super()._after_backward(unit)
+        self._reduce(unit)
         self._free(unit)
 
     def _backward_is_done(self) -> None:
-        super()._backward_is_done()
+        self._reduce_the_last()
         self._free(self.units[0])
 
     @torch.no_grad()
