@@ -71,11 +71,8 @@ class Gradients:
         return ("micro_grad", unit.spec.index) if sums_far else unit.grad_key
 
     def _sums_far(self, unit: UnitRecord) -> bool:
-        """Whether gradients of several micro-steps are summed in far: with one rank, if the unit is updated there.
-
-        Each micro-step's gradient then crosses the link in the parameters' dtype. The fp32 sum never does, and near keeps
-        no gradients between micro-steps.
-        """
+        """Whether gradients of several micro-steps are summed in far: with one rank, if the unit's states are in far. Each
+        micro-step's gradient then crosses the link in the parameters' dtype, not as an fp32 sum, and near keeps none."""
         return self.key_of(unit) != unit.grad_key
 
     # ---------------------------------------------------------------- gradients arrive
@@ -175,8 +172,7 @@ class Gradients:
     # ---------------------------------------------------------------- gradients are reduced
 
     def _complete(self, unit: UnitRecord) -> None:
-        """All gradients of a unit have arrived. Begins their reduction; with one rank, copies them to the tier of the
-        update."""
+        """All gradients of a unit have arrived: begins their reduction; with one rank, sends them to the states' tier."""
         spec, residency = unit.spec, self.residency
         self.completed.append(spec.group)
         if self.units.one_rank:
@@ -224,10 +220,8 @@ class Gradients:
             residency.send_far(key)
 
     def _let_go(self, group: int) -> None:
-        """Evicts parameters that will be updated far before their next use: their near copy is of no use any more.
-
-        The next gradients then get this memory. Without it they would wait for the gradients before them to leave near.
-        """
+        """Evicts parameters that will be updated far before their next use: their near copy is of no use any more. The next
+        gradients then get this memory, and need not wait for the gradients before them to leave near."""
         key, residency = ("param", group), self.residency
         trace, moment, block = residency.schedule.trace, residency.schedule.moment, residency.blocks[key]
         if (trace is not None and self.tiers.update_tier(group) == FAR and FAR in block.copies and not block.pins
