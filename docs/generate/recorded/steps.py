@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import measured
+from docs.generate.recorded import measured
 
 if TYPE_CHECKING:
     from pstar.profile.recording import BlockEvent, Recording

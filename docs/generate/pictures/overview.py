@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from measured import write_whole
+from docs.generate.recorded.measured import write_whole
 
 FAMILIES = "system-ui, 'PingFang SC', 'Microsoft YaHei', 'Noto Sans CJK SC', sans-serif"
 COLOURS = {"data": "#607d8b", "model parameters": "#3f51b5", "gradients": "#ef6c00", "optimizer states": "#2e7d32"}

@@ -1,10 +1,10 @@
 """Writes what the pages include into docs/_generated/: nothing on a page is typed that a program can print.
 
-    python docs/build.py               the fragments that the pages ask for, and the figures
-    python docs/build.py --readme      also the generated parts of README.md and README.zh.md, except the captured run
-    python docs/build.py --capture     also the captured run: the README's first command, for real, some minutes
-    python docs/build.py --capture-chapters [NN ...]
-                                       also what chapters print and learn, all or some of them: docs/captured/, by git
+    python -m docs.generate               the fragments that the pages ask for, and the figures
+    python -m docs.generate --readme      also the generated parts of README.md and README.zh.md, except the captured run
+    python -m docs.generate --capture     also the captured run: the README's first command, for real, some minutes
+    python -m docs.generate --capture-chapters [NN ...]
+                                          also what chapters print and learn, all or some of them: docs/captured/, by git
 
 A page includes a fragment with a snippet line; its name says what it is:
 
@@ -16,10 +16,10 @@ A page includes a fragment with a snippet line; its name says what it is:
     en/captured/CHAPTER.md   the same to unfold, with command, versions and date; zh/captured/CHAPTER.md
     ran/NAME.md              what docs/programs/NAME.py printed, below the command that starts it
     en/timed/CHAPTER.md      how long the commands of its first tab took; zh/timed/CHAPTER.md
-    seen/NAME.md             a command of docs/seen.py and what it printed
-    en/basics/TABLE.md       one of TABLES of basics_tables.py; zh/basics/TABLE.md
+    seen/NAME.md             a command of recorded/seen.py and what it printed
+    en/basics/TABLE.md       one of TABLES of arithmetic/basics.py; zh/basics/TABLE.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
-    en/arithmetic/CHAPTER.md memory and traffic of a chapter, worked with docs/formulas.py; zh/arithmetic/CHAPTER.md
+    en/arithmetic/CHAPTER.md memory and traffic of a chapter, worked with formulas.py; zh/arithmetic/CHAPTER.md
     en/results_all/NAME.md   the same with all its tables; zh/results_all/NAME.md
     en/api.md, zh/api.md     what pstar exports, from its docstrings
     en/TABLE.md, zh/TABLE.md one of TABLES below; Chinese words come from zh.json, and one that is missing is an error
@@ -33,26 +33,17 @@ import difflib
 import json
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import api
-import arithmetic
-import basics_pictures
-import basics_tables
-import captures
-import measured
-import overview
-import pictures
-import programs_run
-import readme
-import seen
-import tables
-import timed
-from measured import GENERATED, REPO, write_whole
+from docs.generate import readme
+from docs.generate.arithmetic import arithmetic, basics
+from docs.generate.pictures import collectives, overview, pictures
+from docs.generate.recorded import captures, measured, programs, seen, timed
+from docs.generate.recorded.measured import GENERATED, REPO, write_whole
+from docs.generate.tables import api, tables
 
 DOCS = REPO / "docs"
 SNIPPET = re.compile(r'^\s*--8<--\s+"([^"]+)"', re.MULTILINE)
@@ -85,9 +76,9 @@ def fragment(name: str) -> str:
     if kind in ("en", "zh") and rest.startswith("captured/"):
         return captures.block(Words(kind), rest.removeprefix("captured/"))
     if kind == "ran":
-        return fence(f"$ {programs_run.command_of(rest)}\n{programs_run.outputs()[rest]}", "text")
-    if kind in ("en", "zh") and rest.removeprefix("basics/") in basics_tables.TABLES and rest.startswith("basics/"):
-        return basics_tables.TABLES[rest.removeprefix("basics/")](Words(kind))
+        return fence(f"$ {programs.command_of(rest)}\n{programs.outputs()[rest]}", "text")
+    if kind in ("en", "zh") and rest.removeprefix("basics/") in basics.TABLES and rest.startswith("basics/"):
+        return basics.TABLES[rest.removeprefix("basics/")](Words(kind))
     if kind == "seen":    # messages are sentences, and break
         return fence(seen.block(rest), "{ .text .said }")
     if kind in ("en", "zh") and rest.startswith("results/"):
@@ -103,7 +94,7 @@ def fragment(name: str) -> str:
         return api.reference(Words(kind))
     if kind in ("en", "zh") and rest in tables.TABLES:
         return tables.TABLES[rest](Words(kind))
-    raise SystemExit(f"error: no fragment is called {name}; docs/build.py lists the kinds")
+    raise SystemExit(f"error: no fragment is called {name}; docs/generate/build.py lists the kinds")
 
 
 class Words:
@@ -187,7 +178,8 @@ def _runs(numbers: list[int]) -> Iterator[str]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m docs.generate", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--readme", action="store_true", help="renew the generated parts of both READMEs as well")
     parser.add_argument("--capture", action="store_true", help="and run their first command, for the captured output")
     parser.add_argument("--log", type=Path, help="take the captured output from what that command printed into this file")
@@ -197,7 +189,6 @@ def main() -> None:
         captures.capture(arguments.capture_chapters)
     if arguments.readme or arguments.capture or arguments.log:
         readme.renew(Words, arguments.log, arguments.capture)
-    sys.path.insert(0, str(REPO))  # the tables ask pstar and gpt2_chinese
     with measured.alone():
         generate()
 
@@ -213,13 +204,10 @@ def generate() -> None:
     figures = GENERATED / "figures"
     captures.draw(figures)
     pictures.write(Words, figures)
-    basics_pictures.write(Words, figures)
+    collectives.write(Words, figures)
     overview.write(Words, figures)
     measured.draw_profile(figures)
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
         if not (figures / picture.name).exists() or (figures / picture.name).read_bytes() != picture.read_bytes():
             shutil.copyfile(picture, figures / picture.name)
 
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The arithmetic of a chapter's page: memory and traffic, worked for tiny and for 124M with docs/formulas.py.
+"""The arithmetic of a chapter's page: memory and traffic, worked for tiny and for 124M with formulas.py.
 
 A chapter is a list of rows. Numbers are those of the course's own defaults: tiny in fp32 as on a CPU, small in bf16 as on a
 GPU, each at its global batch and length.
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import formulas
-from measured import REPO
-from tables import table
+from docs.generate.arithmetic import formulas
+from docs.generate.recorded.measured import REPO
+from docs.generate.tables.tables import table
 
 Words = Callable[[str], str]
 
@@ -106,7 +106,7 @@ def chapter(words: Words, name: str) -> str:
         SystemExit: a chapter that has no rows.
     """
     if name not in CHAPTERS:
-        raise SystemExit(f"error: docs/arithmetic.py has no rows for {name}")
+        raise SystemExit(f"error: docs/generate/arithmetic/arithmetic.py has no rows for {name}")
     rows = CHAPTERS[name]
     parts = [costs(words, rows)]
     for size in ("tiny", "small"):

@@ -28,7 +28,7 @@ def reference(words: Callable[[str], str], module: ModuleType | None = None) -> 
         import pstar as module
     placed = {name for names in GROUPS.values() for name in names}
     if placed != set(module.__all__):
-        raise SystemExit(f"error: GROUPS of docs/api.py and pstar.__all__ differ in {sorted(placed ^ set(module.__all__))}")
+        raise SystemExit(f"error: GROUPS of api.py and pstar.__all__ differ in {sorted(placed ^ set(module.__all__))}")
     parts = []
     for group, names in GROUPS.items():
         parts.append(f"## {words(group)} {{ #{group.lower().replace(' ', '-')} }}")

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[3]
 SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "scripts", "benchmarks")  # what commands of pages name
 GENERATED = REPO / "docs" / "_generated"
 
@@ -32,8 +32,8 @@ PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-
 PROFILE_STEPS = "1-2"
 PROFILE = GENERATED / "profile.json"
 PICTURES = ("near.png", "blocks.png")
-SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "data/**/*.json", "cache/vocab.txt", "docs/measured.py",
-           f"chapters/{PROFILED}/*.py")  # fmt: skip
+SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "data/**/*.json", "cache/vocab.txt",
+           "docs/generate/recorded/measured.py", f"chapters/{PROFILED}/*.py")  # fmt: skip
 
 
 def circumstances() -> dict[str, Any]:

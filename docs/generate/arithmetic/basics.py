@@ -1,17 +1,17 @@
-"""The tables of the basics: worked with docs/formulas.py, or asked of torch."""
+"""The tables of the basics: worked with formulas.py, or asked of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import formulas
-from arithmetic import Row, bytes_text, job_of
-from tables import table
+from docs.generate.arithmetic import formulas
+from docs.generate.arithmetic.arithmetic import Row, bytes_text, job_of
+from docs.generate.tables.tables import table
 
 Words = Callable[[str], str]
 
 SIZES = ("tiny", "small")
-# A recipe -> (strategy, precision) of docs/formulas.py.
+# A recipe -> (strategy, precision) of formulas.py.
 RECIPES = {
     "fp32": ("ddp", "fp32"), "O1, autocast": ("ddp", "O1"), "O2, ZeRO: 16 bit with an fp32 master": ("ddp", "O2"),
     "pstar in bf16: the master is split": ("pstar", "bf16"), "O3, all in 16 bit": ("ddp", "O3"),

@@ -1,4 +1,4 @@
-"""The pictures of the chapters as SVG: a small drawing kit; pictures_ranks.py and pictures_time.py draw with it.
+"""The pictures of the chapters as SVG: a small drawing kit; ranks.py and timelines.py draw with it.
 
     NN_name_LANGUAGE.svg        ranks, what each of them holds, and the messages between them
     NN_name_time_LANGUAGE.svg   one step: what each rank computes when, and which messages travel meanwhile
@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from measured import write_whole
+from docs.generate.recorded.measured import write_whole
 
 Words = Callable[[str], str]
 
@@ -246,7 +246,7 @@ class Timeline:
         self.drawing.arrow(self.at(time), first, self.at(time), last, both)
 
 
-# Chapter -> its function in pictures_ranks and, with _time, in pictures_time.
+# Chapter -> its function in ranks and, with _time, in timelines.
 CHAPTERS = {
     "00_single": "single", "01_parameter_server": "parameter_server", "02_ddp": "ddp", "03_horovod": "horovod",
     "04_apex": "apex", "05_model_parallel": "model_parallel", "06_zero": "zero", "07_patrickstar": "patrickstar",
@@ -255,12 +255,11 @@ CHAPTERS = {
 
 def drawn(words: Words) -> dict[str, str]:
     """Name without language -> SVG, of all chapters."""
-    import pictures_ranks
-    import pictures_time
+    from docs.generate.pictures import ranks, timelines
 
-    found = {chapter: getattr(pictures_ranks, name)(words) for chapter, name in CHAPTERS.items()}
-    found["05_model_parallel_tensor"] = pictures_ranks.tensor_parallel(words)
-    return found | {f"{chapter}_time": getattr(pictures_time, f"{name}_time")(words) for chapter, name in CHAPTERS.items()}
+    found = {chapter: getattr(ranks, name)(words) for chapter, name in CHAPTERS.items()}
+    found["05_model_parallel_tensor"] = ranks.tensor_parallel(words)
+    return found | {f"{chapter}_time": getattr(timelines, f"{name}_time")(words) for chapter, name in CHAPTERS.items()}
 
 
 def write(words_in: Callable[[str], Words], folder: Path) -> None:

@@ -5,8 +5,8 @@ Orders come from the repository where it has them as data; lengths of time are s
 
 from __future__ import annotations
 
-from pictures import Drawing, Timeline, Words
-from pictures_data import buckets, schedules, slots_of, tiny
+from docs.generate.pictures.data import buckets, schedules, slots_of, tiny
+from docs.generate.pictures.pictures import Drawing, Timeline, Words
 
 
 def _lanes(words: Words, *lanes: tuple[int, str]) -> list[str]:

@@ -1,6 +1,7 @@
 """What the commands of the production pages really print: each is run, in this order, in one folder; kept by git.
 
-    python docs/seen.py [NAME ...]    runs all, or these and what they need, and writes docs/captured/seen.json; two minutes
+    python -m docs.generate.recorded.seen [NAME ...]
+                                      runs all, or these and what they need, and writes docs/captured/seen.json; two minutes
     block(name)                       for a page: the command and what it printed, with its status where that is not 0
 
 A page says `--8<-- "seen/NAME.md"`. Where a command needs something to go wrong (a rank that stops, a byte that is
@@ -20,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from measured import REPO, circumstances, reader_in, write_whole
+from docs.generate.recorded.measured import REPO, circumstances, reader_in, write_whole
 
 STORE = REPO / "docs" / "captured" / "seen.json"
 LONGEST = 40  # lines of a block
@@ -53,7 +54,7 @@ RUN = "bash chapters/02_ddp/train.sh"
 SEEN = {
     # ---- corpus.md
     "convert": Seen("python -m gpt2_chinese.corpora convert mine/raw --output mine/text --min-length 10 --max-length 200 "
-                    "--vocab cache/vocab.txt", before="python {docs}/seen.py --raw mine/raw"),
+                    "--vocab cache/vocab.txt", before="python -m docs.generate.recorded.seen --raw mine/raw"),
     "vocabulary": Seen("bash cache/make_vocab.sh mine/text/train 2000 mine/vocab.txt mine/text/valid"),
     "check": Seen("python -m gpt2_chinese.vocabulary check --vocab mine/vocab.txt --corpus mine/text/valid"),
     "tokens": Seen("python -m gpt2_chinese.tokens --corpus mine/text/train --vocab mine/vocab.txt"),
@@ -102,7 +103,7 @@ def seen(name: str) -> dict[str, Any]:
     """{command, status, said} of a name, and when and where all of them ran. Raises SystemExit when it never ran."""
     stored = json.loads(STORE.read_text(encoding="utf-8"))
     if name not in stored["commands"]:
-        raise SystemExit(f"error: {name} was never run: python docs/seen.py {name}")
+        raise SystemExit(f"error: {name} was never run: python -m docs.generate.recorded.seen {name}")
     return stored["commands"][name]
 
 
@@ -153,8 +154,7 @@ def _one(one: Seen, base: Path, environment: dict[str, str]) -> dict[str, Any]:
         (base / "without").mkdir()
         (base / "without" / "sitecustomize.py").write_text(HIDE)
         environment = environment | {"PYTHONPATH": f"{base / 'without'}{os.pathsep}{environment['PYTHONPATH']}"}
-    before = one.before.replace("{docs}", str(REPO / "docs"))
-    subprocess.run(["bash", "-ec", before], cwd=base, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["bash", "-ec", one.before], cwd=base, env=environment, check=True, stdout=subprocess.DEVNULL)
     line = one.command if "=" in one.command.split()[0] else f"exec {one.command}"  # that $P is the program's
     process = subprocess.Popen(["bash", "-c", line], cwd=base, env=environment, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)  # fmt: skip

@@ -48,7 +48,7 @@ def reference(words: Callable[[str], str]) -> str:
 
 
 def _table(words: Callable[[str], str], found: list[Row]) -> str:
-    from tables import table
+    from docs.generate.tables.tables import table
 
     cells = [(f"`{key}`", kind, f"`{default}`" if default else "", words(said)) for key, kind, default, said in found]
     inside = table([words(word) for word in ("key", "type", "default", "meaning")], cells)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pictures import MARGIN, WIDTH, Drawing, Row, Words
-from pictures_data import buckets, groups, tiny
+from docs.generate.pictures.data import buckets, groups, tiny
+from docs.generate.pictures.pictures import MARGIN, WIDTH, Drawing, Row, Words
 
 SEQUENCES = 12  # of the global batch of the captured runs
 GAP = 40

@@ -11,13 +11,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-import captures
-import configuration
-import measured
-import seen
-import steps
-import terms
-from measured import REPO
+from docs.generate.recorded import captures, measured, seen, steps
+from docs.generate.recorded.measured import REPO
+from docs.generate.tables import configuration, terms
 
 Words = Callable[[str], str]
 

@@ -4,8 +4,8 @@
     captured(name)      what that file says: command, printed, losses, date, versions
     draw(folder)        curves_all.png, and for each chapter curve_NN_name.png: its losses over those of chapter 00
 
-A build only reads; `python docs/build.py --capture-chapters [NN ...]` runs. tests/docs/test_captures.py holds that chapters
-still begin with the losses of their captures, and that the curves of all captures are one.
+A build only reads; `python -m docs.generate --capture-chapters [NN ...]` runs. tests/docs/test_captures.py holds that
+chapters still begin with the losses of their captures, and that the curves of all captures are one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from measured import REPO, call, circumstances, write_whole
+from docs.generate.recorded.measured import REPO, call, circumstances, write_whole
 
 FOLDER = REPO / "docs" / "captured"
 
@@ -90,7 +90,7 @@ def captured(chapter: str) -> dict[str, Any]:
     """
     path = FOLDER / f"{chapter}.json"
     if not path.exists():
-        renew = f"python docs/build.py --capture-chapters {chapter[:2]}"
+        renew = f"python -m docs.generate --capture-chapters {chapter[:2]}"
         raise SystemExit(f"error: there is no {path.relative_to(REPO)}: {renew}")
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -124,7 +124,7 @@ def summary_rows(said: str) -> list[tuple[str, str]]:
     table = end.partition("\n\n")[2].partition("\n\n")[0]
     rows = re.findall(r"^  (\S.*?)  +(\S.*)$", table, re.MULTILINE)
     if not rows:
-        raise SystemExit("error: the summary of chapter 07 has no table of the chunk memory; see docs/captures.py")
+        raise SystemExit("error: the summary of chapter 07 has no table of the chunk memory; see recorded/captures.py")
     return rows
 
 

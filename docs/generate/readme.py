@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import tables
-from measured import REPO, write_whole
+from docs.generate.recorded.measured import REPO, write_whole
+from docs.generate.tables import tables
 
 READMES = {"en": REPO / "README.md", "zh": REPO / "README.zh.md"}
 FIRST_COMMAND = "bash chapters/07_patrickstar/train.sh"

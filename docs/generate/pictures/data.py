@@ -11,7 +11,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from measured import REPO
+from docs.generate.recorded.measured import REPO
 
 
 @cache

@@ -1,7 +1,7 @@
 """Runs docs/programs as their first lines say; what they print is on the pages, and in the pictures of the collectives.
 
     outputs()                         name -> what a program printed, kept until a program, a package or torch changes
-    python docs/programs_run.py FOLDER NAME...
+    python docs/generate/recorded/programs.py FOLDER NAME...   with the repository in PYTHONPATH
                                       runs programs one after the other in this process and writes what each prints into
                                       FOLDER/NAME.RANK; under torchrun all ranks do, so that a dozen programs cost one start
 """
@@ -24,7 +24,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from measured import GENERATED, REPO, environment, write_whole
+from docs.generate.recorded.measured import GENERATED, REPO, environment, write_whole
 
 PROGRAMS = REPO / "docs" / "programs"
 STORE = GENERATED / "programs.json"

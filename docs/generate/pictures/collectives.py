@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import programs_run
-from measured import write_whole
-from pictures import MARGIN, Drawing, Timeline, Words
+from docs.generate.pictures.pictures import MARGIN, Drawing, Timeline, Words
+from docs.generate.recorded import programs
+from docs.generate.recorded.measured import write_whole
 
 KINDS = {
     "broadcast": "parameters", "reduce": "gradients", "all_reduce": "gradients", "gather": "parameters",
@@ -69,7 +69,7 @@ def barrier(words: Words, said: str) -> str:
 
 def write(words_in: Callable[[str], Words], folder: Path) -> None:
     """Writes all pictures in both languages."""
-    said = programs_run.outputs()
+    said = programs.outputs()
     for language in ("en", "zh"):
         words = words_in(language)
         drawn = {name: collective(words, name, said[name]) for name in KINDS} | {"barrier": barrier(words, said["barrier"])}

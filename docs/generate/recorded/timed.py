@@ -1,6 +1,7 @@
 """How long the commands of the chapters' first tabs take a reader without a GPU: run as they stand, kept by git.
 
-    python docs/timed.py [NN ...]    runs those of all chapters, or of these, and writes docs/captured/timed.json
+    python -m docs.generate.recorded.timed [NN ...]
+                                     runs those of all chapters, or of these, and writes docs/captured/timed.json
     commands(chapter)                the commands of the tab, which English and Chinese pages share
     line(words, chapter)             for a page: what they took
 
@@ -20,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from captures import CHAPTERS, name_of
-from measured import REPO, circumstances, reader_in, write_whole
+from docs.generate.recorded.captures import CHAPTERS, name_of
+from docs.generate.recorded.measured import REPO, circumstances, reader_in, write_whole
 
 STORE = REPO / "docs" / "captured" / "timed.json"
 TAB = re.compile(r'^=== "(?:One|Two) CPU process(?:es)?"\n(.*?)^=== ', re.MULTILINE | re.DOTALL)
@@ -85,7 +86,8 @@ def line(words: Callable[[str], str], chapter: str) -> str:
     """What the commands of a chapter took, in their order; raises SystemExit when they have changed since."""
     found = stored().get(chapter, {"seconds": {}})
     if list(found["seconds"]) != commands(chapter):
-        raise SystemExit(f"error: commands of {chapter} have changed since they were timed: docs/timed.py {chapter[:2]}")
+        renew = f"python -m docs.generate.recorded.timed {chapter[:2]}"
+        raise SystemExit(f"error: commands of {chapter} have changed since they were timed: {renew}")
     took = words(", ").join(f"{seconds:.0f}" for seconds in found["seconds"].values())
     text = words("One after the other they took {took} seconds, on {cores} CPU cores without a GPU ({date}, torch {torch}).")
     return text.format(took=took, **found) + "\n"

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from measured import REPO
+from docs.generate.recorded.measured import REPO
 
 FILE = REPO / "docs" / "glossary.json"
 
