@@ -21,7 +21,7 @@ NOT_RUN = {
     "bash tests/run.sh": "it is running",
     "bash docs/serve.sh": "it does not end; its parts are run by the fixture `site`",
     "pip install -e .": "it would change the environment; tests of the set-up and of the extras hold it",
-    "conda env create -f environment.yml": "there may be no conda; tests/unit/test_environment.py holds the file",
+    "conda env create -f environment.yml": "there may be no conda; tests/scripts/test_environment.py holds the file",
 }
 
 

@@ -25,7 +25,7 @@ TREE = {
     "data/": "the shipped corpus, its format, and how to split your own",
     "cache/": "the shipped vocabulary, and how to train another",
     "docs/": "the site in Chinese and English, and what makes its pages from these files",
-    "tests/": "unit, distributed, chapters as programs, exercises, docs, layers, the harness itself",
+    "tests/": "what they test, folder for folder; chapters as programs, exercises, docs, layers, the harness itself",
     "benchmarks/": "side by side with peers: what a run measured, as tables and figures",
     "scripts/": "the set-up that every start goes through",
     ".ci/": "what a CI machine calls",
