@@ -2,8 +2,8 @@
 
 bash benchmarks/any_module.sh          # a minute
 
-The models, patterns and operations are those of the tests (tests/unit/test_pstar_zoo.py, tests/borrowers.py,
-tests/unit/test_pstar_borrowed.py), in fp32, a few steps each, gradients clipped. The gap is the largest relative difference
+The models, patterns and operations are those of the tests (tests/pstar/test_zoo.py, tests/borrowers.py,
+tests/pstar/chunks/test_borrowed.py), in fp32, a few steps each, gradients clipped. The gap is the largest relative difference
 of a loss. It is not 0 because torch and pstar round differently inside Adam; with the same Adam the tests check equal bits.
 The last table counts the calls that lending adds to a step, and times one call of each kind. Their sum is far below the
 difference between two runs of the same step.
@@ -46,7 +46,7 @@ def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tu
 
 
 def models() -> Iterator[str]:
-    from tests.unit.test_pstar_zoo import ZOO, loss_of
+    from tests.pstar.test_zoo import ZOO, loss_of
 
     yield from ("| model | parameters | start | near, of the model data | gap |", "|---|---:|---|---:|---:|")
     for name, (model_func, inputs) in ZOO.items():
@@ -65,7 +65,7 @@ def patterns() -> Iterator[str]:
 
 def operations() -> Iterator[str]:
     import pstar
-    from tests.unit.test_pstar_borrowed import OPERATIONS, between_two_steps
+    from tests.pstar.chunks.test_borrowed import OPERATIONS, between_two_steps
 
     yield from ("| between two steps | the line |", "|---|---|")
     for name, (operation, _) in OPERATIONS.items():
@@ -81,7 +81,7 @@ def not_asking() -> Iterator[str]:
     import pstar
     from tests import toy
     from tests.borrowers import rows
-    from tests.unit.test_pstar_borrowed import NOT_ASKING, DoesNotAsk
+    from tests.pstar.chunks.test_borrowed import NOT_ASKING, DoesNotAsk
 
     yield from ("| a forward that reads a parameter of another module in | the line |", "|---|---|")
     for name in NOT_ASKING:

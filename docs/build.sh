@@ -3,5 +3,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" docs
 cd "$REPO"
-"$PYTHON" docs/build.py
+"$PYTHON" -m docs.generate
 NO_MKDOCS_2_WARNING=1 exec "$PYTHON" -m mkdocs build --strict "$@"

@@ -4,7 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" docs
 cd "$REPO"
-"$PYTHON" docs/build.py
+"$PYTHON" -m docs.generate
 rm -rf site/zensical
 for language in zh en; do
     "$PYTHON" -m zensical build --clean --strict --config-file "zensical.$language.yml"

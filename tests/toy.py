@@ -77,7 +77,7 @@ def share(number: int, rank: int, num_ranks: int, micro: int = 0, num_micros: in
 
 def adamw(params, **options) -> torch.optim.Optimizer:
     """Adam without chunks and without compiled kernels, in torch operations: the engine must give its bits. It rounds more
-    finely than torch.optim, against which tests/unit/test_hybrid_adam.py holds it with a tolerance."""
+    finely than torch.optim, against which tests/pstar/optim/test_hybrid_adam.py holds it with a tolerance."""
     return pstar.HybridAdam(params, implementation="torch", **options)
 
 

@@ -12,7 +12,7 @@ from tests.tally import folder_of
 
 TOGETHER = ("docs",)  # its tests share the built site
 # What takes longest comes first, so that no worker is left with it at the end.
-FIRST = ("docs", "chapters", "distributed", "exercises", "harness")
+FIRST = ("docs", "chapters", "pstar", "exercises", "harness")
 SEED_VARIABLE = "TESTS_ORDER"  # a seed: files then come in a random order
 
 

@@ -1,6 +1,6 @@
 """Wrong inputs to the real programs, one through train.sh: one line on stderr, status 2, in seconds, nothing written.
 
-The table of all of them, in process, is tests/unit/test_error_table.py.
+The table of all of them, in process, is tests/gpt2_chinese/test_error_table.py.
 """
 
 from __future__ import annotations

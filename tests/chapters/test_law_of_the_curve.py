@@ -36,7 +36,7 @@ VARIANTS = {
 }
 
 
-# Each technique at 1 to 4 ranks times 1 and 4 micro-batches, on a smaller model: tests/distributed.
+# Each technique at 1 to 4 ranks times 1 and 4 micro-batches, on a smaller model: test_*_ranks.py.
 @pytest.mark.each
 @pytest.mark.parametrize("nproc, accumulate", [(2, 1), (3, 4), (4, 1), (1, 4)])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,7 +1,7 @@
 """Programs that are killed, told to stop, or have no room: what was saved stays, and the curve goes on as if nothing was.
 
 KILL_ROUNDS=25 runs as many rounds of SIGKILL with one process, and as many with two; two each without it. The quick command
-kills at every change of the disk instead, one after the other (tests/unit/test_survival.py).
+kills at every change of the disk instead, one after the other (tests/gpt2_chinese/checkpoint/test_survival.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.distributed.stop_signal import STOP_FILE_VARIABLE
 from tests.chapters.inside import train
 from tests.chapters.program import SMALL, Chapter, environment, ranks_below, run
+from tests.gpt2_chinese.checkpoint.test_survival import mounted
 from tests.limits import HANGS_S, wait_until
-from tests.unit.test_survival import mounted
 
 ROUNDS = int(os.environ.get("KILL_ROUNDS", 2))
 STEPS = 60 * ROUNDS

@@ -27,18 +27,16 @@ AFTER = {
 
 @pytest.fixture(scope="module")
 def docs():
-    """docs/build.py, and through it what it uses."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import build
+    """docs/generate/build.py, and through it what it uses."""
+    from docs.generate import build
 
-        yield build
+    return build
 
 
 @pytest.fixture(scope="module")
 def said(docs) -> dict[str, str]:
     """What all programs print: two starts, and three programs on their own, once for all tests of a checkout."""
-    return docs.programs_run.outputs()
+    return docs.programs.outputs()
 
 
 def test_every_program_is_on_a_page_with_what_it_printed() -> None:
@@ -50,32 +48,32 @@ def test_every_program_is_on_a_page_with_what_it_printed() -> None:
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_a_program_has_at_most_15_lines(docs, name: str) -> None:
-    assert docs.programs_run.command_of(name)
+    assert docs.programs.command_of(name)
     lines = [line for line in PROGRAMS[name].splitlines()[1:] if line.strip()]
     assert len(lines) <= 15
 
 
 @pytest.mark.parametrize("name", AFTER)
 def test_a_collective_does_what_it_is_called(docs, said: dict[str, str], name: str) -> None:
-    after = [[int(cell) for cell in cells] for _, cells in docs.basics_pictures.rows_of(said[name])]
+    after = [[int(cell) for cell in cells] for _, cells in docs.collectives.rows_of(said[name])]
     assert after == AFTER[name]
 
 
 def test_every_collective_has_a_picture_of_its_output(docs, said: dict[str, str]) -> None:
-    assert set(docs.basics_pictures.KINDS) == set(AFTER)
+    assert set(docs.collectives.KINDS) == set(AFTER)
     for language in LANGUAGES:
         words = docs.Words(language)
         for name in AFTER:
-            drawn = re.findall(r">(\d+)</text>", docs.basics_pictures.collective(words, name, said[name]))
-            rows = docs.basics_pictures.rows_of(said[name])
+            drawn = re.findall(r">(\d+)</text>", docs.collectives.collective(words, name, said[name]))
+            rows = docs.collectives.rows_of(said[name])
             assert drawn == [cell for both in rows for cells in both for cell in cells]
-        assert docs.basics_pictures.barrier(words, said["barrier"]).count("<rect") > 8
+        assert docs.collectives.barrier(words, said["barrier"]).count("<rect") > 8
 
 
 def test_output_that_is_no_collective_is_not_drawn(docs) -> None:
     for wrong in ("rank 1: [1] -> [1]\n", "rank 0: [1] -> [1]\nTraceback\n", "rank 0: 1 -> 1\n"):
         with pytest.raises(SystemExit, match="no rows"):
-            docs.basics_pictures.rows_of(wrong)
+            docs.collectives.rows_of(wrong)
 
 
 def test_all_wait_at_a_barrier_for_the_last(said: dict[str, str]) -> None:
@@ -101,7 +99,7 @@ def test_the_other_programs_show_what_the_pages_say(docs, said: dict[str, str]) 
     assert re.findall(r"(\d\.\d)$", said["masters"], re.MULTILINE) == ["1.0", "2.0"]
     assert "fp16:              0.0\n" in said["underflow"] and " inf " in said["underflow"]
     kept = float(re.search(r"([\d.]+) per token", said["saved"])[1])
-    assert 4 * sum(docs.basics_tables.KEPT.values()) <= kept < 4 * sum(docs.basics_tables.KEPT.values()) * 1.01
+    assert 4 * sum(docs.basics.KEPT.values()) <= kept < 4 * sum(docs.basics.KEPT.values()) * 1.01
     peaks = [int(number) for number in re.findall(r"^ *(\d+) MiB", said["peak"], re.MULTILINE)]
     assert len(peaks) == 4 and peaks == sorted(peaks) and peaks[2] > peaks[1]
     assert len(re.findall(r"\d\.\d s$", said["start_cost"], re.MULTILINE)) == 3

@@ -1,4 +1,4 @@
-"""docs/build.py: code by name, new lines, and that a missing word, name or fragment is an error and not a gap."""
+"""docs/generate/build.py: code by name, new lines, and that a missing word, name or fragment is an error and not a gap."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from tests.docs.pages import ROOT
 
 @pytest.fixture(scope="module")
 def build():
-    """The module docs/build.py, with those beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import build
+    """The module docs/generate/build.py, with those it imports."""
+    from docs.generate import build
 
-        yield build
+    return build
 
 
 TEXT = '''import x
@@ -88,12 +86,12 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
     build.timed.line(words, build.captures.BASE)
     build.api.reference(words)
     build.overview.picture(words)
-    for table in build.basics_tables.TABLES.values():
+    for table in build.basics.TABLES.values():
         table(words)
-    said = build.programs_run.outputs()    # of the build
-    for name in build.basics_pictures.KINDS:
-        build.basics_pictures.collective(words, name, said[name])
-    build.basics_pictures.barrier(words, said["barrier"])
+    said = build.programs.outputs()    # of the build
+    for name in build.collectives.KINDS:
+        build.collectives.collective(words, name, said[name])
+    build.collectives.barrier(words, said["barrier"])
     for name in build.wanted():
         if name.startswith("zh/results_all/"):
             result = ROOT / "benchmarks/results" / name.rpartition("/")[2]

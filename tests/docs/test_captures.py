@@ -16,11 +16,9 @@ LAW = 1e-4  # the law of the curve, at every step; the captured runs stay far be
 
 @pytest.fixture(scope="module")
 def captures():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import captures
+    from docs.generate.recorded import captures
 
-        yield captures
+    return captures
 
 
 def apart(first: list[float], second: list[float]) -> float:
@@ -51,10 +49,10 @@ def test_a_chapter_still_does_what_was_captured(captures, chapter: str) -> None:
     flags = re.sub(rf"--(max-steps|eval-every) {captures.STEPS}", rf"--\1 {captures.WARMUP + 1}", captures.flags_of(chapter))
     now, then = captures.run(chapter, flags), captures.captured(chapter)
     assert apart(now["losses"][: captures.WARMUP], then["losses"]) < LAW, (
-        "renew: python docs/build.py --capture-chapters"
+        "renew: python -m docs.generate --capture-chapters"
     )
     header = unchanging(now["said"])
-    assert len(header) >= 5 and header == unchanging(then["said"]), "renew: python docs/build.py --capture-chapters"
+    assert len(header) >= 5 and header == unchanging(then["said"]), "renew: python -m docs.generate --capture-chapters"
 
 
 def test_the_captured_curves_are_one(captures) -> None:

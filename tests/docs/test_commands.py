@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +21,15 @@ REASONS = {  # of every command that one of these patterns begins
     r"bash chapters/\w+/train\.sh .*--model-config small": "its model is for a GPU; the flags are held against --help",
     r"pytest tests/exercises": "tests/exercises runs the graders, on the exercise and on its solution",
     r"bash tests/run\.sh": "it is running",
-    r"bash benchmarks/": "minutes; tests/unit and tests/chapters run them with --quick",
-    r"python benchmarks/gpu/": "needs a GPU; tests/unit runs models.py with --quick --device cpu",
+    r"bash benchmarks/": "minutes; tests/benchmarks and tests/chapters run them with --quick",
+    r"python benchmarks/gpu/": "needs a GPU; tests/benchmarks runs models.py with --quick --device cpu",
     r"pip install -e|conda env": "they change the environment; tests of the set-up and the extras hold them",
     r"source \.venv/bin/activate": "the environment of the tests is active; test_setup.py makes a .venv",
     r"pip install horovod": "the mistake that the sentence is about",
     r"bash docs/serve\.sh|tensorboard --logdir": "it does not end",
     r"pstar (trace|plan|config)$|pstar config my_config\.json|python -m pstar\.cli config$":
-        "the name in a sentence; docs/build.py and tests/unit run them",
-    r"python -m gpt2_chinese\.corpora convert INPUT": "a pattern; test_corpora_command.py runs it",
+        "the name in a sentence; docs/generate/ and tests/pstar run them",
+    r"python -m gpt2_chinese\.corpora convert INPUT": "a pattern; tests/gpt2_chinese/corpora runs it",
     r"python chapters/04_apex/mistakes/": "chapters/test_04_apex.py runs the mistakes, shortened by what they import",
     r"bash chapters/02_ddp/train\.sh --nproc 2$": "the same as without the flag, which the chapter's page has",
     r"bash cache/make_vocab\.sh check --vocab mine": "its folder is the reader's; test_make_vocab.py runs it",
@@ -47,16 +47,14 @@ def commands_of(page: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Iterator[Callable[..., str]]:
+def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Callable[..., str]:
     """reader(command, flags) runs it in a folder like the repository's, where runs/ is the tests' own."""
     folder = tmp_path_factory.mktemp("reader")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import timed
+    from docs.generate.recorded import timed
 
-        timed.reader_in(folder)
-        tokens = str(folder / "tokens")
-        yield lambda command, flags="": shell(f"{timed.here(command)} {flags}", cwd=folder, GPT2_CHINESE_CACHE=tokens)
+    timed.reader_in(folder)
+    tokens = str(folder / "tokens")
+    return lambda command, flags="": shell(f"{timed.here(command)} {flags}", cwd=folder, GPT2_CHINESE_CACHE=tokens)
 
 
 def marks(chapter: str) -> list[pytest.MarkDecorator]:
@@ -75,7 +73,7 @@ def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
 
 
 def test_every_command_of_other_pages_is_run_by_a_test_or_says_why_not() -> None:
-    """Those of production/ are docs/seen.py's, and what start.md and index.md share with the README is run there."""
+    """Those of production/ are seen.py's, and what start.md and index.md share with the README is run there."""
     by_readme = set(test_readme.commands()) - set(test_readme.NOT_RUN)
     here = {command for page in CHAPTERS for command in commands_of(page)}
     for page in OTHERS:
@@ -95,11 +93,10 @@ def test_without_its_program_a_command_fails(reader) -> None:
 
 
 def test_what_a_reader_without_a_gpu_is_told_to_run_was_timed_and_is_short() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import build
-        import timed
+    from docs.generate import build
+    from docs.generate.recorded import timed
 
+    with pytest.MonkeyPatch.context() as patch:
         for page in CHAPTERS:
             assert " seconds, on " in timed.line(build.Words("en"), page.stem)
             assert set(timed.commands(page.stem)) <= set(commands_of(page))

@@ -23,12 +23,10 @@ from tests.limits import HANGS_S
 
 @pytest.fixture(scope="module")
 def build():
-    """The module docs/build.py, with those beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import build
+    """The module docs/generate/build.py, with those it imports."""
+    from docs.generate import build
 
-        yield build
+    return build
 
 
 # ---- configuration

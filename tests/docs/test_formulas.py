@@ -1,9 +1,8 @@
-"""docs/formulas.py against what the repository's own programs count: a second opinion for every formula."""
+"""docs/generate's formulas.py against what the repository's own programs count: a second opinion for every formula."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import sys
 from dataclasses import replace
@@ -14,14 +13,14 @@ from torch import nn
 
 from gpt2_chinese.model.config import PRESETS, ModelConfig
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
-from tests.chapters.technique import ROOT, technique
+from tests.chapters.technique import technique
 
 
 @pytest.fixture(scope="module")
 def formulas():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        yield importlib.import_module("formulas")
+    from docs.generate.arithmetic import formulas
+
+    return formulas
 
 
 SMALL = {"n_layer": 4, "n_embd": 24, "n_head": 4, "n_positions": 16, "vocab_size": 101, "strategy": "single",
@@ -293,4 +292,4 @@ def test_a_wrong_formula_is_found(formulas, monkeypatch) -> None:
     monkeypatch.setattr(formulas, "ring_bytes", lambda n, p: n * (p - 1) // p)
     with pytest.raises(AssertionError):
         test_the_ring_is_that_of_chapter_02(formulas)
-    assert "formulas" in sys.modules
+    assert "docs.generate.arithmetic.formulas" in sys.modules

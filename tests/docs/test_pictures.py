@@ -1,4 +1,4 @@
-"""docs/pictures*.py: every chapter has its two pictures, readable on a phone, and what does not fit is an error."""
+"""docs/generate/pictures: every chapter has its two pictures, readable on a phone, and what does not fit is an error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ SMALLEST = 11
 
 @pytest.fixture(scope="module")
 def build():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        patch.syspath_prepend(str(ROOT))
-        import build
+    from docs.generate import build
 
-        yield build
+    return build
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -39,12 +36,11 @@ def test_every_chapter_has_two_pictures_with_letters_that_a_phone_shows(build, l
 
 
 def test_the_pictures_follow_the_data_of_the_repository(build) -> None:
-    import pictures_data
-
+    from docs.generate.pictures import data
     from gpt2_chinese.model.config import PRESETS
 
-    sizes = [sum(bucket) for bucket in pictures_data.buckets()]
-    assert sum(sizes) == sum(p.numel() for p in pictures_data.model().parameters()) and len(sizes) > 2
+    sizes = [sum(bucket) for bucket in data.buckets()]
+    assert sum(sizes) == sum(p.numel() for p in data.model().parameters()) and len(sizes) > 2
     layers = PRESETS["tiny"].n_layer
     drawn = build.pictures.drawn(build.Words("en"))
     assert f"all-reduce of {len(sizes)} buckets" in " ".join(ElementTree.fromstring(drawn["02_ddp"]).itertext())
@@ -54,12 +50,11 @@ def test_the_pictures_follow_the_data_of_the_repository(build) -> None:
 
 
 def test_the_slots_of_the_engine_hold_what_is_needed(build) -> None:
-    import pictures_data
-
+    from docs.generate.pictures import data
     from pstar.schedule.schedule import count_loads
 
     order = [*range(6), *reversed(range(6))]
-    history, loads = pictures_data.slots_of(order, 3)
+    history, loads = data.slots_of(order, 3)
     assert all(chunk in slots for chunk, slots in zip(order, history, strict=True))
     assert len(loads) == count_loads(order, 3, "next_use")
 

@@ -13,9 +13,9 @@ from tests.docs.pages import ROOT
 
 PAGES = sorted(ROOT.glob("docs/en/production/*.md"))
 CHINESE = sorted([*ROOT.glob("docs/zh/**/*.md"), ROOT / "README.zh.md", ROOT / "docs/zh.json"])
-# Commands that stand on a page and are not in docs/seen.py word for word.
+# Commands that stand on a page and are not in docs/generate/recorded/seen.py word for word.
 NOT_RUN = {
-    "pstar plan": "the name of the program; docs/tables.py runs it for the engine's page",
+    "pstar plan": "the name of the program; docs/generate/tables/tables.py runs it for the engine's page",
     "bash chapters/02_ddp/train.sh --train-data mine/text/train --valid-data mine/text/valid --vocab mine/vocab.txt "
     "--output-dir runs/mine": "seen as `train`, with flags that make it short",
     "bash chapters/00_single/train.sh --init-from mine/exported --train-data mine/text/train --valid-data mine/text/valid "
@@ -33,14 +33,12 @@ NOT_RUN = {
 
 @pytest.fixture(scope="module")
 def docs():
-    """The modules docs/seen.py, docs/terms.py and docs/overview.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import overview
-        import seen
-        import terms
+    """The modules seen.py, terms.py and overview.py of docs/generate/."""
+    from docs.generate.pictures import overview
+    from docs.generate.recorded import seen
+    from docs.generate.tables import terms
 
-        yield {"seen": seen, "terms": terms, "overview": overview}
+    return {"seen": seen, "terms": terms, "overview": overview}
 
 
 def test_every_command_of_the_pages_was_run_or_says_why_not(docs) -> None:

@@ -21,17 +21,15 @@ NOT_RUN = {
     "bash tests/run.sh": "it is running",
     "bash docs/serve.sh": "it does not end; its parts are run by the fixture `site`",
     "pip install -e .": "it would change the environment; tests of the set-up and of the extras hold it",
-    "conda env create -f environment.yml": "there may be no conda; tests/unit/test_environment.py holds the file",
+    "conda env create -f environment.yml": "there may be no conda; tests/scripts/test_environment.py holds the file",
 }
 
 
 @pytest.fixture(scope="module")
 def build():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        import build
+    from docs.generate import build
 
-        yield build
+    return build
 
 
 def commands() -> list[str]:
@@ -104,7 +102,7 @@ def test_a_program_that_does_not_learn_is_found(capsys: pytest.CaptureFixture) -
 @pytest.mark.parametrize("language", READMES)
 def test_generated_parts_are_up_to_date(build, language: str) -> None:
     fresh = build.readme.generated(build.Words(language), language)
-    assert build.readme.filled(TEXTS[language], fresh) == TEXTS[language], "renew: python docs/build.py --readme"
+    assert build.readme.filled(TEXTS[language], fresh) == TEXTS[language], "renew: python -m docs.generate --readme"
     assert set(build.readme.regions(TEXTS[language])) == {*fresh, "output"}
 
 
@@ -120,7 +118,7 @@ def test_the_captured_run_is_what_the_command_prints_now(build, language: str) -
     """Held against chapter 07's committed capture, which test_captures.py holds against a run of now."""
     captured = build.readme.regions(TEXTS[language])["output"]
     now = build.captures.captured("07_patrickstar")["said"]
-    assert unchanging(captured) == unchanging(now), "renew: python docs/build.py --capture"
+    assert unchanging(captured) == unchanging(now), "renew: python -m docs.generate --capture"
     assert captured.count("「") >= 3 and "step 800/800" in captured and "torch" in captured.splitlines()[-1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib
 import json
 import random
 import re
@@ -39,9 +38,9 @@ document.getElementById("out").textContent = JSON.stringify(cases.map(value));
 
 @pytest.fixture(scope="module")
 def formulas():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "docs"))
-        yield importlib.import_module("formulas")
+    from docs.generate.arithmetic import formulas
+
+    return formulas
 
 
 @pytest.fixture(scope="module")

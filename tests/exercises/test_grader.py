@@ -247,9 +247,9 @@ def test_every_chapter_up_to_07_has_an_exercise():
     ("tests/exercises/", True),
     ("tests/exercises/test_02.py", True),
     ("tests/exercises/test_02.py::test_ring", True),
-    ("tests/unit tests/exercises", True),
+    ("tests/pstar tests/exercises", True),
     ("tests", False),
-    ("tests/unit", False),
+    ("tests/pstar", False),
     ("tests/exercises/test_grader.py", False),
 ])  # fmt: skip
 def test_a_students_files_are_judged_where_the_folder_is_named(arguments, judged):

@@ -48,12 +48,13 @@ def test_only_named_cases_stay_quick() -> None:
 
 
 def test_a_file_stays_with_one_worker_and_the_pages_with_one() -> None:
-    assert scope_of("tests/unit/test_x.py::test_y[a/b::c]") == "tests/unit/test_x.py"
+    assert scope_of("tests/scripts/test_x.py::test_y[a/b::c]") == "tests/scripts/test_x.py"
+    assert scope_of("tests/pstar/chunks/test_x.py::test_y") == "tests/pstar/chunks/test_x.py"
     assert scope_of("tests/docs/test_x.py::test_y") == "docs"
 
 
 def test_files_come_in_the_given_order_or_in_a_random_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"tests/{folder}/test_{n}.py::test" for folder in ("unit", "docs", "chapters") for n in "abc"]
+    names = [f"tests/{folder}/test_{n}.py::test" for folder in ("scripts", "docs", "chapters") for n in "abc"]
     files = [SimpleNamespace(nodeid=name) for name in names]
     as_given, shuffled = list(files), list(files)
     monkeypatch.delenv("TESTS_ORDER", raising=False)
@@ -69,7 +70,7 @@ def test_files_come_in_the_given_order_or_in_a_random_one(monkeypatch: pytest.Mo
 
 def test_a_folder_over_its_budget_is_named() -> None:
     totals = {"chapters": Counter(programs=5, ranks=9)}
-    assert tally.over_budget(totals, {"chapters": (5, 9), "unit": (0, 0)}) == []
+    assert tally.over_budget(totals, {"chapters": (5, 9), "scripts": (0, 0)}) == []
     [line] = tally.over_budget(totals, {"chapters": (4, 9)})
     assert line == "tests/chapters needs 5 programs, its budget in tests/tally.py is 4"
 

@@ -156,7 +156,7 @@ def test_a_good_example_is_green(tmp_path):
         ("gpt2_chinese/model/gpt2.py", "#\n" * 331, "331 lines, its budget is 330"),
         ("pstar/kernels/adam.cu", "//\n" * 501, "501 lines, its budget is 500"),
         ("scripts/slurm.sh", "#\n" * 501, "501 lines, its budget is 500"),
-        ("tests/unit/test_x.py", "#\n" * 601, "601 lines, its budget is 600"),
+        ("tests/pstar/test_x.py", "#\n" * 601, "601 lines, its budget is 600"),
     ],
 )
 def test_a_bad_example_is_red(tmp_path, path, text, said):

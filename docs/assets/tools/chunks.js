@@ -1,5 +1,5 @@
 /* One training step of a real profile, frame by frame: which block of model data is in which tier.
-   docs/steps.py writes the data into the page, as JSON inside .chunk-steps; nothing is fetched. */
+   docs/generate/recorded/steps.py writes the data into the page, as JSON inside .chunk-steps; nothing is fetched. */
 "use strict";
 
 (function () {

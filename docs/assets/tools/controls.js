@@ -74,7 +74,7 @@ const courseTools = (() => {
 
   const dot = (kind, text) => element("span", {}, element("span", { class: `kind kind-${kind}` }), text);
 
-  // ---- numbers as text, as docs/arithmetic.py writes them
+  // ---- numbers as text, as docs/generate/arithmetic/arithmetic.py writes them
 
   const with_commas = (number, digits = 0) => number.toLocaleString("en-US",
     { minimumFractionDigits: digits, maximumFractionDigits: digits });

@@ -1,4 +1,5 @@
-// The formulas of docs/formulas.py, function by function, under the same names; tests/docs/test_tools.py holds them equal.
+// The formulas of docs/generate/arithmetic/formulas.py, function by function, under the same names;
+// tests/docs/test_tools.py holds them equal.
 // What each one means, and the paper it is from, is said there. All bytes are whole numbers below 2^53, so exact.
 "use strict";
 

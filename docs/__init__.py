@@ -1,0 +1,1 @@
+"""The site; generate/ makes what its pages include."""

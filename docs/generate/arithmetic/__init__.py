@@ -1,0 +1,1 @@
+"""Bytes, traffic and time as formulas, and the tables worked with them."""

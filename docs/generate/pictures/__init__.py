@@ -1,0 +1,1 @@
+"""Pictures of ranks, timelines and collectives as SVG."""

@@ -1,0 +1,1 @@
+"""What programs of the repository print, learn and take when they run, and where that is kept."""

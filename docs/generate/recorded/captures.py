@@ -1,0 +1,168 @@
+"""Every chapter as it ran: short, for real, on one corpus and with one set of flags, kept in docs/captured/ by git.
+
+    capture(names)      runs chapters and writes docs/captured/NN_name.json
+    captured(name)      what that file says: command, printed, losses, date, versions
+    draw(folder)        curves_all.png, and for each chapter curve_NN_name.png: its losses over those of chapter 00
+
+A build only reads; `python -m docs.generate --capture-chapters [NN ...]` runs. tests/docs/test_captures.py holds that
+chapters still begin with the losses of their captures, and that the curves of all captures are one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from docs.generate.recorded.measured import REPO, call, circumstances, write_whole
+
+FOLDER = REPO / "docs" / "captured"
+
+# Shorter sequences and batches than the defaults, and a learning rate that suits them: a page needs the comparison, not a
+# low loss, and where training is unstable the roundings of two orders of summation grow apart.
+STEPS, WARMUP = 60, 10
+FLAGS = (f"--max-steps {STEPS} --warmup-steps {WARMUP} --lr 0.0005 --seq-len 64 --batch-size 12 --eval-every {STEPS} "
+         "--valid-data data/valid/webtext.json --device cpu")  # fmt: skip
+# What a chapter needs besides, so that its curve is that of 00 in fp32 and its technique is at work.
+OWN_FLAGS = {"04_apex": "--opt-level O0", "05_model_parallel": "--grad-accum 4"}
+CHAPTERS = ("00_single", "01_parameter_server", "02_ddp", "03_horovod", "04_apex", "05_model_parallel", "06_zero",
+            "07_patrickstar")  # fmt: skip
+BASE = CHAPTERS[0]
+PALETTE = ("#9fa8da", "#607d8b", "#ef6c00", "#c62828", "#8e24aa", "#00838f", "#2e7d32", "#1a237e")
+COLOURS = dict(zip(CHAPTERS, PALETTE, strict=True))
+
+
+def flags_of(chapter: str) -> str:
+    """The flags of a chapter's captured run."""
+    return " ".join(filter(None, [OWN_FLAGS.get(chapter), FLAGS]))
+
+
+def command_of(chapter: str) -> str:
+    """The captured run of a chapter as a reader would type it."""
+    return f"bash chapters/{chapter}/train.sh {flags_of(chapter)}"
+
+
+def run(chapter: str, flags: str) -> dict[str, Any]:
+    """{losses, said} of a chapter that runs now; the paths of this machine are taken out of what it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "runs" / chapter
+        program = [sys.executable, f"chapters/{chapter}/train.py", *flags.split(), "--output-dir", str(output)]
+        said = call(program, {"GPT2_CHINESE_CACHE": f"{folder}/tokens", "OMP_NUM_THREADS": "1"})
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for path in (f"{folder}/", folder, f"{REPO}/", str(REPO)):
+        said = said.replace(path, "")
+    return {"losses": [row["loss"] for row in rows], "said": said}
+
+
+def capture(wanted: Iterable[str] = ()) -> None:
+    """Runs the chapters whose number or name is given, all without one, and writes what they did.
+
+    Raises:
+        SystemExit: a name that is no chapter, a run that failed.
+    """
+    chosen = [name_of(one) for one in wanted] or list(CHAPTERS)
+    for chapter in chosen:
+        print(f"docs: {command_of(chapter)}", file=sys.stderr, flush=True)
+        found = {"command": command_of(chapter), **circumstances(), **run(chapter, flags_of(chapter))}
+        write_whole(FOLDER / f"{chapter}.json", json.dumps(found, ensure_ascii=False, indent=1) + "\n")
+    captured.cache_clear()
+
+
+def name_of(number: str) -> str:
+    """'02' or '02_ddp' -> '02_ddp'."""
+    for chapter in CHAPTERS:
+        if number in (chapter, chapter[:2]):
+            return chapter
+    raise SystemExit(f"error: {number} is no chapter that is captured: {', '.join(CHAPTERS)}")
+
+
+@cache
+def captured(chapter: str) -> dict[str, Any]:
+    """The captured run of a chapter.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    path = FOLDER / f"{chapter}.json"
+    if not path.exists():
+        renew = f"python -m docs.generate --capture-chapters {chapter[:2]}"
+        raise SystemExit(f"error: there is no {path.relative_to(REPO)}: {renew}")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# ---- what the pages take from them
+
+
+def block(words: Callable[[str], str], chapter: str) -> str:
+    """A block to unfold: the command, what it printed, and under which circumstances."""
+    found = captured(chapter)
+    line = words("Captured on {date}: Python {python}, torch {torch}, {cores} CPU cores.").format(**found)
+    inside = f"```bash\n{found['command']}\n```\n\n```text\n{found['said'].strip()}\n```\n\n{line}\n"
+    indented = "".join(f"    {text}\n" if text else "\n" for text in inside.splitlines())
+    return f'??? example "{words("What a run printed")}"\n\n{indented}'
+
+
+def largest_difference(chapter: str) -> float:
+    """Of a chapter's losses from those of chapter 00, relative, over all steps."""
+    pairs = zip(captured(BASE)["losses"], captured(chapter)["losses"], strict=True)
+    return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def shown_steps() -> list[int]:
+    """The steps whose losses a table lists."""
+    return [1, *range(20, STEPS + 1, 20)]
+
+
+def summary_rows(said: str) -> list[tuple[str, str]]:
+    """(name, value) of the table that chapter 07 prints at its end: the chunk memory."""
+    _, _, end = said.partition("\nDone.\n")
+    table = end.partition("\n\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^  (\S.*?)  +(\S.*)$", table, re.MULTILINE)
+    if not rows:
+        raise SystemExit("error: the summary of chapter 07 has no table of the chunk memory; see recorded/captures.py")
+    return rows
+
+
+def draw(folder: Path) -> None:
+    """The curves as pictures, English labels only so that no font is needed; those that are there and newer stay."""
+    files = [FOLDER / f"{chapter}.json" for chapter in CHAPTERS]
+    pictures = {f"curve_{chapter}.png": (BASE, chapter) for chapter in CHAPTERS[1:]}
+    pictures |= {f"curve_{BASE}.png": (BASE,), "curves_all.png": CHAPTERS, "loss_00_07.png": (BASE, CHAPTERS[-1])}
+    newest = max(path.stat().st_mtime for path in [*files, Path(__file__)] if path.exists())
+    for name, chapters in pictures.items():
+        target = folder / name
+        if not target.exists() or target.stat().st_mtime < newest:
+            _draw(chapters, target)
+
+
+def _draw(chapters: Sequence[str], target: Path) -> None:
+    """The first curve thick, the others thin on top of it, dashes of different phase so that all of them are seen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["font.size"] = 12
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    steps, others = range(1, STEPS + 1), len(chapters) - 1
+    axes.plot(steps, captured(chapters[0])["losses"], label=chapters[0], color=COLOURS[BASE], linewidth=8 if others else 3)
+    for number, chapter in enumerate(chapters[1:]):
+        dashes = (4 * number, (4, 4 * (others - 1))) if others > 1 else (0, (4, 2))
+        axes.plot(steps, captured(chapter)["losses"], label=chapter, color=COLOURS[chapter], linewidth=2.5, linestyle=dashes)
+    vocabulary = re.search(r"ln = ([\d.]+)", captured(BASE)["said"]).group(1)
+    axes.axhline(float(vocabulary), color="#bbbbbb", linewidth=1, linestyle=":")
+    axes.annotate(f"ln(vocabulary) = {vocabulary}", (STEPS, float(vocabulary)), ha="right", va="top", color="#666666",
+                  xytext=(0, -3), textcoords="offset points")  # fmt: skip
+    axes.set(xlabel="step", ylabel="training loss, nats per token", xlim=(0, STEPS + 1))
+    axes.spines[["top", "right"]].set_visible(False)
+    whole = [pyplot.Line2D([], [], color=COLOURS[chapter], linewidth=8 if chapter == BASE else 2.5) for chapter in chapters]
+    handles = {"handles": whole, "labels": chapters} if others > 1 else {}  # of such long dashes a sample would show a gap
+    axes.legend(**handles, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92), labelspacing=0.3)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=160, metadata={"Software": None})
+    pyplot.close(figure)

@@ -1,0 +1,128 @@
+"""What a build runs: programs asked for their --help, and chapter 07 with a profile, again only when its sources change.
+
+    draw_profile(folder) a run of chapter 07 with a profile, as `pstar trace` draws it; profile() is the file itself
+    help_of(chapter)     what --help prints
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[3]
+# What commands of pages name, and what that imports.
+SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "durable", "scripts", "benchmarks")
+GENERATED = REPO / "docs" / "_generated"
+
+PROFILED = "07_patrickstar"
+# Activations as large as half the chunks, and memory that both cannot have at once.
+PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-len 64 --chunk-size 100000 "
+                 "--near-budget 100% --near-memory 24MiB --device cpu")  # fmt: skip
+PROFILE_STEPS = "1-2"
+PROFILE = GENERATED / "profile.json"
+PICTURES = ("near.png", "blocks.png")
+SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "durable/**/*.py", "data/**/*.json", "cache/vocab.txt",
+           "docs/generate/recorded/measured.py", f"chapters/{PROFILED}/*.py")  # fmt: skip
+
+
+def circumstances() -> dict[str, Any]:
+    """What a number from a run must be read with."""
+    return {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(),
+            "torch": importlib.metadata.version("torch").partition("+")[0]}  # fmt: skip
+
+
+def reader_in(folder: Path) -> dict[str, str]:
+    """Makes a folder look like the repository, with runs/ and whatever else is written in it its own; its environment."""
+    for entry in SHARED:
+        (folder / entry).symlink_to(REPO / entry)
+    return environment(PYTHON=sys.executable, OMP_NUM_THREADS="1", GPT2_CHINESE_CACHE=str(folder / "tokens"), COLUMNS="100")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """In which a command finds this Python, its programs and this repository, and prints UTF-8."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **variables}
+
+
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256("\0".join([sys.version, importlib.metadata.version("torch")]).encode())
+    for path in sorted(path for pattern in SOURCES for path in REPO.glob(pattern)):
+        digest.update(f"\0{path.relative_to(REPO)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def profile_commands() -> list[str]:
+    """A run with a profile and what draws it, as a reader would type them."""
+    run = f"bash chapters/{PROFILED}/train.sh {PROFILE_FLAGS}"
+    return ["mkdir -p runs", f"{run} --profile runs/profile.json --output-dir runs/profiled",
+            f"pstar trace runs/profile.json --steps {PROFILE_STEPS} --out runs/trace"]  # fmt: skip
+
+
+def profile() -> Path:
+    """The profile that profile_commands write; they run again only when a source has changed."""
+    draw_profile(GENERATED / "figures")
+    return PROFILE
+
+
+def draw_profile(target: Path) -> None:
+    """Runs profile_commands, keeps the profile and puts the two pictures into the folder; unless no source changed."""
+    key, key_file = _hash_of_sources(), GENERATED / "profile.key"
+    kept = [PROFILE, *(target / name for name in PICTURES)]
+    if key_file.exists() and key_file.read_text() == key and all(path.exists() for path in kept):
+        return
+    print(f"docs: running {PROFILED} with a profile", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        profile = f"{folder}/profile.json"
+        call([sys.executable, f"chapters/{PROFILED}/train.py", *PROFILE_FLAGS.split(), "--profile", profile, "--output-dir",
+               f"{folder}/run"], {"GPT2_CHINESE_CACHE": f"{folder}/tokens", "OMP_NUM_THREADS": "1"})  # fmt: skip
+        call([sys.executable, "-m", "pstar.cli", "trace", profile, "--steps", PROFILE_STEPS, "--out", folder], {})
+        target.mkdir(parents=True, exist_ok=True)
+        for name in PICTURES:
+            shutil.copyfile(f"{folder}/{name}", target / name)
+        shutil.copyfile(profile, PROFILE)
+    write_whole(key_file, key)
+
+
+def help_of(chapter: str) -> str:
+    """What a chapter's --help prints, 100 columns wide."""
+    return call([sys.executable, f"chapters/{chapter}/train.py", "--help"], {"COLUMNS": "100"})
+
+
+def call(command: list[str], variables: dict[str, str]) -> str:
+    """Runs a command in the repository; returns its stdout, or raises with what it said."""
+    done = subprocess.run(command, cwd=REPO, env=environment(**variables), capture_output=True, text=True, encoding="utf-8")
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Of several builds in one checkout one writes at a time; the next one finds what that made."""
+    GENERATED.mkdir(parents=True, exist_ok=True)
+    with (GENERATED / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, and leaves one that is equal untouched (mkdocs serve watches times)."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

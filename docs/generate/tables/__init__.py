@@ -1,0 +1,1 @@
+"""Tables and references that the repository's own functions and docstrings give."""
