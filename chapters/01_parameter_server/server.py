@@ -5,26 +5,25 @@
     rank 0          | forward, backward | mean | step | send weights
 
 Rank 0 is server AND worker, so that the global batch divides by all ranks and the other chapters' curve is this one's.
-A message is one flat float32 tensor in host memory, sent point to point over gloo, also where models are on GPUs:
+A message (messages.py) is one flat float32 tensor, sent point to point over gloo.
 
-    down   | weights | buffers | step | loss scale |
-    up     | gradients | 1 or 0 for each: used | loss | step of the weights it was made with |
-
-Synchronous: the server waits for all. Asynchronous (Dean et al. 2012, with the bound of Ho et al. 2013): it takes the
-gradients that are there, steps, and answers those who sent them; the others work on. A worker that the server has
-overtaken goes on with the batch of the newest step. Staleness is how many steps the server has taken since the weights
-of a gradient; it waits for the one that would exceed the bound. With bound 0 that is the synchronous algorithm.
+Synchronous: the server waits for all workers. Asynchronous (Dean et al. 2012, with the bound of Ho et al. 2013): the server
+uses the gradients that have arrived, steps, and answers the workers that sent them; the others work on. A worker that the
+server has overtaken goes on with the batch of the newest step. The staleness of a gradient is how many steps the server
+has taken since the weights that it was made with. The server waits for a gradient that would exceed the bound; with bound
+0 that is the synchronous algorithm.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from messages import Messages
 from torch import Tensor, nn
 
 MIB = 1 << 20
@@ -61,6 +60,36 @@ def mean_of(vectors: list[Tensor]) -> Tensor:
     return total
 
 
+class Workers:
+    """What the server knows of its workers, by rank.
+
+    Attributes:
+        arriving: the message of each worker that computes: it will push it.
+        works_on: the version of the weights that each worker has.
+        to_answer: the workers that have pushed, and wait for weights.
+    """
+
+    def __init__(self, num_ranks: int, version: int, receive: Callable[[int], Tensor]) -> None:
+        self.arriving: dict[int, Future[Tensor]] = {}
+        self.works_on = dict.fromkeys(range(1, num_ranks), version)
+        self.to_answer = list(self.works_on)
+        self._receive = receive
+        # One thread for each worker: gloo can wait for a message, but cannot tell whether one has arrived.
+        self._threads = ThreadPoolExecutor(max(1, num_ranks - 1), "push")
+
+    def listen(self) -> None:
+        """Begins to wait for a message of every worker that has got its answer."""
+        for worker in self.works_on:
+            if worker not in self.arriving:
+                self.arriving[worker] = self._threads.submit(self._receive, worker)
+
+    def take(self, must_arrive: Callable[[int], bool]) -> list[Tensor]:
+        """Waits for the workers that must, and returns all messages that have arrived, in order of rank."""
+        wait([future for worker, future in self.arriving.items() if must_arrive(worker)])
+        self.to_answer = sorted(worker for worker, future in self.arriving.items() if future.done())
+        return [self.arriving.pop(worker).result() for worker in self.to_answer]
+
+
 class ParameterServer:
     """One rank's side of it; the same calls on all ranks.
 
@@ -69,10 +98,11 @@ class ParameterServer:
         rank, num_ranks: rank 0 is the server.
         group: of torch.distributed; None when alone.
         bound: most staleness of the asynchronous mode, None for the synchronous one.
-        version: the step that the weights have behind them.
+        version: how many steps have made the weights.
         idle_s: seconds that this rank idles in each step, a straggler on purpose.
 
     Attributes:
+        version: of the weights that this rank holds: the server's step that made them.
         loss: on the server, the mean loss of the gradients of the last step, nats per token.
         staleness: on the server, of each of those gradients, in server steps.
     """
@@ -82,28 +112,16 @@ class ParameterServer:
         idle_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.model, self.rank, self.num_ranks, self.bound = model, rank, num_ranks, bound
-        # The messages lie in host memory; the default group is not kept (its threads would outlive it and abort).
+        # Messages are in host memory. The default group is not stored: its threads would outlive it and abort.
         self.group = None if group is None or group is dist.group.WORLD else group
         if num_ranks > 1 and dist.get_backend(self.group) != "gloo":
             self.group = dist.new_group(backend="gloo")
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.weights = [*model.parameters(), *model.buffers()]
-        self.num_weights = sum(t.numel() for t in self.weights)
-        self.num_gradients = sum(p.numel() for p in self.parameters)
-        self.version = version  # the server's step whose weights this rank holds
-        self.idle_s = idle_s
+        self.messages, self.version, self.idle_s = Messages(model), version, idle_s
         self.loss, self.staleness = float("nan"), [0]
         self.sent_bytes = self.received_bytes = 0
-        self._arriving: dict[int, Future[Tensor]] = {}  # of the workers that are at work: what they will push
-        self._works_on = [version] * num_ranks  # the version that each of them has
-        self._answer: list[int] = []  # the workers that wait for weights
-        self._took_part = False
-        # one thread a worker: gloo can wait for a message, but not look whether there is one
-        self._threads = ThreadPoolExecutor(num_ranks - 1, "push") if self.is_server and num_ranks > 1 else None
-        if num_ranks > 1:
-            self._answer = list(range(1, num_ranks))
-            self._took_part = not self.is_server
-            self.pull()
+        self._workers = Workers(num_ranks, version, self._receive) if self.is_server else None
+        self._took_part = not self.is_server
+        self.pull()
 
     @property
     def is_server(self) -> bool:
@@ -118,8 +136,7 @@ class ParameterServer:
         """The micro-batches of a step, or none for a worker that the server has overtaken."""
         self._took_part = step > self.version
         if self.is_server:
-            for worker in (w for w in range(1, self.num_ranks) if w not in self._arriving):
-                self._arriving[worker] = self._threads.submit(self._receive, worker)
+            self._workers.listen()
         if self._took_part:
             time.sleep(self.idle_s)
         return iter(micro_batches) if self._took_part else iter(())
@@ -136,37 +153,20 @@ class ParameterServer:
         """
         if not self._took_part:
             return
-        own = self._pack_gradients(loss)
+        own = self.messages.pack_gradients(loss, self.version)
         if self.is_server:
             self._average(step, own, meet)
         else:
             dist.send(own, group=self.group, group_dst=0)
             self.sent_bytes += own.nbytes
 
-    def _pack_gradients(self, loss: Tensor) -> Tensor:
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        used = torch.tensor([p.grad is not None for p in self.parameters])
-        tail = torch.tensor([float(loss), float(self.version)])
-        return torch.cat([*(g.detach().reshape(-1).float().cpu() for g in grads), used.float(), tail])
-
     def _average(self, step: int, own: Tensor, meet: bool) -> None:
-        """Waits for whom it must, in the synchronous mode for all, and takes what has arrived, in order of rank."""
-
-        def must(worker: int) -> bool:
-            return meet or must_wait(step, self._works_on[worker], self.bound)
-
-        wait([future for worker, future in self._arriving.items() if must(worker)])
-        here = sorted(worker for worker, future in self._arriving.items() if future.done())
-        messages = [self._arriving.pop(worker).result() for worker in here]
-        self.received_bytes += sum(message.nbytes for message in messages)
-        self.staleness = [0, *(step - 1 - int(message[-1]) for message in messages)]
-        total = mean_of([own, *messages])
-        self.loss, self._answer = float(total[-2]), here
-        pieces = total[: self.num_gradients].split([p.numel() for p in self.parameters])
-        used = total[self.num_gradients : -2].tolist()
-        for parameter, piece, anyone in zip(self.parameters, pieces, used, strict=True):
-            # a parameter that nobody used keeps no gradient, and the optimizer leaves it alone, as on one process
-            parameter.grad = piece.view_as(parameter).to(parameter) if anyone else None
+        """Waits for the gradients that it must not miss, in the synchronous mode for all, and averages what has arrived."""
+        works_on = self._workers.works_on
+        others = self._workers.take(lambda worker: meet or must_wait(step, works_on[worker], self.bound))
+        self.received_bytes += sum(message.nbytes for message in others)
+        self.staleness = [0, *(step - 1 - int(message[-1]) for message in others)]
+        self.loss = self.messages.unpack_gradients(mean_of([own, *others]))
         self.version = step
 
     # ---- down: weights --------------------------------------------------------------------------------------------------
@@ -177,37 +177,31 @@ class ParameterServer:
             return
         if self.is_server:
             scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-            flat = [t.detach().reshape(-1).float().cpu() for t in self.weights]
-            message = torch.cat([*flat, torch.tensor([float(self.version), scale])])
-            # all at once: a worker that is slow to receive does not hold up the next one
-            sending = [dist.isend(message, group=self.group, group_dst=worker) for worker in self._answer]
-            for worker, send in zip(self._answer, sending, strict=True):
+            message = self.messages.pack_weights(self.version, scale)
+            # All sends begin at once, so that a slow receiver does not delay the next worker.
+            workers = self._workers.to_answer
+            sending = [dist.isend(message, group=self.group, group_dst=worker) for worker in workers]
+            for worker, send in zip(workers, sending, strict=True):
                 send.wait()
                 self.sent_bytes += message.nbytes
-                self._works_on[worker] = self.version
+                self._workers.works_on[worker] = self.version
             return
-        message = torch.empty(self.num_weights + 2)
-        dist.recv(message, group=self.group, group_src=0)
+        message = self._receive(0)
         self.received_bytes += message.nbytes
-        self.version = int(message[-2])
-        with torch.no_grad():
-            pieces = message[: self.num_weights].split([t.numel() for t in self.weights])
-            for tensor, piece in zip(self.weights, pieces, strict=True):
-                tensor.copy_(piece.view_as(tensor))
+        self.version, scale = self.messages.unpack_weights(message)
         if scaler is not None and scaler.is_enabled():
-            scaler.load_state_dict({**scaler.state_dict(), "scale": float(message[-1])})
+            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
 
-    def _receive(self, worker: int) -> Tensor:
-        message = torch.empty(self.num_gradients + len(self.parameters) + 2)
-        dist.recv(message, group=self.group, group_src=worker)
+    def _receive(self, sender: int) -> Tensor:
+        message = torch.empty(self.messages.up_elems if self.is_server else self.messages.down_elems)
+        dist.recv(message, group=self.group, group_src=sender)
         return message
 
     # ---- what it costs --------------------------------------------------------------------------------------------------
 
     def formula_bytes(self) -> int:
         """What passes through rank 0 in a synchronous step: each other rank's gradients come in, its weights go out."""
-        up, down = self.num_gradients + len(self.parameters) + 2, self.num_weights + 2
-        return 4 * (self.num_ranks - 1) * (up + down)
+        return 4 * (self.num_ranks - 1) * (self.messages.up_elems + self.messages.down_elems)
 
     def step_scalars(self) -> dict[str, float]:
         """For metrics.jsonl: bytes through rank 0 since the last call, and the staleness of the gradients used."""
@@ -229,10 +223,10 @@ class ParameterServer:
         if self.num_ranks == 1:
             return [("communication", "none: one process")]
         others, formula = self.num_ranks - 1, self.formula_bytes()
-        ring = 2 * others / self.num_ranks * 4 * self.num_gradients
+        weights, ring = 4 * self.messages.num_weights, 2 * others / self.num_ranks * 4 * self.messages.num_gradients
         return [
             ("through rank 0", f"{self.through_bytes / MIB:.2f} MiB in the last step"),
-            ("by the formula", f"2 (p - 1) x {4 * self.num_weights / MIB:.2f} MiB = {formula / MIB:.2f} MiB a step"),
+            ("by the formula", f"2 (p - 1) x {weights / MIB:.2f} MiB = {formula / MIB:.2f} MiB a step"),
             ("a ring's rank", f"sends {ring / MIB:.2f} MiB and receives as much, however many ranks (chapter 02)"),
         ]
 

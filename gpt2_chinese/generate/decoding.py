@@ -29,6 +29,20 @@ def window_start(length: int, context: int) -> int:
     return max(0, -(-(length - context) // hop)) * hop
 
 
+def ids_in(rows: Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
+    """(rows, V) bool: which ids each row contains. The shape and the device are those of `like`."""
+    seen = torch.zeros_like(like, dtype=torch.bool)
+    for row, ids in zip(seen, rows, strict=True):
+        row[torch.tensor(ids, device=like.device)] = True
+    return seen
+
+
+def device_of(model: Any) -> torch.device:
+    """The device of a module's parameters; the CPU for anything else."""
+    parameter = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
 @torch.no_grad()
 def generate(
     model: Callable[[torch.Tensor], torch.Tensor] | Any,
@@ -60,24 +74,20 @@ def generate(
     Raises:
         UserError: logits that are not finite.
     """
-    parameter = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
-    device = torch.device("cpu") if parameter is None else parameter.device
+    device = device_of(model)
     rows = [list(prompt) for prompt in prompts]
-    generators = list(generators or (generator_of(0, i, 0) for i in range(len(rows))))
+    generators = generators or [generator_of(0, i, 0) for i in range(len(rows))]
     longest = max(map(len, rows)) + max_new_tokens
     context = getattr(getattr(model, "config", None), "n_positions", longest)
     logits_after = Cached(model, longest) if cache else Plain(model, device)
-    new: list[list[int]] = [[] for _ in rows]
     going = list(range(len(rows)))
     seen: torch.Tensor | None = None  # (rows that go on, V) bool
     for _ in range(max_new_tokens):
         logits = logits_after([rows[i][window_start(len(rows[i]), context) :] for i in going])
-        if not bool(logits.isfinite().all()):
+        if not logits.isfinite().all():
             raise UserError("the model gives numbers that are not finite: its weights are damaged, or its training diverged")
         if seen is None:
-            seen = torch.zeros_like(logits, dtype=torch.bool)
-            for row, prompt in zip(seen, rows, strict=True):
-                row[torch.tensor(prompt, device=device)] = True
+            seen = ids_in(rows, logits)
         chosen = sampling.choose(logits, seen, forbidden, [generators[i] for i in going])
         seen[torch.arange(len(going), device=device), chosen] = True
         kept = []
@@ -85,7 +95,6 @@ def generate(
             if token == end_id:
                 continue
             rows[i].append(token)
-            new[i].append(token)
             kept.append(place)
             if on_token:
                 on_token(i, token)
@@ -94,4 +103,4 @@ def generate(
         if len(kept) < len(going):
             logits_after.keep(kept)
             going, seen = [going[place] for place in kept], seen[torch.tensor(kept, device=device)]
-    return new
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]

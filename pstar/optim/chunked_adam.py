@@ -52,8 +52,6 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.adamw, self.clip_norm = adamw, clip_norm
         self.grad_norm: float | None = None
         """Global norm of the last step's gradients, unscaled, before clipping; not finite when the step was skipped."""
-        self.skipped = False
-        """Whether the last step was skipped."""
         self.names = {id(param): name for name, param in params.items()}
         self._check_groups()
         self.steps = dict.fromkeys(params, 0)
@@ -109,6 +107,11 @@ class ChunkedAdam(torch.optim.Optimizer):
         return changed
 
     @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        return self.grad_norm is not None and not math.isfinite(self.grad_norm)
+
+    @property
     def loss_scale(self) -> float:
         """The factor of the next loss; 1 where nothing is scaled."""
         return self.scaler.scale
@@ -137,24 +140,24 @@ class ChunkedAdam(torch.optim.Optimizer):
         self._stages.check_update(self.loss_scale)
         total, used = self._total_norm()
         self.grad_norm = float(total)
-        self.skipped = not math.isfinite(self.grad_norm)
         if self.skipped:
             self._touch_all()    # a step that is skipped is the step that was traced
         else:
             clip = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)) if self.clip_norm > 0 else 1.0
             self._apply(clip / self.loss_scale, used)
         self.zero_grad()
-        self.residency.schedule.end_step()
+        recorded = self.residency.schedule.end_step()
         self.residency.ledger.end_step()
         self.scaler.update(self.skipped)
         self._stages.begin("idle")
-        self._use_margin()
+        if recorded:
+            self._use_margin()
         self._stages.save_profile()
 
     def _use_margin(self) -> None:
         """After a step that was recorded: what is left of near at all moments of all traces is for states."""
         schedule, room = self.residency.schedule, self.chunks.room
-        margin = room.margin(schedule.known_peaks()) if schedule.just_recorded else None
+        margin = room.margin(schedule.known_peaks())
         if margin is not None:
             self.residency.limit(margin)
             if self.move_states(room.groups_that_fit(margin)):

@@ -1,6 +1,6 @@
 """What follows from a model's shapes and a configuration, before any memory is taken: layout, budgets, bytes a parameter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,21 @@ from pstar.modules.lazy_init import build
 from pstar.modules.scope import mode_of, used_by
 from pstar.numerics.precision import Precision
 
+Uses = Mapping[str, Sequence[str]]
+"""The name of each module, and the names of the parameters that its forward uses."""
+
+
+def module_specs(module: torch.nn.Module) -> tuple[list[ModuleSpec], Uses]:
+    """(each module with the parameters that it is the first to use, each module's name with all parameters that it uses)."""
+    names = {id(param): name for name, param in module.named_parameters() if mode_of(param) is None}
+    specs, uses, placed = [], {}, set()
+    for module_name, child in module.named_modules():
+        used = {names[id(param)]: param.numel() for param in used_by(child) if id(param) in names}
+        uses[module_name] = tuple(used)
+        specs.append(ModuleSpec(module_name, tuple((name, size) for name, size in used.items() if name not in placed)))
+        placed |= set(used)
+    return specs, uses
+
 
 class Plan:
     """What follows from a model's shapes and a configuration, before any memory is taken.
@@ -39,83 +54,114 @@ class Plan:
     """
 
     def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None):
-        self.config = config
-        names = {id(param): name for name, param in module.named_parameters() if mode_of(param) is None}
-        specs, placed = [], set()
-        uses: dict[str, tuple[str, ...]] = {}
-        for module_name, child in module.named_modules():
-            own = {names[id(param)]: param.numel() for param in used_by(child) if id(param) in names}
-            uses[module_name] = tuple(own)
-            specs.append(ModuleSpec(module_name, tuple((n, size) for n, size in own.items() if n not in placed)))
-            placed |= set(own)
+        self.config, self._default_near_bytes = config, default_near_bytes
         self.precision = Precision(config.precision)
-        self.param_dtype = self.precision.param_dtype
-        self.accumulates = config.gradient_accumulation_steps > 1
-        self.grad_dtype = self.precision.grad_dtype(self.accumulates)
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes)
-        self._default_near_bytes = default_near_bytes
-        layouts = self._candidates(specs, num_ranks)
-        # (layout, the least near bytes it needs, the module that needs them)
-        needs = [(layout, *smallest_near_budget(layout, uses, self.costs, config.communication)) for layout in layouts]
-        fitting = [layout for layout, need, _ in needs if config.near_budget != "min" and need <= self._near_bytes(layout)]
-        least_layout, least, module_name = min(needs, key=lambda item: item[1])
-        if config.near_budget == "min":
-            fitting = [layout for layout, need, _ in needs if need == least]
-        if not fitting:
-            raise BudgetError(
-                f"near budget {config.near_budget} ({self._near_bytes(least_layout)} bytes) is too small: module "
-                f"'{module_name}' and its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
-                f"{-(-100 * least // model_data_bytes(least_layout, self.costs))}% of the model data, or min; "
-                "pstar.tile_linears cuts a large nn.Linear into smaller modules"
-            )
-        self.layout = least_waste(fitting)
-        self.near_budget = least if config.near_budget == "min" else self._near_bytes(self.layout)
-        self.least_near = next(need for layout, need, _ in needs if layout is self.layout)
-        """Bytes near with which every module can run: chunks need them whatever else is near."""
-        streaming = smallest_streaming_budget(self.layout, self.costs)
+        specs, uses = module_specs(module)
+        self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
+        """least_near: bytes near with which every module can run. Chunks need them whatever else is near."""
         if config.far_states == "stream":
-            if config.near_budget == "min":
-                self.near_budget = max(self.near_budget, streaming)
-            if self.near_budget < streaming:
-                raise BudgetError(f"near budget {config.near_budget} ({self.near_budget} bytes) is too small for far_states "
-                                  f"stream: the update of one group needs {streaming}; give that, or a smaller chunk size")
-            self.least_near = max(self.least_near, streaming)
-        self.near_memory = None
-        if config.near_memory != "auto":
-            try:
-                self.near_memory = parse_bytes(config.near_memory, 0)
-            except ConfigError as error:
-                raise ConfigError(f"near_memory is {config.near_memory!r}; give bytes, as 12GiB, or auto") from error
+            self._make_room_to_stream()
+        self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory()
+        self.near_homes = self.homes(self.near_budget) if self._states_near else []
         whole = model_data_bytes(self.layout, self.costs)
-        self.near_homes = []
-        if config.optimizer.params.use_hybrid_adam and config.near_memory == "auto":    # else the margin is measured first
-            self.near_homes = self.homes(self.near_budget)
-        self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
-        least_far = smallest_far_budget(self.layout, self.near_homes, self.costs,
-                                        self.accumulates or config.find_unused_parameters)
-        if config.disk_path is not None:
-            check_disk_path(Path(config.disk_path))
-            least_far = streaming
         self.stays_near = (num_ranks == 1 and self.near_memory is None and len(self.near_homes) == len(self.layout.groups)
                            and self.near_budget >= whole and config.profile is None and not config.offload_activations)
-        """Whether nothing ever leaves near, so that nobody need be told what is in use."""
+        """Whether nothing ever leaves near. Then no hook needs to report what is in use."""
+        self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
+        if config.disk_path is not None:
+            check_disk_path(Path(config.disk_path))
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
-        may_fill = config.optimizer.params.use_hybrid_adam and config.near_memory == "auto"
-        if self.far_budget is not None and self.far_budget < least_far and may_fill:
-            # Far alone is too small: near takes states in place of parameters, which then travel.
-            working = smallest_near_budget(self.layout, uses, self.costs, config.communication)[0]
-            homes = homes_for_capacity(self.layout, self.near_budget, working, self.costs)
-            least_full = smallest_far_budget(self.layout, homes, self.costs,
-                                             self.accumulates or config.find_unused_parameters, grads_wait_far=True)
-            if least_full < least_far:
-                self.near_homes, least_far = homes, least_full
-        if self.far_budget is not None and self.far_budget < least_far:
-            raise BudgetError(
-                f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of {num_ranks} "
-                f"process(es) need {least_far}: give at least {least_far}, that is {-(-100 * least_far // whole)}% of the "
-                f"model data, or auto{'' if config.disk_path else ', or a disk_path'}"
-            )
+        least_far = self._fit_far(uses, num_ranks)
         self.activation_room = None if self.far_budget is None else self.far_budget - least_far
+
+    def _fit_near(self, specs: list[ModuleSpec], uses: Uses, num_ranks: int) -> tuple[Layout, int, int]:
+        """(the layout that wastes least of those that fit, its near budget, the least near budget that it could have).
+
+        Raises BudgetError, which names the module that needs most, where no layout fits.
+        """
+        config = self.config
+        # (layout, the least near bytes it needs, the module that needs them)
+        needs = [(layout, *smallest_near_budget(layout, uses, self.costs, config.communication))
+                 for layout in self._candidates(specs, num_ranks)]
+        smallest, least, module_name = min(needs, key=lambda item: item[1])
+        if config.near_budget == "min":
+            fitting = [layout for layout, need, _ in needs if need == least]
+        else:
+            fitting = [layout for layout, need, _ in needs if need <= self._near_bytes(layout)]
+        if not fitting:
+            raise BudgetError(
+                f"near budget {config.near_budget} ({self._near_bytes(smallest)} bytes) is too small: module "
+                f"'{module_name}' and its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
+                f"{-(-100 * least // model_data_bytes(smallest, self.costs))}% of the model data, or min; "
+                "pstar.tile_linears cuts a large nn.Linear into smaller modules"
+            )
+        chosen = least_waste(fitting)
+        budget = least if config.near_budget == "min" else self._near_bytes(chosen)
+        return chosen, budget, next(need for layout, need, _ in needs if layout is chosen)
+
+    def _make_room_to_stream(self) -> None:
+        """Makes room for the streamed update of one group. Raises BudgetError where the near budget is smaller."""
+        config, streaming = self.config, smallest_streaming_budget(self.layout, self.costs)
+        if config.near_budget == "min":
+            self.near_budget = max(self.near_budget, streaming)
+        if self.near_budget < streaming:
+            raise BudgetError(f"near budget {config.near_budget} ({self.near_budget} bytes) is too small for far_states "
+                              f"stream: the update of one group needs {streaming}; give that, or a smaller chunk size")
+        self.least_near = max(self.least_near, streaming)
+
+    def _parse_near_memory(self) -> int:
+        config = self.config
+        try:
+            return parse_bytes(config.near_memory, 0)
+        except ConfigError as error:
+            raise ConfigError(f"near_memory is {config.near_memory!r}; give bytes, as 12GiB, or auto") from error
+
+    def _fit_far(self, uses: Uses, num_ranks: int) -> int:
+        """The least bytes that far needs. Where far alone is too small, states take the place of parameters near.
+
+        Parameters that leave near travel then in every step. Raises BudgetError where that is not enough either.
+        """
+        config, layout, costs = self.config, self.layout, self.costs
+        grads_stay = self.accumulates or config.find_unused_parameters
+        if config.disk_path is not None:
+            least = smallest_streaming_budget(layout, costs)
+        else:
+            least = smallest_far_budget(layout, self.near_homes, costs, grads_stay)
+        if self.far_budget is None or self.far_budget >= least:
+            return least
+        if self._states_near:
+            working = smallest_near_budget(layout, uses, costs, config.communication)[0]
+            homes = homes_for_capacity(layout, self.near_budget, working, costs)
+            least_full = smallest_far_budget(layout, homes, costs, grads_stay, grads_wait_far=True)
+            if least_full < least:
+                self.near_homes, least = homes, least_full
+        if self.far_budget < least:
+            raise BudgetError(
+                f"far budget {config.far_budget} ({self.far_budget} bytes) is too small: the chunks of one of "
+                f"{num_ranks} process(es) need {least}: give at least {least}, that is "
+                f"{-(-100 * least // model_data_bytes(layout, costs))}% of the model data, or auto"
+                f"{'' if config.disk_path else ', or a disk_path'}"
+            )
+        return least
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return self.precision.param_dtype
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step adds the gradients of several micro-steps."""
+        return self.config.gradient_accumulation_steps > 1
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self.precision.grad_dtype(self.accumulates)
+
+    @property
+    def _states_near(self) -> bool:
+        """Whether states may live near from the first step on. With near_memory, the first step measures what is left."""
+        return self.config.optimizer.params.use_hybrid_adam and self.config.near_memory == "auto"
 
     def homes(self, room: int) -> list[int]:
         """The groups whose states live near where chunks have `room` bytes there."""

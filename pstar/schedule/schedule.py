@@ -99,6 +99,40 @@ class Peaks(Protocol):
         """Makes of this rank's peaks those of all ranks, which must decide alike."""
 
 
+class Recording:
+    """The accesses of a step that no trace foretells, with the peak of each moment, until they become a trace.
+
+    Args:
+        watch: measures the peaks; None where nobody asks for them.
+    """
+
+    def __init__(self, watch: Peaks | None):
+        self.keys: list[Key] = []
+        self._watch = watch
+        self._peaks: list[int] = []
+
+    def touch(self, key: Key) -> None:
+        """Adds a moment, unless the last one has the same key."""
+        if not self.keys or self.keys[-1] != key:
+            self.end_moment()
+            self.keys.append(key)
+
+    def end_moment(self) -> None:
+        """Gives the last moment the peak since the one before it. A second call can only raise it."""
+        peak = self._watch.take_peak() if self._watch is not None else 0
+        if len(self._peaks) < len(self.keys):
+            self._peaks.append(peak)
+        elif self.keys:
+            self._peaks[-1] = max(self._peaks[-1], peak)
+
+    def trace(self) -> Trace | None:
+        """What was recorded, with peaks on which all ranks agree; None where nothing was touched."""
+        self.end_moment()
+        if not self.keys:
+            return None
+        return Trace(self.keys, self._peaks if self._watch is None else self._watch.agree(self._peaks))
+
+
 class Schedule:
     """Records the first step, follows the trace afterwards, and names the victims of eviction.
 
@@ -120,13 +154,10 @@ class Schedule:
         self.policy = policy
         self.trace: Trace | None = None
         self.num_traced = self.num_steps = 0
-        self.just_recorded = False
-        """Whether the step that was ended last was recorded."""
         self._uses, self._watch = uses, peaks
         self._traces: dict[Hashable, Trace] = {}
         self._signature: Hashable = None
-        self._recording: list[Key] | None = None
-        self._peaks: list[int] = []
+        self._recording: Recording | None = None
         self._moment = -1
         self._in_step = False
         self._paused = False
@@ -167,7 +198,7 @@ class Schedule:
         self._moment = -1
         self._signature = signature
         self.trace = self._traces.get(signature)
-        self._recording = [] if self.trace is None else None
+        self._recording = Recording(self._watch) if self.trace is None else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,9 +217,7 @@ class Schedule:
         if not self._in_step or self._paused:
             return
         if self._recording is not None:
-            if not self._recording or self._recording[-1] != key:
-                self.end_moment()
-                self._recording.append(key)
+            self._recording.touch(key)
         elif self.trace is not None:
             if self._moment >= 0 and self.trace.accesses[self._moment] == key:
                 return
@@ -206,13 +235,11 @@ class Schedule:
         self._last_use[key] = self._clock
 
     def end_moment(self) -> None:
-        """The peak since the last moment belongs to it. May be called more than once for a moment."""
-        peak = self._watch.take_peak() if self._watch is not None else 0
-        if self._recording:
-            if len(self._peaks) < len(self._recording):
-                self._peaks.append(peak)
-            else:
-                self._peaks[-1] = max(self._peaks[-1], peak)
+        """Asks for the peak since the last moment. May be called more than once for a moment."""
+        if self._recording is not None:
+            self._recording.end_moment()
+        elif self._watch is not None:
+            self._watch.take_peak()
 
     def upcoming(self, kind: str) -> tuple[Key, tuple[Key, ...]] | None:
         """(the next key (kind, ...) of this step after the current moment, the keys touched before it).
@@ -268,17 +295,17 @@ class Schedule:
     def first_use(self, key: Key) -> float:
         """The moment of this step at which a key was touched first, or will be; NEVER where that is not known."""
         if self._recording is not None:
-            return self._recording.index(key) if key in self._recording else NEVER
+            return self._recording.keys.index(key) if key in self._recording.keys else NEVER
         return self.trace.positions.get(key, (NEVER,))[0] if self.trace is not None else NEVER
 
-    def end_step(self) -> None:
-        """The step is over: what was recorded becomes the trace; a trace not walked to its end is forgotten."""
-        if self._recording is not None and self._in_step:
-            self.end_moment()
-            peaks = self._peaks
-            if self._watch is not None and self._recording:
-                peaks = self._watch.agree(peaks)
-            self.trace = Trace(self._recording, peaks) if self._recording else None
+    def end_step(self) -> bool:
+        """Ends the step. What was recorded becomes the trace; a trace that was not followed to its end is forgotten.
+
+        Returns whether this step was recorded.
+        """
+        recorded = self._recording is not None
+        if recorded and self._in_step:
+            self.trace = self._recording.trace()
             if self.trace is not None:
                 if len(self._traces) >= MOST_TRACES:
                     del self._traces[next(iter(self._traces))]
@@ -286,11 +313,11 @@ class Schedule:
             self.num_traced += 1
         elif self.trace is not None and self._moment + 1 != len(self.trace):
             self.forget()
-        self.just_recorded = self._recording is not None
         self.num_steps += 1
-        self._recording, self._peaks = None, []
+        self._recording = None
         self._in_step, self.last = False, None
         self._moment = -1
+        return recorded
 
     def forget(self) -> None:
         """Throws the trace away; the next whole step of these shapes is recorded."""

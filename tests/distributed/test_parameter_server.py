@@ -57,7 +57,7 @@ def train(rank, num_ranks, bound, num_micros=1, num_steps=STEPS, taken=None):
         if taken and rank == 1 and step > server.version:
             wait_for_overtaking(taken, server, num_steps)
         if taken and server.is_server:
-            wait([server._arriving[2]])  # rank 2 is as fast as the server
+            wait([server._workers.arriving[2]])  # rank 2 is as fast as the server
         server.push(step, total, meet=step == num_steps)
         if server.is_server:
             norms.append(clip_and_step(model, optimizer))
@@ -91,15 +91,15 @@ def test_the_law_of_the_curve(ranks, bound, num_micros, num_ranks):
 
 def nothing_arrives(rank, num_ranks):
     """Workers push zeros: what would be the curve if the server forgot them."""
-    pack = server_module.ParameterServer._pack_gradients
+    pack = server_module.Messages.pack_gradients
 
-    def zeros(server, loss):
-        message = pack(server, loss)
-        if not server.is_server:
-            message[: server.num_gradients] = 0
+    def zeros(messages, loss, version):
+        message = pack(messages, loss, version)
+        if rank > 0:
+            message[: messages.num_gradients] = 0
         return message
 
-    with mock.patch.object(server_module.ParameterServer, "_pack_gradients", zeros):
+    with mock.patch.object(server_module.Messages, "pack_gradients", zeros):
         return train(rank, num_ranks, None)
 
 
@@ -113,11 +113,10 @@ def weights_stay_where_they_are(rank, num_ranks):
     pull = server_module.ParameterServer.pull
 
     def forgetful(server, scaler=None):
-        before = [tensor.detach().clone() for tensor in server.weights]
+        before = server.messages.pack_weights(server.version, 1.0)
         pull(server, scaler)
         if not server.is_server and server.version > 0:
-            for tensor, value in zip(server.weights, before, strict=True):
-                tensor.data.copy_(value)
+            server.messages.unpack_weights(before)
 
     with mock.patch.object(server_module.ParameterServer, "pull", forgetful), mock.patch(f"{__name__}.check_in_sync"):
         return train(rank, num_ranks, None)
