@@ -45,7 +45,7 @@ def flag(default: Any, help: str, choices: tuple[Any, ...] | None = None, shown:
 
 @dataclass
 class Settings:
-    """Every flag of a chapter, in the order of --help. After `resolve()` none of the by-config values is None."""
+    """All flags of a chapter, in the order of --help. After `resolve()` no value that the config gives is None."""
 
     nproc: int = flag(1, "Processes on this machine, one per GPU where there are GPUs.")
     model_config: str = flag("tiny", "tiny, small, medium, large, xl, or the path of a GPT-2 config.json.")
@@ -55,8 +55,8 @@ class Settings:
     )
     vocab: str = flag(str(ROOT / "cache/vocab.txt"), "A vocab.txt or a tokenizer.json.", shown="shipped vocabulary")
     vocab_profile: str = flag(
-        "auto", "How a vocab.txt is used: gpt2_chinese ([MASK] text [CLS], digits apart), uer ([CLS] text [SEP], digits "
-        "whole), auto (what its folder records, else gpt2_chinese).", PROFILE_CHOICES,
+        "auto", "How a vocab.txt is used: gpt2_chinese ([MASK] text [CLS], digits split), uer ([CLS] text [SEP], digits "
+        "kept), auto (what its folder records, else gpt2_chinese).", PROFILE_CHOICES,
     )  # fmt: skip
     seq_len: int | None = flag(None, "Tokens in a sequence.", shown="by config, tiny: 128")
     batch_size: int | None = flag(None, "Sequences in a GLOBAL batch, whatever --nproc.", shown="by config, tiny: 24")

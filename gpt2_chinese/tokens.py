@@ -13,7 +13,7 @@ from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command."""
     parser = OneLineParser(
         prog="python -m gpt2_chinese.tokens",
         description="Tokenises a corpus ahead of a run. After a kill the same command resumes where it stopped.",

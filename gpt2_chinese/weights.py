@@ -47,7 +47,7 @@ def export(
 
     output = Path(output)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"--output {output} is there already: give a new folder")
+        raise UserError(f"--output {output} exists already: give a new folder")
     file = find_weights(path)
     config, vocabulary = config_and_vocabulary(file, vocab)
     weights = read_weights(file, config)
@@ -83,7 +83,7 @@ def _save(weights: dict[str, Tensor], folder: Path, form: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command `export`."""
+    """Runs the command `export`."""
     parser = OneLineParser(
         prog="python -m gpt2_chinese.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -74,7 +74,7 @@ def is_validation(digest: bytes, share: float) -> bool:
 class Seen:
     """The texts seen so far, each as 8 bytes of its hash, in a table on disk.
 
-    A set in memory would grow with the corpus (50 to 100 bytes a text in Python); the table uses 2 MB of memory, its cache.
+    A set in memory would grow with the corpus (50 to 100 bytes a text in Python). The table uses 2 MB of memory, its cache.
     It is in the staging folder and removed after the conversion, so it is neither journalled nor synced. With n texts the
     chance that any two are confused is n^2 / 2^65: 1 in 370,000 for 10 million texts.
     """

@@ -60,7 +60,7 @@ class Report:
             examples.append(f"{place}: {shown(text[:30])!r}")
 
     def leave_out(self, name: str) -> None:
-        """Counts a file or member whose name is not that of a text."""
+        """Counts a file or member that is no text by its name."""
         self.num_left_out += 1
         if len(self.left_out) < EXAMPLES:
             self.left_out.append(name)

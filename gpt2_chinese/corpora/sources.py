@@ -113,7 +113,7 @@ def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]
 def open_sources(
     files: list[tuple[Path, Path]], progress: Callable[[int], None], leave_out: Callable[[str], None], max_bytes: int
 ) -> Iterator[Source]:
-    """Yields the texts of `files` one after the other; each must be read before the next is asked for.
+    """Yields the texts of `files` one after the other; each must be read before the next is requested.
 
     Args:
         files: what input_files gives.

@@ -108,7 +108,7 @@ class Batches:
     def eval_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields (inputs, targets) that together, over all ranks, predict every id of the corpus after the first once.
 
-        Every rank gets the same number of batches, so that collectives inside the model match: missing rows at the end
+        Every rank gets the same number of batches, so that collectives inside the model match. Missing rows at the end
         are filled up with rows whose targets are all IGNORED. In the last window some targets may be.
         """
         total = -(-(len(self.ids) - 1) // self.seq_len)

@@ -5,8 +5,8 @@
     NAME.parts/    exists while the cache is made (token_shards.py)
     NAME.lock      locked while the cache is made; a second process waits; the file is kept
 
-NAME is a hash of the content of the corpus, of the vocabulary with its profile, and of FORMAT, so a changed file never uses
-an old cache. Both files are renamed into their places, the header last. A cache that differs from its header in one bit is
+NAME is a hash of the corpus's content, of the vocabulary with its profile, and of FORMAT. So a changed file never uses an
+old cache. Both files are renamed into their places, the header last. A cache that differs from its header in one bit is
 made again, never used. To make a cache ahead of a run:
 
     python -m gpt2_chinese.tokens --corpus data/train --vocab cache/vocab.txt

@@ -6,7 +6,7 @@
     whole.bin      the parts one after the other, renamed when it is complete
 
 The end of a part depends on the corpus alone. So a finished part is skipped by reading its documents, fifty times as fast
-as tokenising them; a part that does not match its checksum is made again. Memory is constant: some documents, their tokens,
+as tokenising them. A part that does not match its checksum is made again. Memory is constant: some documents, their tokens,
 the ids of a part. The threads of the tokenizers library use all cores, so no processes are needed.
 """
 

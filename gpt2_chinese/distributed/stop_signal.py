@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE_VARIABLE = "GPT2_CHINESE_STOP_FILE"  # set by a launcher of ours
 AGAIN = "a second signal ends it at once"
 
-_noted: list[str] = []  # of the module, because a signal is sent to the whole process
+_noted: list[str] = []  # of the module: a signal goes to the whole process
 
 
 def listen(is_lost: Callable[[], bool] = lambda: False, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:

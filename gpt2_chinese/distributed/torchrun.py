@@ -39,7 +39,7 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     """Starts the other processes, if --nproc asks for any, and returns the Ranks of this process.
 
     Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
-    torchrun on the program with the same arguments and exits with its status: a rank that fails makes the job fail.
+    torchrun on the program with the same arguments and exits with its status. A rank that fails makes the job fail.
 
     Args:
         settings: of the run.

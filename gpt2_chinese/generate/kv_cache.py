@@ -4,8 +4,8 @@
     plain([[3, 1, 4], [1, 5]])   (2, V)   cached([[3, 1, 4], [1, 5]])          reads both rows
     plain([[3, 1, 4, 9], [1, 5, 2]])      cached([[3, 1, 4, 9], [1, 5, 2]])    reads only 9 and 2
 
-`Plain` groups rows of one length and calls the model. `Cached` reads the model's weights, without a change to the model:
-rows of different length are padded on the left, a mask hides the padding, and positions count from a row's first id.
+`Plain` groups rows of one length and calls the model. `Cached` reads the model's weights, without a change to the model.
+Rows of different length are padded on the left, a mask hides the padding, and positions count from a row's first id.
 `Cached` saves the work of all earlier positions: a token costs O(T) instead of O(T^2).
 """
 

@@ -73,7 +73,7 @@ def generator_of(seed: int, prompt: int, sample: int) -> torch.Generator:
 def draw(probabilities: Tensor, generators: list[torch.Generator]) -> Tensor:
     """Draws an id of each row (B, V) by its probabilities, (B,): an exponential race, the largest p / Exp(1) wins.
 
-    A rounding in the last bit of p matters in a race only where two ids nearly tie; in a cumulated sum it would shift all
+    A rounding in the last bit of p matters in a race only where two ids nearly tie. In a cumulated sum it would shift all
     later ids. So a text does not depend on the rest of its batch, nor on the cache.
     """
     import torch

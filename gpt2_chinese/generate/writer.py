@@ -42,7 +42,7 @@ class Writer:
         vocabulary: of the model.
         length, num, seed: as the flags.
         sampling: how each token is chosen.
-        cache: remember keys and values.
+        cache: use a cache of keys and values.
     """
 
     def __init__(

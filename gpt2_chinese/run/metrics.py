@@ -96,7 +96,7 @@ def peak_bytes(device: torch.device) -> int:
     status = Path("/proc/self/status")
     if status.exists() and (found := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
         return 1024 * int(found[1])
-    import resource  # the second choice on Linux, where its peak begins with that of the parent process
+    import resource  # the second choice on Linux, where its peak begins with the parent process's peak
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 

@@ -2,8 +2,8 @@
 
     settings = resolve(Settings.from_command_line(__file__, __doc__))
 
-The configuration gives missing values, a launcher decides the number of processes, the corpus becomes token caches, and
-the checkpoint to resume is found and compared with the settings.
+The configuration gives missing values, a launcher decides the number of processes, the corpus becomes token caches.
+The checkpoint to resume is found and compared with the settings.
 """
 
 from __future__ import annotations

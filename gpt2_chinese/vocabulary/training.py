@@ -18,7 +18,7 @@ def train(corpus: Path | str, size: int, kind: str = "wordpiece", profile: str =
 
     The alphabet comes first, by falling frequency, ties by code point. With WordPiece the remaining entries are merged
     pieces of Latin words, in profile uer also of numbers. The library's trainer would order its alphabet by a hash map,
-    which differs from run to run; so the alphabet is passed to it ready-made, as special tokens.
+    which differs from run to run. So the alphabet is passed to it ready-made, as special tokens.
 
     Raises:
         UserError: a bad corpus, or a size too small for an alphabet.
