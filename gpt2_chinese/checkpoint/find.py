@@ -13,7 +13,7 @@ PARTS = "parts"
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all checkpoints, newest first; step_N.old, left by a kill while it was replaced, after step_N."""
+    """(step, folder) of all checkpoints, newest first; step_N.old, left by a kill during a replacement, follows step_N."""
     found = []
     for folder in directory.glob("step_*") if directory.is_dir() else ():
         number = folder.name.removeprefix("step_").removesuffix(".old")

@@ -31,7 +31,7 @@ VOCABULARY_FILES = ("vocab.txt", "tokenizer.json")
 
 
 def find_weights(path: Path | str) -> Path:
-    """The file of weights that a path means, near a config.json; of a run that in final/, else in the newest checkpoint.
+    """The file of weights that a path means, next to a config.json; for a run in final/, else in its newest checkpoint.
 
     For a checkpoint that ranks wrote in parts it is parts/.metadata.
 

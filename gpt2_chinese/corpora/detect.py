@@ -81,7 +81,7 @@ def detect(head: Head, alone: bool, name: str) -> Decision | None:
     indented = sum(1 for line in text_lines if line.strip() and INDENTED.match(line))
     few = head.whole and len(lines) <= HEAD_LINES
     if not alone and few and (not blank or 2 * indented >= len(lines)):
-        return Decision("file", f"one of several files, {len(lines)} lines short")
+        return Decision("file", f"one of several files, with only {len(lines)} lines")
     if 2 * indented >= len(lines):
         return Decision("paragraphs", f"{indented} of the first {len(lines)} lines are indented")
     if blank:

@@ -124,7 +124,7 @@ def load_tokens(corpus: Path | str, vocab: Path | str, profile: str = "auto") ->
         if (cached := _open(path)) is not None:
             return cached
         raise UserError(
-            f"the token cache {path} cannot be written: {error.strerror} (it goes where {CACHE_VARIABLE} says)"
+            f"the token cache {path} cannot be written: {error.strerror} (set {CACHE_VARIABLE} to another folder)"
         ) from None
 
 

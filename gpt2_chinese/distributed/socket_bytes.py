@@ -46,7 +46,7 @@ def between(before: Counts, now: Counts) -> tuple[int, int]:
 
 
 def _of(connection: socket.socket) -> tuple[int, int]:
-    """(written, received): written are bytes acknowledged, and bytes waiting for that, many on a busy machine."""
+    """(written, received). Written bytes are acknowledged or still wait for that; on a busy machine many wait."""
     while True:
         acked, got = _acked_and_received(connection)
         (waiting,) = struct.unpack("=i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))

@@ -236,7 +236,7 @@ def _torchrun(settings: Settings) -> int:
 
     try:
         with stop_signal.passed_on(at_once):
-            main([*arguments, "--", str(settings.program), *settings.argv])  # "--": else --nproc abbreviates torchrun's
+            main([*arguments, "--", str(settings.program), *settings.argv])  # "--": else torchrun reads --nproc itself
     except ChildFailedError as error:
         rank, failure = _likeliest_cause(error)
         how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
