@@ -18,7 +18,7 @@ _CONVERTIBLE = {".jsonl", ".ndjson", ".txt", ".text", ".gz", ".tgz", ".tar", ".z
 
 def _how_to_convert(path: Path) -> str:
     return f"convert it first with `python -m gpt2_chinese.corpora convert {shlex.quote(str(path))} --output FOLDER`"
-_LARGEST_ITEM = 1 << 24  # characters; a larger one is a quotation mark that is missing, and must not fill the memory
+_LARGEST_ITEM = 1 << 24  # characters; a longer item means a missing quotation mark, and must not fill the memory
 
 
 def corpus_files(path: Path | str) -> list[Path]:
@@ -59,7 +59,7 @@ def read_paragraphs(path: Path | str) -> Iterator[str]:
 
 
 def stretches(texts: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Yields lists of consecutive texts, each ended by the text with which it reaches so many characters."""
+    """Yields lists of consecutive texts; a list ends with the text that brings it to at least so many characters."""
     group: list[str] = []
     length = 0
     for text in texts:
@@ -106,7 +106,7 @@ def read_file(file: Path) -> Iterator[str]:
                         f"{file}: item {item} is longer than {_LARGEST_ITEM:,} characters, as if a quotation mark were "
                         f"missing: {reader.excerpt()!r}"
                     ) from None
-                if not reader.more():  # the string may only have been cut at the edge of the window
+                if not reader.more():  # at the end of the window the string may only be cut off
                     raise UserError(f"{file}: item {item} is broken ({error.msg}): {reader.excerpt()!r}") from None
         reader.position = end
         try:
@@ -128,7 +128,7 @@ def read_file(file: Path) -> Iterator[str]:
 
 
 def _advice(file: Path, begins: str, otherwise: str = "") -> str:
-    """What to do about a text that begins like this, where an array or a string should."""
+    """The advice for a text that begins with `begins` instead of an array or a string."""
     if begins.startswith(("//", "/*", "#")):
         return "JSON has no comments: remove them"
     if begins.startswith("{"):
@@ -154,15 +154,15 @@ def _pieces(file: Path) -> Iterator[str]:
 
 
 class JsonWindow:
-    """A stretch of a text around the place where a parser stands.
+    """The part of a text around a parser's position.
 
     Args:
-        pieces: of the text, none of them empty.
+        pieces: the text in pieces, none of them empty.
     """
 
     def __init__(self, pieces: Iterator[str]) -> None:
         self.text, self.position, self._pieces = "", 0, pieces
-        self._line, self._counted = 1, 0  # the line of the place up to which lines are counted
+        self._line, self._counted = 1, 0  # the line number at index _counted of the text
 
     @property
     def line(self) -> int:
@@ -172,7 +172,7 @@ class JsonWindow:
         return self._line
 
     def more(self) -> bool:
-        """Reads on, as much as it holds already, and forgets what lies behind the position. False at the end."""
+        """Drops the text before the position, then reads at least as many characters as are left. False at the end."""
         self._line, self._counted = self.line, 0
         kept = self.text[self.position :]
         added: list[str] = []
@@ -193,13 +193,13 @@ class JsonWindow:
         return self.text[self.position]
 
     def take(self) -> str:
-        """The next character, stepped over."""
+        """Returns the next character and moves past it."""
         character = self.peek()
         self.position += len(character)
         return character
 
     def skip_blank(self) -> str:
-        """Steps over blanks and line breaks; returns those of the last line and the break before it."""
+        """Moves past blanks and line breaks; returns the last line break and the blanks after it."""
         blanks = ""
         while (mark := self.peek()) and mark in _BLANK:
             blanks = mark if mark == "\n" else (blanks + mark)[-1000:]
@@ -207,7 +207,7 @@ class JsonWindow:
         return blanks
 
     def skip_to(self, text: str) -> bool:
-        """Steps to behind the line break that `text` begins with, at its next place. False when there is none."""
+        """Finds the next `text`, which begins with a line break, and moves past that break. False when there is none."""
         while True:
             found = self.text.find(text, self.position)
             if found >= 0:
@@ -218,6 +218,6 @@ class JsonWindow:
                 return False
 
     def excerpt(self, back: int = 0) -> str:
-        """Thirty characters from the position on, or from a little before it."""
+        """Thirty characters, beginning `back` characters before the position."""
         start = max(0, self.position - back)
         return self.text[start : start + 30]

@@ -9,23 +9,23 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-LOST_PEER = 3  # exit status of a rank that ends because another one did, or did not come
-LONGEST_LINE = 2000  # characters; a path of the system has up to 4096, a list of mismatches more
+LOST_PEER = 3  # exit status of a rank that ends because another rank ended or did not answer
+LONGEST_LINE = 2000  # characters; a path can have 4096, a list of mismatches more
 
 
 class UserError(Exception):
-    """Something the user gave is wrong. The message is one line: the file, item or flag, and what to do about it."""
+    """The user's input is wrong. The message is one line: the file, item or flag, and what to do about it."""
 
 
 class RunError(Exception):
-    """A run cannot go on, whatever the user gave. One line, said by rank 0, and exit status 1 (see launch)."""
+    """A run cannot continue, whatever the input. Rank 0 prints one line, and the exit status is 1 (see launch)."""
 
 
 def fail(message: str) -> NoReturn:
     """Prints `error: message` to stderr and exits with status 2.
 
-    Under a launcher every rank finds the same error; rank 0 alone says it. What a user typed may hold line breaks or
-    control characters, and be of any length: the line stays a line.
+    Under a launcher every rank finds the same error, and only rank 0 prints it. A user's text in the message may contain
+    line breaks or control characters and have any length; the output is still one line.
     """
     rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     of_a_launcher = rank.isdecimal() and count.isdecimal() and int(rank) < int(count)
@@ -48,9 +48,9 @@ def exit_on_user_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns what a library raises in its block into a UserError: `what`, and what the library says.
+    """Turns an exception of a library in its block into a UserError: `what`, then the library's message.
 
-    A panic of a library written in Rust is a BaseException, which `except Exception` lets pass.
+    A panic of a library written in Rust is a BaseException, which `except Exception` does not catch.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def library_errors(what: str) -> Iterator[None]:
         raise
 
 
-LAUNCHED_VARIABLE = "GPT2_CHINESE_LAUNCHED"  # set by launch(), to its process id: what it said, its ranks do not say again
+LAUNCHED_VARIABLE = "GPT2_CHINESE_LAUNCHED"  # set by launch(), to its process id; ranks then do not repeat its notices
 
 
 def notice(line: str) -> None:
@@ -72,10 +72,10 @@ def notice(line: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse whose errors are a UserError, for a caller inside exit_on_user_error: one line, no usage above it."""
+    """An argparse parser that raises UserError, which exit_on_user_error prints as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises the UserError."""
+        """Raises UserError with this message."""
         raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")
 
 

@@ -1,6 +1,6 @@
-"""Reading what a user gave a path of.
+"""Reads files that a user names.
 
-Whatever a path leads to, the answer comes at once: a value, or a UserError of one line.
+Whatever the path leads to, a call ends at once: with a value, or with a UserError of one line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from gpt2_chinese.errors import UserError
 
-LARGEST_TEXT = 1 << 28  # bytes of a vocabulary or a configuration; above it somebody gave weights or a corpus
+LARGEST_TEXT = 1 << 28  # bytes of a vocabulary or a configuration; a larger file is weights or a corpus
 
 
 def kind(path: Path | str, what: str) -> str:
@@ -21,11 +21,11 @@ def kind(path: Path | str, what: str) -> str:
 
     Args:
         path: any text.
-        what: the thing and its path, for the line: `vocabulary x.txt`.
+        what: the kind of file and its path, for the message: `vocabulary x.txt`.
 
     Raises:
-        UserError: a path that cannot be looked at (permission, a circle of links, too long), or leads to a pipe or a
-            device, which could be read for ever.
+        UserError: a path that cannot be inspected (permission, a circle of links, too long), or that leads to a pipe or a
+            device, which may have no end.
     """
     try:
         mode = os.stat(path).st_mode
@@ -41,7 +41,7 @@ def kind(path: Path | str, what: str) -> str:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """What the system says about a path, without the path."""
+    """The system's message about a path, without the path."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else "no path can hold a null character"
 
 

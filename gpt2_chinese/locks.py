@@ -1,7 +1,7 @@
-"""A lock between processes, also on several machines of a shared disk; the kernel releases it however its holder ends.
+"""A lock between processes, also of several machines with a shared disk; the kernel releases it however its holder ends.
 
-It is on a plain file that is open for writing: NFS and Lustre lock a folder on each machine for itself, and NFS gives no
-exclusive lock on what is open for reading only. A file system without locks lets everybody in.
+The lock is on a plain file that is open for writing. NFS and Lustre lock a folder within one machine only, and NFS gives no
+exclusive lock on a file opened for reading. On a file system without locks every process gets the lock.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of the file at `path`. Whoever may write in its folder may open it, whatever the umask of who made it."""
+    """Opens the file at `path`, created if missing: for all who may write in its folder, whatever the creator's umask."""
     with contextlib.suppress(FileExistsError):
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         os.fchmod(handle, path.parent.stat().st_mode & 0o666)
         return handle
-    return os.open(path, os.O_RDWR)  # without O_CREAT, which Linux may refuse in a folder like /tmp
+    return os.open(path, os.O_RDWR)  # no O_CREAT: Linux may refuse it for another user's file in /tmp
 
 
 def try_lock(handle: int) -> bool:
@@ -33,13 +33,13 @@ def try_lock(handle: int) -> bool:
 
 
 def wait_for_lock(handle: int) -> None:
-    """Takes the lock as soon as nobody else holds it."""
+    """Waits until no other process holds the lock, and takes it."""
     with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 def is_held(path: Path) -> bool:
-    """True when another process holds the lock of the file at `path`; makes none."""
+    """True when another process holds the lock of the file at `path`; creates no file."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError:

@@ -1,4 +1,4 @@
-"""Progress: a bar that moves on a terminal, a line now and then in a log file."""
+"""Progress: a moving bar on a terminal, a line from time to time in a log file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 
 SHARE_OF_STEPS = 0.05  # in a log file: a line after a twentieth of the steps ...
-SECONDS_AT_LEAST = 10.0  # ... or when this time, and a twentieth of all time so far, have gone by without one
+SECONDS_AT_LEAST = 10.0  # ... or after this time without a line, and at least a twentieth of the time so far
 
 
 class Progress:
@@ -29,32 +29,32 @@ class Progress:
             self._bar = tqdm(total=total, initial=done, bar_format=form, mininterval=0.2, **width)
 
     def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Notes that a step is done, with the tokens it saw and the seconds it took."""
+        """Counts a finished step, its tokens and its seconds, and shows the progress when it is time."""
         self.steps, self.tokens, self.seconds = self.steps + 1, self.tokens + tokens, self.seconds + seconds
         rate = tokens / seconds
         self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
-        said = f"loss {loss:.4f}, {self._rate:,.0f} tokens/s"
+        status = f"loss {loss:.4f}, {self._rate:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(said, refresh=False)
+            self._bar.set_postfix_str(status, refresh=False)
             self._bar.update(1)
             return
         now = time.perf_counter()
         overdue = now - self._shown >= max(SECONDS_AT_LEAST, SHARE_OF_STEPS * (now - self._begin))
         if step >= self._next or step == self.total or overdue:
             left = (self.total - step) * (now - self._begin) / self.steps
-            self.write(f"step {step}/{self.total}: {said}, {left:.0f} s left")
+            self.write(f"step {step}/{self.total}: {status}, {left:.0f} s left")
             self._shown = now
             self._next = step + max(1, round(self.total * SHARE_OF_STEPS))
 
     def write(self, line: str) -> None:
-        """Prints a line without tearing the bar."""
+        """Prints a line above the bar."""
         if self._bar is not None:
             self._bar.write(line, file=sys.stdout)
         else:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Closes the bar; its last state stays on the terminal."""
         if self._bar is not None:
             self._bar.close()
 
@@ -68,7 +68,7 @@ class Progress:
 class ByteProgress:
     """How many bytes of a known total are done: a bar on a terminal, else a line every SECONDS_AT_LEAST seconds.
 
-    Both go to stderr, so that what a command prints can be piped on.
+    Both go to stderr, so that a command's stdout can be piped.
     """
 
     def __init__(self, total: int, what: str) -> None:
@@ -81,7 +81,7 @@ class ByteProgress:
             self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, mininterval=0.2, delay=2)
 
     def add(self, count: int) -> None:
-        """Notes that `count` bytes more are done; what goes beyond the total is not shown."""
+        """Counts `count` more bytes as done; bytes beyond the total are ignored."""
         count = min(count, self.total - self.done)
         self.done += count
         if self._bar is not None:
@@ -96,6 +96,6 @@ class ByteProgress:
             self._shown = now
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Closes the bar; its last state stays on the terminal."""
         if self._bar is not None:
             self._bar.close()

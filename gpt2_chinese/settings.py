@@ -1,8 +1,8 @@
 """The settings of a run: one field per flag, what each means, and which of them contradict each other.
 
-Nothing is looked up here: `resolve` (run/resolve.py) fills in what follows from files, the launcher and the configuration.
+This file looks nothing up: `resolve` (run/resolve.py) fills in values from files, the launcher and the configuration.
 
-A chapter adds flags by subclassing; one whose --nproc is 1 by default refuses more:
+A chapter adds flags in a subclass. A chapter whose --nproc is 1 by default refuses a larger number:
 
     @dataclass
     class Settings(BaseSettings):
@@ -34,10 +34,10 @@ def flag(default: Any, help: str, choices: tuple[Any, ...] | None = None, shown:
     """A dataclass field that is a command-line flag.
 
     Args:
-        default: its default value; None for what is resolved later.
+        default: its default value; None when `resolve` fills the value in.
         help: one sentence.
-        choices: the allowed values, if they are few.
-        shown: what --help gives as the default, where `default` itself says little.
+        choices: the allowed values; None for any.
+        shown: the default as --help prints it; when None, `default` itself, or "by config" where that is None, too.
     """
     shown = shown or ("by config" if default is None else str(default))
     return field(default=default, metadata={"help": help, "choices": choices, "shown": shown})
@@ -45,7 +45,7 @@ def flag(default: Any, help: str, choices: tuple[Any, ...] | None = None, shown:
 
 @dataclass
 class Settings:
-    """Every flag of a chapter, in the order of --help. After `resolve()` none of the by-config values is None."""
+    """All flags of a chapter, in the order of --help. After `resolve()` no value that the config gives is None."""
 
     nproc: int = flag(1, "Processes on this machine, one per GPU where there are GPUs.")
     model_config: str = flag("tiny", "tiny, small, medium, large, xl, or the path of a GPT-2 config.json.")
@@ -55,8 +55,8 @@ class Settings:
     )
     vocab: str = flag(str(ROOT / "cache/vocab.txt"), "A vocab.txt or a tokenizer.json.", shown="shipped vocabulary")
     vocab_profile: str = flag(
-        "auto", "How a vocab.txt is used: gpt2_chinese ([MASK] text [CLS], digits apart), uer ([CLS] text [SEP], digits "
-        "whole), auto (what its folder records, else gpt2_chinese).", PROFILE_CHOICES,
+        "auto", "How a vocab.txt is used: gpt2_chinese ([MASK] text [CLS], digits split), uer ([CLS] text [SEP], digits "
+        "kept), auto (what its folder records, else gpt2_chinese).", PROFILE_CHOICES,
     )  # fmt: skip
     seq_len: int | None = flag(None, "Tokens in a sequence.", shown="by config, tiny: 128")
     batch_size: int | None = flag(None, "Sequences in a GLOBAL batch, whatever --nproc.", shown="by config, tiny: 24")
@@ -66,22 +66,22 @@ class Settings:
     weight_decay: float | None = flag(None, "Weight decay of matrices and embeddings.", shown="by config, tiny: 0.1")
     clip_grad_norm: float | None = flag(None, "Largest global gradient norm, 0 for none.", shown="by config, tiny: 1.0")
     precision: str | None = flag(
-        None, "Of the matrix products; fp16 scales its loss.", ("fp32", "bf16", "fp16"), "fp32 on CPU, bf16 on GPU"
+        None, "Precision of the matrix products; fp16 scales the loss.", ("fp32", "bf16", "fp16"), "fp32 on CPU, bf16 on GPU"
     )
     max_steps: int | None = flag(None, "Steps to train.", shown="by config, tiny: 800")
-    epochs: float | None = flag(None, "Passes over the corpus; with --max-steps, what ends first.", shown="no limit")
+    epochs: float | None = flag(None, "Passes over the corpus; with --max-steps, whichever ends first.", shown="no limit")
     eval_every: int | None = flag(None, "Steps between evaluations.", shown="by config, tiny: 200")
     save_every: int | None = flag(None, "Steps between checkpoints.", shown="by config, tiny: 200")
-    keep: int = flag(3, "Newest complete checkpoints that stay, 0 for all.")
+    keep: int = flag(3, "Number of newest complete checkpoints to keep, 0 for all.")
     log_every: int | None = flag(None, "Steps between lines of metrics.jsonl.", shown="by config, tiny: 1")
-    output_dir: str | Path | None = flag(None, "Where the run writes all it writes.", shown="runs/NN_name")
+    output_dir: str | Path | None = flag(None, "Folder for everything that the run writes.", shown="runs/NN_name")
     init_from: str | None = flag(
         None,
-        "Weights to begin with: a GPT-2 folder or file in Hugging Face's format, or a run. Model and vocabulary follow it.",
+        "Initial weights: a GPT-2 folder or file in Hugging Face's format, or a run. It also sets model and vocabulary.",
         shown="random weights",
     )
-    resume: str = flag("auto", "auto (the newest complete checkpoint there), never, or the path of a checkpoint.")
-    seed: int = flag(42, "Of the initial weights, the order of the batches and dropout.")
+    resume: str = flag("auto", "auto (the newest complete checkpoint of --output-dir), never, or the path of a checkpoint.")
+    seed: int = flag(42, "Seed of the initial weights, the order of the batches and dropout.")
     device: str = flag("auto", "Where to train.", choices=("auto", "cpu", "cuda"))
 
     # -- not flags: filled by from_command_line and by resolve(settings) ----------------------------------------------
@@ -93,9 +93,9 @@ class Settings:
     vocab_size: int = field(default=0, init=False)
     train_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens
     valid_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens
-    resume_from: Path | None = field(default=None, init=False)  # a checkpoint to go on from; a FILE is weights to begin with
-    resume_step: int = field(default=0, init=False)  # which that checkpoint has done, 0 without one
-    timeout_s: int = field(default=600, init=False)  # of a collective; a flag in ParallelSettings
+    resume_from: Path | None = field(default=None, init=False)  # a checkpoint folder to resume, or a FILE of initial weights
+    resume_step: int = field(default=0, init=False)  # steps that this checkpoint has done, 0 without a checkpoint
+    timeout_s: int = field(default=600, init=False)  # limit of a collective; a flag in ParallelSettings
 
     @classmethod
     def from_command_line(
@@ -105,7 +105,7 @@ class Settings:
 
         Args:
             program_file: `__file__` of the chapter's train.py; its folder names the chapter.
-            description: its docstring, shown by --help.
+            description: the docstring of train.py, shown by --help.
             argv: the arguments, sys.argv[1:] when None.
         """
         with exit_on_user_error():
@@ -121,9 +121,9 @@ class Settings:
         return {f.name: f for f in dataclasses.fields(cls) if "help" in f.metadata}
 
     def is_given(self, name: str) -> bool:
-        """True for a flag of the command line, even when it says what is the default."""
-        said = any(word == dashed(name) or word.startswith(f"{dashed(name)}=") for word in self.argv)
-        return said or getattr(self, name) != self.flags()[name].default
+        """True when the command line sets the flag, even to its default, or when its value is not the default."""
+        typed = any(word == dashed(name) or word.startswith(f"{dashed(name)}=") for word in self.argv)
+        return typed or getattr(self, name) != self.flags()[name].default
 
     def about(self) -> list[tuple[str, str]]:
         """(name, value) rows that a chapter adds to the header of a run."""
@@ -134,10 +134,10 @@ class Settings:
         return {name: str(v) if isinstance(v := getattr(self, name), Path) else v for name in self.flags()}
 
     def prepare(self) -> None:
-        """Called by `resolve` before anything else, for a chapter that takes flags from elsewhere too."""
+        """`resolve` calls this first; a chapter overrides it to read flags from other sources, too."""
 
     def validate(self) -> None:
-        """Checks what needs no corpus; a chapter extends it and calls super().validate() first.
+        """Checks the flags, as far as that needs no corpus; a chapter's override calls super().validate() first.
 
         Raises:
             UserError: one line that names the flags.
@@ -179,26 +179,26 @@ class Settings:
             raise UserError(f"--warmup-steps {self.warmup_steps} must be below --max-steps {self.max_steps}")
 
     def check_resolved(self) -> None:
-        """Called by `resolve` after everything else, for a chapter that checks more. Raises UserError as `validate`."""
+        """`resolve` calls this last; a chapter overrides it to check more. Raises UserError as `validate`."""
 
     @property
     def num_replicas(self) -> int:
-        """In how many parts the ranks share a batch: all of them, where each holds or gathers the whole model."""
+        """Number of parts that the ranks split a batch into: nproc, where each rank holds or gathers the whole model."""
         return self.nproc
 
     @property
     def in_step(self) -> bool:
-        """True when all ranks take each step together, so that they can agree in each to stop after it."""
+        """True when all ranks take each step together, so that they can agree, once a step, to stop."""
         return True
 
 
 @dataclass
 class ParallelSettings(Settings):
-    """The flags that chapters of several ranks share in addition to the contract's: subclass it instead of Settings."""
+    """Settings with the flags that all chapters of several ranks share; such a chapter subclasses this class."""
 
     nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
     check_sync: int = flag(10, "Steps between checks that all ranks hold the same weights, 0 for none.")
-    timeout_s: int = flag(600, "Seconds a rank waits for the others before it ends the run and says for whom.")
+    timeout_s: int = flag(600, "Seconds a rank waits for the others before it ends the run and names the missing ranks.")
 
     def validate(self) -> None:
         super().validate()
@@ -225,7 +225,7 @@ _LEAST = {
 }
 
 
-MOST = (1 << 63) - 1  # what torch takes as a seed, and more than any run can count to
+MOST = (1 << 63) - 1  # the largest seed that torch accepts, and more than any run can count
 
 
 def dashed(name: str) -> str:
@@ -266,7 +266,7 @@ _METAVAR = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def _kind(hint: Any) -> type:
-    """The type a flag's text is turned into: `str | Path | None` is str, `int | None` is int."""
+    """The type that a flag's text is converted to: `str | Path | None` gives str, `int | None` gives int."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return typing.get_args(hint)[0]
     return hint

@@ -13,10 +13,10 @@ from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command."""
     parser = OneLineParser(
         prog="python -m gpt2_chinese.tokens",
-        description="Tokenises a corpus ahead of a run. Killed halfway, the same command goes on where it was.",
+        description="Tokenises a corpus ahead of a run. After a kill the same command resumes where it stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     root = Path(__file__).resolve().parents[1]

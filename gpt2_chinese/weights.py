@@ -3,8 +3,8 @@
 python -m gpt2_chinese.weights export runs/00_single --output exported
 python -m gpt2_chinese.weights export runs/00_single/checkpoints/step_000200 --output exported --format bin --dtype float16
 
-What is exported is a folder that transformers reads: weights, config.json, vocabulary, the ids of beginning and end.
-Numbers are written as they are stored unless --dtype says otherwise.
+The export is a folder that transformers reads: weights, config.json, vocabulary, the ids of the begin and end tokens.
+The weights keep their stored dtype unless --dtype names another.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ def export(
 ) -> Path:  # fmt: skip
     """Writes a folder that transformers reads, complete or not at all, and returns its path.
 
-    The weights keep their bits unless dtype is given, the configuration keeps what this project does not know. Ids of
-    beginning, end and padding are those of the vocabulary: what stood there may lie outside of it (50256 of 21128).
+    The weights keep their bits unless dtype is given. The configuration keeps keys that this project does not use. The ids
+    of begin, end and padding come from the vocabulary: the model's own may be outside of it (50256 of 21128 entries).
 
     Args:
-        path: as `find_weights` takes it.
-        output: a folder that is not there yet.
+        path: any path that `find_weights` accepts.
+        output: a new or empty folder.
         form: "safetensors", or "bin" for programs that read nothing else.
         dtype: one of DTYPES; as stored when None.
         vocab: a vocabulary file, where there is none next to the weights.
 
     Raises:
-        UserError: no model, an output that is there, numbers that the dtype cannot hold.
+        UserError: no model, an output that is not empty, numbers that the dtype cannot hold.
     """
     import torch
 
     output = Path(output)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"--output {output} is there already: give a new folder")
+        raise UserError(f"--output {output} exists already: give a new folder")
     file = find_weights(path)
     config, vocabulary = config_and_vocabulary(file, vocab)
     weights = read_weights(file, config)
@@ -74,25 +74,25 @@ def _save(weights: dict[str, Tensor], folder: Path, form: str) -> None:
     plain = {}
     for name, tensor in weights.items():
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        plain[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)  # a view drags its base along
+        plain[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)  # a view would save its base
     if form == "bin":
         torch.save({**plain, "lm_head.weight": plain["transformer.wte.weight"]}, folder / "pytorch_model.bin")
     else:
         save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # the library's are readable by their owner only
+        (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command `export`."""
+    """Runs the command `export`."""
     parser = OneLineParser(
         prog="python -m gpt2_chinese.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command = parser.add_subparsers(required=True, dest="command").add_parser("export", help="write a Hugging Face folder")
     command.add_argument("model", help="a run, its final/, a checkpoint, or a Hugging Face folder or file")
-    command.add_argument("--output", required=True, help="the folder to write, not there yet")
+    command.add_argument("--output", required=True, help="the folder to write, new or empty")
     command.add_argument("--format", default="safetensors", choices=("safetensors", "bin"),
-                         help="of the weights (default: safetensors)")  # fmt: skip
-    command.add_argument("--dtype", choices=DTYPES, help="of the numbers (default: as they are stored)")
+                         help="file format of the weights (default: safetensors)")  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as they are stored)")
     command.add_argument("--vocab", help="vocabulary, where the folder has none")
     with exit_on_user_error():
         a = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""final/ of a run, and what an export writes: weights, config.json and vocabulary in plain Hugging Face form."""
+"""Writes final/ of a run, and exports: weights, config.json and vocabulary in plain Hugging Face form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def export_final(
         config: of the model.
         weights: NAME to tensor; stored as float32.
         vocab: the vocabulary file.
-        about: what goes into run.json: where the model comes from.
+        about: the content of run.json: where the model comes from.
         profile: of the vocabulary.
     """
     staging = begin_final(directory, BYTES_EACH * sum(tensor.numel() for tensor in weights.values()))
@@ -49,14 +49,14 @@ def begin_final(directory: Path, num_bytes: int) -> Path:
 
 
 def staging_final(directory: Path) -> Path:
-    """Where `begin_final` makes that folder: known to all ranks."""
+    """The staging folder of `begin_final`, which every rank can name."""
     return directory.with_name(f"{directory.name}.tmp")
 
 
 def complete_final(
     staging: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any], profile: str = "auto"
 ) -> Path:
-    """Adds what belongs to the weights, seals the folder and renames it to `directory`; returns that.
+    """Adds config.json, vocabulary and run.json to the weights, seals the folder, renames it to `directory`; returns that.
 
     Raises:
         RunError: a weight is not finite.
@@ -65,7 +65,7 @@ def complete_final(
 
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
-    if (staging / "model.safetensors").is_file():  # an export may be a pickle for older programs: its weights were read
+    if (staging / "model.safetensors").is_file():  # an export for older programs has a pickle; its weights come from a file
         with safe_open(staging / "model.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 check_finite({name: file.get_tensor(name)})

@@ -1,4 +1,4 @@
-"""Which checkpoints there are. Does not import torch: finding one must not need it."""
+"""Finds checkpoints, without an import of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = "parts"
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all checkpoints there, newest first; step_N.old, left by a kill while step_N was replaced, last."""
+    """(step, folder) of all checkpoints, newest first; step_N.old, left by a kill during a replacement, follows step_N."""
     found = []
     for folder in directory.glob("step_*") if directory.is_dir() else ():
         number = folder.name.removeprefix("step_").removesuffix(".old")
@@ -23,7 +23,7 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 
 
 def newest_complete(directory: Path) -> Path | None:
-    """The checkpoint of the highest step whose files all match their checksums; damaged ones are passed over, aloud."""
+    """The checkpoint of the highest step whose files all match their checksums; a notice names each damaged one."""
     for _, folder in candidates(directory):
         reason = damage(folder)
         if reason is None:

@@ -3,7 +3,7 @@
     model.safetensors                 model.safetensors.index.json + model-00001-of-00002.safetensors ...
     pytorch_model.bin                 pytorch_model.bin.index.json + pytorch_model-00001-of-00002.bin ...
 
-Reading never runs code: pickles go through torch's reader of plain tensors alone.
+Reading never runs code: pickles are read by torch.load with weights_only=True.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.model.config import ModelConfig
 
-# a buffer that older versions of transformers kept in the state; c_attn.bias is none of them
+# mask buffers that older versions of transformers stored with the weights; c_attn.bias is none of them
 _FILLER = re.compile(r"(^|\.)h\.\d+\.attn\.masked_bias$")
 _MASK = re.compile(r"(^|\.)h\.\d+\.attn\.bias$")
 _TIED = "transformer.wte.weight"
-_NAMED_AT_MOST = 40  # all kinds of weights fit, missing in some layers and of another shape in others
+_NAMED_AT_MOST = 40  # enough for all kinds of weights, each missing in some layers and misshapen in others
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """What a file holds, or all files that an index names, as stored, on the CPU; mapped from the disk where it can.
+    """The tensors of a file, or of all files that an index names, as stored, on the CPU; memory-mapped where possible.
 
     Raises:
         UserError: an unreadable file, a pickle that holds more than tensors, an index that names files elsewhere.
@@ -63,8 +63,8 @@ def _read_pickle(file: Path) -> Any:
         except OSError as error:
             raise UserError(f"cannot read the weights {file}: {error.strerror}") from None
         except Exception as error:  # whatever a damaged or hostile file makes the reader raise
-            said = str(error)
-    if named := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", said):
+            message = str(error)
+    if named := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", message):
         raise UserError(f"{file} is refused: it is a pickle that names {named[1]}: only plain tensors are read")
     raise UserError(
         f"cannot read the weights {file}: damaged, or a pickle that holds more than plain tensors, which is not read: "
@@ -115,7 +115,7 @@ def under_our_names(found: dict[str, Tensor], source: Path) -> dict[str, Tensor]
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight of a model, by name; makes no storage."""
+    """The shape of every weight of a model, by name; allocates no storage."""
     from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
     with torch.device("meta"):
@@ -123,10 +123,10 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_fit(weights: dict[str, Tensor], config: ModelConfig, source: Path) -> None:
-    """Holds weights against a configuration.
+    """Compares weights with a configuration.
 
     Raises:
-        UserError: names, shapes or kinds of numbers differ; all differences in one line.
+        UserError: names or shapes differ, or a dtype is not floating-point; all differences in one line.
     """
     wanted = shapes_of(config)
     wrong = [f"{name} is missing" for name in wanted if name not in weights]
@@ -144,7 +144,7 @@ def check_fit(weights: dict[str, Tensor], config: ModelConfig, source: Path) -> 
 
 
 def _by_kind(items: list[str]) -> list[str]:
-    """The same of many layers as one item: h.*.ln_1.weight is missing (12 layers)."""
+    """Merges equal items of many layers into one: h.*.ln_1.weight is missing (12 layers)."""
     kinds: dict[str, list[str]] = {}
     for item in items:
         kinds.setdefault(re.sub(r"\bh\.\d+\.", "h.*.", item), []).append(item)

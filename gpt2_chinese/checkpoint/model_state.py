@@ -1,4 +1,4 @@
-"""What a plain model and its AdamW hold, as tensors by name: what checkpoints and final/ store."""
+"""The state of a plain model and its AdamW, as tensors by name, which checkpoints and final/ store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES_EACH = 4  # of a stored number: all are float32
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raises RunError, naming the first, when a number is not finite: such a model learns nothing more, and is not kept."""
+    """Raises RunError for the first tensor with a number that is not finite: such a model cannot learn, and is not saved."""
     import torch
 
     for name, tensor in tensors.items():
@@ -36,13 +36,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(plain, path, metadata={"format": "pt"})
     except SafetensorError as error:  # which is no OSError
         raise OSError(f"{path.name}: {error}") from None
-    umask = os.umask(0)  # there is no other way to read it
+    umask = os.umask(0)  # the umask can only be read by setting it
     os.umask(umask)
     path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner may read
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a plain model by name, a tied one once: what `save` and `export_final` take."""
+    """The parameters of a plain model by name, a tied one once: an argument of `save` and `export_final`."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -81,10 +81,10 @@ def adamw_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def load_adamw_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]) -> None:
-    """Gives torch.optim.AdamW the state that `adamw_moments` took."""
+    """Sets the state of torch.optim.AdamW from the result of `adamw_moments`."""
     for name, parameter in model.named_parameters():
         if f"step.{name}" not in moments:
-            continue  # a parameter that had never been stepped
+            continue  # AdamW had never updated this parameter
         optimizer.state[parameter] = {
             "step": moments[f"step.{name}"].clone(),
             "exp_avg": moments[f"exp_avg.{name}"].to(parameter, copy=True),

@@ -1,4 +1,4 @@
-"""Checkpoints: one plain format for all chapters, so that each can go on from what any other saved, at any --nproc.
+"""Checkpoints: one plain format for all chapters, so that each can resume what any other saved, at any --nproc.
 
     checkpoints/step_000200/
         model.safetensors       float32 weights under Hugging Face's names; the tied head is left out
@@ -9,8 +9,8 @@
         manifest.json           size and SHA-256 of each file above, and of that table
 
 Complete or absent: written to a staging folder, flushed to the disk, renamed. The manifest is checked before use,
-because a flipped byte in a safetensors file loads without a word. torch is imported late: naming a checkpoint must not
-need it.
+because a safetensors file with a flipped byte loads without an error. torch is imported late: naming a checkpoint must
+not need it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def save(
 
     Args:
         directory: the folder `checkpoints`.
-        step: the step that is done.
+        step: the last step done.
         weights: NAME to tensor, any device and dtype; stored as float32.
-        moments: as `adamw_moments` gives them.
+        moments: the result of `adamw_moments`.
         state: JSON content for state.json; state["model"] becomes config.json. `step` is added.
 
     Raises:
         RunError: the disk is too full, found out before anything is written, or a weight or moment is not finite.
-        OSError: the disk became full meanwhile, or is broken; what was complete before is so still.
+        OSError: the disk became full meanwhile, or fails; earlier checkpoints stay complete.
     """
     check_finite({**weights, **moments})
     num_bytes = BYTES_EACH * sum(tensor.numel() for tensor in [*weights.values(), *moments.values()])
@@ -72,7 +72,7 @@ def begin(directory: Path, step: int, num_bytes: int) -> Path:
 
 
 def staging_folder(directory: Path, step: int) -> Path:
-    """Where `begin` makes that folder: known to all ranks."""
+    """The staging folder of `begin`, which every rank can name."""
     return directory / f"step_{step:06d}.tmp"
 
 
@@ -87,16 +87,16 @@ def complete(staging: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def prune(directory: Path, keep: int, written: int) -> None:
-    """Removes all checkpoints older than the newest `keep` complete ones (0: none is too old), never that of step `written`.
+    """Removes all checkpoints older than the newest `keep` complete ones (0: keeps all), never that of step `written`.
 
-    A damaged one does not count; it stays while it is not older than those.
+    A damaged checkpoint is not counted, and is kept while it is not older than those.
     """
     whole: list[int] = []
     just_written = directory / f"step_{written:06d}"
     for step, folder in candidates(directory):
         old = bool(keep) and len(whole) >= keep
         if folder != just_written and (old or step in whole):
-            gone = directory / f"step_{step:06d}.tmp.gone"  # never half of a checkpoint under its name
+            gone = directory / f"step_{step:06d}.tmp.gone"  # so that a kill leaves no half of a checkpoint under its name
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -105,7 +105,7 @@ def prune(directory: Path, keep: int, written: int) -> None:
 
 
 def read_checkpoint(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Any]]:
-    """Weights, moments and state of a checkpoint, on the CPU; those of parts/ are read when they are asked for.
+    """Weights, moments and state of a checkpoint, on the CPU; the tensors of parts/ are read on access.
 
     Raises:
         UserError: the checkpoint is damaged.

@@ -1,4 +1,4 @@
-"""A trained model from what a user points at: a run, its final/, a checkpoint, a Hugging Face folder or file.
+"""Loads a trained model from any path that a user gives: a run, its final/, a checkpoint, a Hugging Face folder or file.
 
 torch is imported late: finding a model must not need it.
 """
@@ -31,12 +31,12 @@ VOCABULARY_FILES = ("vocab.txt", "tokenizer.json")
 
 
 def find_weights(path: Path | str) -> Path:
-    """The file with weights that a path means, beside its config.json: a run gives its final/, else its newest checkpoint.
+    """The file of weights that a path means, next to a config.json; for a run in final/, else in its newest checkpoint.
 
-    A checkpoint that ranks wrote in parts gives parts/.metadata.
+    For a checkpoint that ranks wrote in parts it is parts/.metadata.
 
     Raises:
-        UserError: there is nothing of the kind.
+        UserError: no trained model at this path.
     """
     path = Path(path)
     if path.is_file() and (path.suffix in (".safetensors", ".bin") or path.name in (*WEIGHT_FILES, ".metadata")):
@@ -66,12 +66,12 @@ def _folder_of(file: Path) -> Path:
 
 
 def _state_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's state.json says; nothing in a folder that is no checkpoint."""
+    """The content of a checkpoint's state.json; {} for a folder that is no checkpoint."""
     return read_state(folder) if (folder / "state.json").is_file() else {}
 
 
 def find_vocabulary(folder: Path) -> Path | None:
-    """The vocabulary in a folder with weights; of a checkpoint, that of its run; None where there is none."""
+    """The vocabulary in a folder with weights; for a checkpoint, the vocabulary of its run; None where neither exists."""
     if any((folder / name).is_file() for name in VOCABULARY_FILES):
         return vocabulary_file(folder)
     settings = _state_of(folder).get("settings")
@@ -85,8 +85,8 @@ def read_weights(path: Path | str, config: ModelConfig | None = None) -> dict[st
     Adds the prefix `transformer.` where it is missing, leaves out the mask buffers of old versions and the tied head.
 
     Args:
-        path: as `find_weights` takes it.
-        config: what they must fit; that of their folder when None. Its vocab_size may be None.
+        path: any path that `find_weights` accepts.
+        config: the configuration that they must fit, their folder's when None. Its vocab_size may be None.
 
     Raises:
         UserError: an unreadable file, a pickle with more than tensors, a head that is not the embedding, unknown or
@@ -115,9 +115,9 @@ def load_model(
     """A model in evaluation mode with its vocabulary.
 
     Args:
-        path: as `find_weights` takes it.
-        device: where to put it; computes in float32, however the weights are stored.
-        vocab: a vocabulary file, where the folder has none (a checkpoint takes that of its run).
+        path: any path that `find_weights` accepts.
+        device: where to put the model; it computes in float32, however the weights are stored.
+        vocab: a vocabulary file, where the folder has none (for a checkpoint the default is that of its run).
 
     Raises:
         UserError: no model, weights that do not fit its config.json, or no vocabulary.
@@ -129,7 +129,7 @@ def load_model(
     file = find_weights(path)
     config, vocabulary = config_and_vocabulary(file, vocab)
     weights = read_weights(file, config)
-    with torch.device("meta"):  # nothing is drawn that is overwritten at once
+    with torch.device("meta"):  # draws no initial weights, which would be overwritten at once
         model = GPT2LMHeadModel(config)
     model.to_empty(device="cpu").tie_weights()
     load_weights(model, weights)
@@ -137,10 +137,10 @@ def load_model(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a command that works alone: what --device auto, cpu or cuda means here.
+    """The device of a command of one process: what --device auto, cpu or cuda means on this machine.
 
     Raises:
-        UserError: cuda, where torch finds none.
+        UserError: --device cuda, but torch finds no GPU.
     """
     import torch
 
@@ -151,12 +151,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def config_and_vocabulary(file: Path, vocab: Path | str | None) -> tuple[ModelConfig, Vocabulary]:
-    """Of the weights in a file; the first has the size of the second."""
+    """Configuration and vocabulary for the weights in a file, vocab_size set to the vocabulary's. Raises UserError."""
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
     folder = _folder_of(file)
     config = ModelConfig.from_file(folder)
-    # a checkpoint holds no vocabulary, but knows which one its run had and how it was used
+    # a checkpoint contains no vocabulary, but its state names the vocabulary and the profile of its run
     state = _state_of(folder)
     vocab = vocab or find_vocabulary(folder)
     if vocab is None:
@@ -172,7 +172,7 @@ def config_and_vocabulary(file: Path, vocab: Path | str | None) -> tuple[ModelCo
 
 
 def begin_from(path: Path | str) -> tuple[Path, Path | None]:
-    """What --init-from means: the file with the weights, and the vocabulary beside them. Raises UserError."""
+    """The files that --init-from means: the weights, and the vocabulary next to them or None. Raises UserError."""
     file = find_weights(path)
     folder = _folder_of(file)
     if (folder / MANIFEST).is_file() and (reason := damage(folder)):
@@ -181,7 +181,7 @@ def begin_from(path: Path | str) -> tuple[Path, Path | None]:
 
 
 def check_initial(file: Path, config: ModelConfig) -> None:
-    """Reads the weights to begin with once, before a process starts. Raises UserError as `read_weights`."""
+    """Reads the initial weights once, before ranks are started, to find errors. Raises UserError as `read_weights`."""
     try:
         read_weights(file, config)
     except UserError as error:

@@ -4,8 +4,8 @@
     python -m gpt2_chinese.corpora convert news2016zh_train.json novels/ --output mine/mix --max-length 2000
     bash chapters/00_single/train.sh --train-data mine/wiki/train --valid-data mine/wiki/valid
 
-Inputs are files, folders and archives (.zip .gz .tar.gz); memory stays the same however large they are. The output is
-complete or absent, never half.
+Inputs are files, folders and archives (.zip .gz .tar.gz); memory use does not grow with their size. The output folder
+is complete or absent.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def parser() -> argparse.ArgumentParser:
     add("--output", "the folder to make: train/, valid/, report.json", required=True, type=Path)
     command.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion left in --output")
     add("--format", "what the inputs are; auto looks at the first 50 lines", "auto", choices=("auto", *ALL_FORMATS))
-    add("--encoding", "of text and JSON", "utf-8", choices=ENCODINGS)
+    add("--encoding", "encoding of text and JSON", "utf-8", choices=ENCODINGS)
     add("--field", "json-lines: the field that holds the text (default: text, else content)")
-    add("--join", "clue-text, paragraphs: what stands between joined lines (default: a line break; nothing in paragraphs)")
+    add("--join", "clue-text, paragraphs: text put between joined lines (default: a line break; nothing in paragraphs)")
     add("--star", "webtext2019zh: keep answers with at least K stars", 3, type=_number(int, 0), metavar="K")
     command.add_argument("--both", action="store_true", help="translation2019zh: a line of Chinese, then one of English")
     add("--min-length", "drop shorter items, in characters", 0, type=_number(int, 0), metavar="N")
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line; errors are one line and status 2."""
     with exit_on_user_error():
         options = parser().parse_args(argv)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes what was written, as Ctrl-C does
         try:
             convert(options)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What is done to the text of an item: characters that do not belong into text go, long texts are cut, copies are found."""
+"""Cleans the text of an item: removes characters that do not belong into text, cuts long texts, finds copies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import NamedTuple
 _LINE_BREAK = re.compile("\r\n?|[\x85\u2028\u2029]")
 _TAB = re.compile("[\t\v\f]")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f]")
-# Invisible ones (zero-width spaces, byte order marks) stay out of every vocabulary, but a zero-width joiner builds emoji.
+# No vocabulary has invisible characters (zero-width spaces, byte order marks); zero-width joiners stay, they build emoji.
 _INVISIBLE = re.compile("[\u00ad\u200b\u2060\ufeff]")
-# What a broken encoding leaves: the replacement character, halves of surrogate pairs, code points that are no characters.
+# Traces of a broken encoding: the replacement character, halves of surrogate pairs, code points that are no characters.
 _BROKEN = re.compile("[\ufffd\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 _UNUSUAL = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u200b\u2028\u2029\u2060\ufeff\ufffd\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
@@ -22,7 +22,7 @@ _UNUSUAL = re.compile(
 
 
 class Cleaned(NamedTuple):
-    """A text, and how many characters were taken out of it for which reason."""
+    """A cleaned text, and how many characters were removed from it for each reason."""
 
     text: str
     control: int = 0
@@ -30,7 +30,7 @@ class Cleaned(NamedTuple):
 
 
 def clean(text: str) -> Cleaned:
-    r"""Makes line breaks `\n` and tabs blanks; drops control, invisible and broken characters, and blanks at both ends.
+    r"""Turns line breaks into `\n`, tabs into blanks; drops control, invisible, broken characters, and blanks at both ends.
 
     Full-width punctuation and blanks inside stay as they are.
     """
@@ -47,7 +47,7 @@ _SENTENCE_END = re.compile("[。！？!?；;…][”’」』）)]*")
 
 
 def split_long(text: str, longest: int) -> Iterator[str]:
-    """Cuts a text into pieces of at most `longest` characters: at a line break, else behind a sentence, else anywhere."""
+    """Cuts a text into pieces of at most `longest` characters: at a line break, else after a sentence, else anywhere."""
     start = 0
     while len(text) - start > longest:
         cut = text.rfind("\n", start + 1, start + longest)
@@ -74,9 +74,9 @@ def is_validation(digest: bytes, share: float) -> bool:
 class Seen:
     """The texts seen so far, each as 8 bytes of its hash, in a table on disk.
 
-    A set in memory would grow with the corpus (50 to 100 bytes a text in Python); the table's share of memory is its cache,
-    2 MB. It lies beside the output and goes with the conversion, so it is neither journalled nor synced. With n texts the
-    chance that any is taken for another is n^2 / 2^65: 1 in 370,000 for 10 million texts.
+    A set in memory would grow with the corpus (50 to 100 bytes a text in Python). The table uses 2 MB of memory, its cache.
+    It is in the staging folder and removed after the conversion, so it is neither journalled nor synced. With n texts the
+    chance that any two are confused is n^2 / 2^65: 1 in 370,000 for 10 million texts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,10 +87,10 @@ class Seen:
         self._table.execute("BEGIN")
 
     def add(self, digest: bytes) -> bool:
-        """Notes a text by its content_hash; False when it was there already."""
+        """Adds a text by its content_hash; False when the table has the text already."""
         number = int.from_bytes(digest[8:16], "big", signed=True)
         return self._table.execute("INSERT OR IGNORE INTO seen VALUES (?)", (number,)).rowcount == 1
 
     def close(self) -> None:
-        """Gives the file free; the caller deletes it."""
+        """Closes the file; the caller deletes it."""
         self._table.close()

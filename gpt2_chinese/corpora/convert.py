@@ -29,7 +29,7 @@ from gpt2_chinese.errors import UserError
 from gpt2_chinese.progress import ByteProgress
 
 ENCODINGS = ("utf-8", "gb18030", "big5", "utf-16")
-BROKEN_SHARE = 0.1  # an item that lost more of its characters to a broken encoding is dropped
+BROKEN_SHARE = 0.1  # an item is dropped if a broken encoding cost it more than this share of its characters
 
 
 class Conversion:
@@ -50,7 +50,7 @@ class Conversion:
         try:
             for source in open_sources(files, progress.add, self.report.leave_out, max_bytes):
                 for item in self._items(source):
-                    self._take(source.name, item)
+                    self._count_and_keep(source.name, item)
         finally:
             progress.close()
             if self.seen is not None:
@@ -60,7 +60,7 @@ class Conversion:
             shards.close()
 
     def _items(self, source: Source) -> Iterator[Item]:
-        """The items of one text as its format has them, records still as records."""
+        """The items of one text, by its format; for JSON, the value of an item is a list of texts."""
         self.report.texts += 1
         head, pieces = take_head(decoded(source.read, self.options.encoding))
         _check_encoding(source.name, head, self.options.encoding)
@@ -80,7 +80,7 @@ class Conversion:
         return (self._with_format(item, decision.format) for item in records)
 
     def _with_format(self, item: Item, form: str) -> Item:
-        """Turns the record in an item into a list of texts; what is wrong with it becomes the item's problem."""
+        """Turns the record of an item into a list of texts; an error becomes the item's problem or rule."""
         if item.problem:
             return item
         try:
@@ -91,7 +91,7 @@ class Conversion:
             return Item(item.where, excerpt, **{"rule" if left_out else "problem": str(error)})
 
     def _decide(self, source: Source, head: Head) -> Decision | None:
-        """The format of a text: as given, else as the first text of its group shows; said once."""
+        """The format of a text: --format, else what the first text of its group shows, printed once."""
         if self.options.format != "auto":
             return Decision(self.options.format, "--format")
         if source.group not in self.decisions:
@@ -107,7 +107,7 @@ class Conversion:
             print(f"{source.name}: {decision.format} ({decision.why}{other})", flush=True)
         return self.decisions[source.group]
 
-    def _take(self, name: str, item: Item) -> None:
+    def _count_and_keep(self, name: str, item: Item) -> None:
         place = f"{name}:{item.where}"
         if item.rule:
             self.report.read += 1
@@ -140,7 +140,7 @@ class Conversion:
         digest = content_hash(text)
         if self.seen is not None and not self.seen.add(digest):
             return report.drop("duplicate (--dedup)", place, text)
-        # pieces of one text stay on one side, so that no validation text is a neighbour of training text
+        # all pieces of one text go to one part, so that no validation text is a neighbour of training text
         shards = self.shards["valid" if is_validation(digest, options.valid_share) else "train"]
         if not options.max_length or len(text) <= options.max_length:
             shards.add(text)
@@ -156,7 +156,7 @@ class Conversion:
 
 
 def _check_encoding(name: str, head: Head, encoding: str) -> None:
-    """Refuses a text whose beginning is largely undecodable or binary: the encoding is another."""
+    """Refuses a text with many undecodable or null characters in its beginning: --encoding is wrong. Raises UserError."""
     strange = head.text.count("\ufffd") + head.text.count("\0")
     if strange > 20 and strange > len(head.text) / 20:
         others = ", ".join(each for each in ENCODINGS if each != encoding)
@@ -206,7 +206,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def _refuse_own_output(files: list[tuple[Path, Path]], final: Path) -> None:
-    """Reading what is overwritten at the end would lose it."""
+    """Refuses inputs inside --output: the end of the conversion would delete them. Raises UserError."""
     for _, file in files:
         if final in Path(os.path.abspath(file)).parents:
-            raise UserError(f"{shown(file)} lies in --output {shown(final)}: give another --output")
+            raise UserError(f"{shown(file)} is inside --output {shown(final)}: give another --output")

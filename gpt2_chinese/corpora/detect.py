@@ -1,4 +1,4 @@
-"""Says from the beginning of a text which format it has, and why. Pure functions of the first HEAD_LINES non-empty lines."""
+"""Detects the format of a text, and why, by pure functions of its first HEAD_LINES non-empty lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Decision(NamedTuple):
 
 
 def take_head(pieces: Iterator[str]) -> tuple[Head, Iterator[str]]:
-    """The head of a text, and all its pieces again."""
+    """The head of a text, and an iterator over all its pieces, those of the head included."""
     taken: list[str] = []
     num_lines = size = 0
     for piece in pieces:
@@ -46,7 +46,7 @@ def take_head(pieces: Iterator[str]) -> tuple[Head, Iterator[str]]:
 
 
 def layout(head: Head) -> str:
-    """How JSON lies in a text: "array", "lines" (a record a line) or "objects" (one after the other); "" for no JSON."""
+    """The form of JSON in a text: "array", "lines" (a record a line) or "objects" (one after the other); "" for no JSON."""
     begin = head.text.lstrip()
     if begin[:1] == "[" and (begin[1:].lstrip()[:1] or "]") in '"{]':
         return "array"
@@ -63,9 +63,9 @@ def detect(head: Head, alone: bool, name: str) -> Decision | None:
     """The format of a text, None when it is blank.
 
     Args:
-        head: its beginning.
-        alone: False where it is one of several files of a folder or an archive.
-        name: how messages call it.
+        head: the beginning of the text.
+        alone: False when the text is one of several files of a folder or an archive.
+        name: the name of the text in messages.
 
     Raises:
         UserError: JSON with fields that no format has.
@@ -73,15 +73,15 @@ def detect(head: Head, alone: bool, name: str) -> Decision | None:
     lines = _lines(head)
     if not lines:
         return None
-    lies = layout(head)
-    if lies:
-        return _detect_records(head, lies, name)
-    text_lines = head.text.strip("\r\n ").split("\n")  # not what indents a line
+    json_layout = layout(head)
+    if json_layout:
+        return _detect_records(head, json_layout, name)
+    text_lines = head.text.strip("\r\n ").split("\n")  # keeps U+3000 and tabs, which indent a line
     blank = sum(1 for line in text_lines if not line.strip())
     indented = sum(1 for line in text_lines if line.strip() and INDENTED.match(line))
     few = head.whole and len(lines) <= HEAD_LINES
     if not alone and few and (not blank or 2 * indented >= len(lines)):
-        return Decision("file", f"one of several files, {len(lines)} lines short")
+        return Decision("file", f"one of several files, with only {len(lines)} lines")
     if 2 * indented >= len(lines):
         return Decision("paragraphs", f"{indented} of the first {len(lines)} lines are indented")
     if blank:
@@ -89,27 +89,27 @@ def detect(head: Head, alone: bool, name: str) -> Decision | None:
     return Decision("lines", f"no blank line between the first {len(lines)} lines of text")
 
 
-def _detect_records(head: Head, lies: str, name: str) -> Decision | None:
-    if lies == "lines":
+def _detect_records(head: Head, json_layout: str, name: str) -> Decision | None:
+    if json_layout == "lines":
         records = [record for line in _lines(head) if (record := _decode(line)) is not None]
     else:
         begin = head.text.lstrip()
-        records = _values(begin[1:] if lies == "array" else begin)
-    how = {"array": "an array", "lines": "a record a line", "objects": "objects one after the other"}[lies]
+        records = _values(begin[1:] if json_layout == "array" else begin)
+    how = {"array": "an array", "lines": "a record a line", "objects": "objects one after the other"}[json_layout]
     if not records:  # an empty array, or a first item longer than the head
-        return Decision("array-json" if lies == "array" else "json-lines", how)
-    votes = Counter(record_format(record, lies == "array") for record in records)
+        return Decision("array-json" if json_layout == "array" else "json-lines", how)
+    votes = Counter(record_format(record, json_layout == "array") for record in records)
     form, count = votes.most_common(1)[0]
     if form is None:
         fields = ", ".join(map(str, records[0])) if isinstance(records[0], dict) else type(records[0]).__name__
         raise UserError(f"{name} is JSON of no known format (its records hold {fields[:80]!r}): name the text by --field")
-    first = next(record for record in records if record_format(record, lies == "array") == form)
+    first = next(record for record in records if record_format(record, json_layout == "array") == form)
     fields = f"have the fields {', '.join(first)}"[:100] if isinstance(first, dict) else "are strings"
     return Decision(form, f"JSON, {how}; {count} of the first {len(records)} records {fields}")
 
 
 def _lines(head: Head) -> list[str]:
-    """The non-empty lines, at most HEAD_LINES, without one that the head may have cut."""
+    """The non-empty lines, at most HEAD_LINES, without the last line where the head may cut it."""
     lines = head.text.split("\n")
     if not head.whole and len(lines) > 1:
         lines.pop()
@@ -124,7 +124,7 @@ def _decode(line: str) -> Any:
 
 
 def _values(text: str) -> list[Any]:
-    """The first values of a text, up to HEAD_LINES, or up to the first one that is broken or cut by the head's end."""
+    """The first values of a text: at most HEAD_LINES, and none after a value that is broken or cut by the head's end."""
     values: list[Any] = []
     place = 0
     while len(values) < HEAD_LINES:

@@ -1,12 +1,12 @@
-"""From the text of a file to its items: one function a layout, each fed with pieces of text of any size.
+"""Splits the text of a file into items: one function per layout, each reads pieces of text of any size.
 
     lines            a line is an item (UER's `lm` files)
     clue-text        a block of lines is an item, blank lines between them (CLUECorpusSmall)
     paragraphs       hard-wrapped text: a paragraph ends at a blank line or before an indented one
     file             the whole file is one item
-    JSON             one record a line, a top-level array, or objects one after the other; see corpus_records for the fields
+    JSON             one record a line, a top-level array, or objects one after the other; see records.py for the fields
 
-Nothing holds more than one item and one piece; an item above ITEM_CHARS is passed over as a bad one.
+No function holds more than one item and one piece; an item above ITEM_CHARS is skipped as unreadable.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gpt2_chinese.errors import UserError
 ITEM_CHARS = 8 << 20  # a novel has one million
 PIECE_BYTES = 1 << 18
 
-DECODER = json.JSONDecoder(strict=False)  # a raw line break or tab inside a string is cleaned away, not refused
+DECODER = json.JSONDecoder(strict=False)  # accepts raw line breaks and tabs in strings: cleaning removes them
 INDENTED = re.compile(r"\u3000| {2}|\t")
 
 
 class Item(NamedTuple):
-    """What stands at one place of a file.
+    """One item of a file, or the reason why there is none.
 
     Attributes:
         where: the line, counted from 1, and in an array also the number of the item.
         value: the text, or the record.
-        problem: what is wrong with it, "" when nothing is; `value` is then an excerpt.
-        rule: the rule that leaves it out, "" when none does; `value` is then an excerpt.
+        problem: why the item cannot be read, else ""; with a problem, `value` is an excerpt.
+        rule: the rule that drops the item, else ""; with a rule, `value` is an excerpt.
     """
 
     where: str
@@ -44,7 +44,7 @@ class Item(NamedTuple):
 
 
 def decoded(read: Callable[[int], bytes], encoding: str) -> Iterator[str]:
-    """The text of a stream of bytes, piece by piece; what cannot be decoded becomes U+FFFD, a byte order mark goes."""
+    """Decodes a stream of bytes, piece by piece; undecodable bytes become U+FFFD, a byte order mark is removed."""
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     begun = False
     while True:
@@ -59,7 +59,7 @@ def decoded(read: Callable[[int], bytes], encoding: str) -> Iterator[str]:
 
 
 def numbered_lines(pieces: Iterable[str]) -> Iterator[Item]:
-    r"""The lines without their `\n`; one longer than ITEM_CHARS is a problem."""
+    r"""The lines without their `\n`; a line longer than ITEM_CHARS is an item with a problem."""
     rest, number, too_long = "", 0, ""
     for piece in pieces:
         *whole, rest = (rest + piece).split("\n")
@@ -86,17 +86,17 @@ def _too_long() -> str:
 
 
 def line_items(pieces: Iterable[str]) -> Iterator[Item]:
-    """A line is an item; blank lines are none."""
+    """A line is an item; blank lines are skipped."""
     return (line for line in numbered_lines(pieces) if line.problem or line.value.strip())
 
 
 def block_items(pieces: Iterable[str], join: str = "\n") -> Iterator[Item]:
-    """Lines up to a blank one are an item, put together with `join`."""
+    """The lines up to a blank line are an item, joined with `join`."""
     return _blocks(pieces, join, indented_begins=False)
 
 
 def paragraph_items(pieces: Iterable[str], join: str = "") -> Iterator[Item]:
-    """Lines up to a blank one, or up to an indented one, are an item, put together with `join`."""
+    """The lines up to a blank line, or up to an indented line, are an item, joined with `join`."""
     return _blocks(pieces, join, indented_begins=True)
 
 
@@ -136,7 +136,7 @@ def whole_item(pieces: Iterable[str]) -> Iterator[Item]:
         size += len(piece)
         if size > ITEM_CHARS:
             yield Item("1", "".join(kept)[:30] or piece[:30], _too_long())
-            for _ in pieces:  # to the end, so that damage further on is seen
+            for _ in pieces:  # read to the end, so that damage in the rest is detected
                 pass
             return
         kept.append(piece)
@@ -148,7 +148,7 @@ def whole_item(pieces: Iterable[str]) -> Iterator[Item]:
 
 
 def json_lines(pieces: Iterable[str]) -> Iterator[Item]:
-    """A record a line; a comma at the end of a line is forgiven."""
+    """A record a line; a comma at the end of a line is ignored."""
     for line in numbered_lines(pieces):
         if line.problem:
             yield line
@@ -167,11 +167,11 @@ def json_lines(pieces: Iterable[str]) -> Iterator[Item]:
 def json_values(pieces: Iterable[str], name: str) -> Iterator[Item]:
     """The values of a top-level array, or of objects that follow each other in any layout.
 
-    After a broken one it goes on at the next line that begins as the first value did: indented alike, with the same
+    After a broken value, reading resumes at the next line that begins like the first value: same indentation, same
     character.
 
     Raises:
-        UserError: an array without an end, or a broken value after which no such line comes.
+        UserError: an array without an end, or a broken value without such a line after it.
     """
     window = JsonWindow(iter(pieces))
     window.skip_blank()
@@ -207,11 +207,11 @@ def json_values(pieces: Iterable[str], name: str) -> Iterator[Item]:
             continue
         yield Item(where, excerpt, problem)
         if not (margin and window.skip_to("\n" + margin)):
-            raise UserError(f"{name}:{where} {problem}, and nothing behind it can be read: {excerpt!r}; mend the file")
+            raise UserError(f"{name}:{where} {problem}, and nothing after it can be read: {excerpt!r}; repair the file")
 
 
 def _value(window: JsonWindow) -> tuple[Any, str]:
-    """The value at the position, stepped over, and ""; or None and what is wrong with it."""
+    """Reads the value at the position and moves past it. Returns (value, ""), or (None, problem)."""
     while True:
         try:
             value, end = DECODER.raw_decode(window.text, window.position)
@@ -219,7 +219,7 @@ def _value(window: JsonWindow) -> tuple[Any, str]:
             return None, "is nested too deeply"
         except ValueError as error:
             message, place = getattr(error, "msg", str(error)), getattr(error, "pos", 0)
-            # at the edge of the window it may only be cut: 12 characters are the longest escape
+            # an error near the window's end may be a value cut off there: the longest escape has 12 characters
             certain = "Unterminated" not in message and place < len(window.text) - 16
             if len(window.text) - window.position > ITEM_CHARS:
                 return None, _too_long()

@@ -5,7 +5,7 @@
     OUTPUT/report.json
 
 Everything is written into the hidden folder `.OUTPUT.converting` next to it, synced, and renamed as a whole at the end. A
-killed conversion leaves that folder; the next one to the same OUTPUT removes it.
+killed conversion leaves that folder; the next conversion to the same OUTPUT empties it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class OutputFolder:
     """A folder under construction.
 
     Attributes:
-        final: its name at the end.
-        staging: where it is written.
+        final: its path once it is complete.
+        staging: its path while it is written.
     """
 
     def __init__(self, final: Path, overwrite: bool) -> None:
-        """Raises UserError when `final` must not be replaced, cannot be written, or is being written by another."""
+        """Raises UserError when `final` must not be replaced, cannot be written, or is written by another conversion."""
         self.final = Path(os.path.abspath(final))
         self.staging = self.final.with_name(f".{self.final.name}.converting")
         self.old = self.final.with_name(f".{self.final.name}.old")
@@ -45,7 +45,7 @@ class OutputFolder:
             same = os.path.samestat(os.fstat(self._lock), os.stat(self.staging))
         except OSError:
             same = False
-        if not same:  # held, or renamed by its owner since
+        if not same:  # locked, or renamed since by the conversion that had the lock
             os.close(self._lock)
             raise UserError(f"--output {self.final} is being written by another conversion: wait for it")
         for leftover in self.staging.iterdir():
@@ -66,7 +66,7 @@ class OutputFolder:
             raise UserError(f"--output {self.final} holds {other!r}, which no conversion wrote: it is not overwritten")
 
     def finish(self) -> None:
-        """Syncs the folder and gives it its name; what had that name before goes."""
+        """Syncs the folder and renames it to `final`; removes the folder that had this name before."""
         for path in sorted(self.staging.rglob("*"), reverse=True):
             flush(path)
         flush(self.staging)
@@ -80,7 +80,7 @@ class OutputFolder:
 
 
 class Shards:
-    """Array-JSON files of about `shard_bytes` in one folder; the folder comes with the first item."""
+    """Array-JSON files of about `shard_bytes` in one folder; the first item creates the folder."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self.folder, self.shard_bytes = folder, shard_bytes
@@ -104,7 +104,7 @@ class Shards:
         self.characters += len(text)
 
     def close(self) -> None:
-        """Ends the file at hand."""
+        """Completes the open file, if there is one."""
         if self._stream is not None:
             self._stream.write(b"\n]\n")
             self._stream.close()

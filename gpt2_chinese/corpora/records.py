@@ -1,4 +1,4 @@
-"""From a JSON record to the texts in it, by the fields of each corpus. Pure functions.
+"""Takes the texts out of a JSON record, by the fields of each corpus. Pure functions.
 
     wiki2019zh          text, with its title in front when it does not begin with it; runs of line breaks become one
     news2016zh          title, content
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 
 class BadRecord(Exception):
-    """A record that is not what its format says; the message follows the place: `has no field "answer"`."""
+    """A record that breaks its format; the message is printed after the item's place: `has no field "answer"`."""
 
 
 class LeftOut(Exception):
-    """A record that a rule leaves out; the message is the rule."""
+    """A record that a rule drops; the message is the rule."""
 
 
 class Choices(NamedTuple):
-    """What the user chose about records: see the flags of the same names."""
+    """The flags that decide what is taken from a record: --star, --both, --field."""
 
     star: int = 3
     both: bool = False
@@ -67,7 +67,7 @@ def record_format(record: Any, array: bool) -> str | None:
 
 
 def _text(record: dict[str, Any], field: str, default: str | None = None) -> str:
-    """A field that must be text; `default` stands for a missing or empty one where the format allows that."""
+    """A field that must be text; `default` replaces a missing or null field where the format allows that."""
     value = record.get(field, default)
     if value is None:
         if default is not None:
@@ -131,13 +131,13 @@ def _stacked(*parts: str) -> str:
 
 
 _LINE_TAG = re.compile(r"(?i)<\s*(?:br|/p|/div|/li)\s*/?\s*>")
-# known names, and attributes if anything: "a<b and c>d" is no tag
+# known names with nothing but attributes after them, because "a<b and c>d" is no tag
 _NAMES = "a|b|i|u|p|br|hr|em|ul|ol|li|td|tr|th|h[1-6]|div|img|pre|sub|sup|span|code|font|table|tbody|figure|strong|noscript"
 _TAG = re.compile(rf"(?i)</?(?:{_NAMES}|video|blockquote|figcaption)(?:\s*/?>|\s+[a-z-]+\s*=[^<>]{{0,500}}>)")
 
 
 def _without_html(text: str) -> str:
-    """Line tags become breaks and other tags vanish before entities are decoded, so that a written `&lt;b&gt;` stays."""
+    """Turns line tags into breaks and removes other tags before it decodes entities, so that a written `&lt;b&gt;` stays."""
     if "<" in text:
         text = _TAG.sub("", _LINE_TAG.sub("\n", text))
     return html.unescape(text) if "&" in text else text

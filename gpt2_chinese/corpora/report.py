@@ -1,4 +1,4 @@
-"""What a conversion read, kept and dropped, and why: counted while it runs, printed and written at its end."""
+"""Counts what a conversion reads, keeps and drops, and why; prints and writes the counts at the end."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from gpt2_chinese.corpora.output import Shards
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
-EXAMPLES = 3  # kept of each rule
-BAD_SHOWN = 10  # unreadable items that are printed as they come
-TEXTS_AT_ONCE = 256  # tokenised together
+EXAMPLES = 3  # kept for each rule
+BAD_SHOWN = 10  # unreadable items that are printed; further ones are only counted
+TEXTS_AT_ONCE = 256  # tokenised in one call
 
 
 class Report:
     """Counts of one conversion.
 
     Attributes:
-        texts: files and members read. read: items in them. kept: items written, pieces of cut ones apart.
+        texts: files and members read. read: items in them. kept: items written; each piece of a split item counts.
         num_bad: items that could not be read. cut: items above --max-length that were split.
-        control, broken: characters that cleaning took out.
-        formats: what each input was taken for.
+        control, broken: characters that cleaning removed.
+        formats: the format detected for each group of texts, by the name of its first text.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Report:
         self.parts: dict[str, dict[str, int]] = {}
 
     def bad(self, place: str, problem: str, excerpt: str) -> None:
-        """An item that cannot be read; the first ones are said at once."""
+        """Counts an item that cannot be read; prints the first BAD_SHOWN at once."""
         self.num_bad += 1
         line = f"{place} {problem}: {shown(excerpt)!r}"
         if len(self.bad_examples) < BAD_SHOWN:
@@ -53,30 +53,30 @@ class Report:
             print("passed over: more such items, which are counted only", file=sys.stderr, flush=True)
 
     def drop(self, rule: str, place: str, text: str) -> None:
-        """An item that a rule leaves out."""
+        """Counts an item that a rule drops."""
         self.dropped[rule] += 1
         examples = self.examples.setdefault(rule, [])
         if len(examples) < EXAMPLES:
             examples.append(f"{place}: {shown(text[:30])!r}")
 
     def leave_out(self, name: str) -> None:
-        """A file or member whose name is not that of a text."""
+        """Counts a file or member that is no text by its name."""
         self.num_left_out += 1
         if len(self.left_out) < EXAMPLES:
             self.left_out.append(name)
 
     def length(self, characters: int) -> None:
-        """The length of a cleaned item, before rules about lengths."""
+        """Counts the length of a cleaned item, before --min-length and --max-length apply."""
         digits = characters.bit_length()
         self._lengths[digits] += 1
         self._length_characters[digits] += characters
 
     def count_unknown(self, vocabulary: Vocabulary | None) -> None:
-        """From now on the tokens of kept items are counted with this vocabulary."""
+        """Sets the vocabulary with which the tokens of kept items are counted from now on; None counts none."""
         self._vocabulary = vocabulary
 
     def keep(self, text: str) -> None:
-        """An item that was written."""
+        """Counts an item that was written."""
         self.kept += 1
         self.characters += len(text)
         if self._vocabulary is not None:
@@ -91,7 +91,7 @@ class Report:
         self._waiting = []
 
     def finish(self, shards: dict[str, Shards]) -> None:
-        """Takes over what was written where."""
+        """Copies the counts of the shards, after the tokens of the last items are counted."""
         if self._vocabulary is not None:
             self._tokenise()
         self.parts = {
@@ -99,12 +99,12 @@ class Report:
         }
 
     def reasons(self) -> str:
-        """The rules that dropped something, with counts."""
+        """The rules that dropped items, with counts."""
         reasons = [f"{count} {rule}" for rule, count in self.dropped.most_common()]
         return ", ".join(reasons + [f"{self.num_bad} unreadable"] * bool(self.num_bad))
 
     def histogram(self) -> list[dict[str, Any]]:
-        """How many items have lengths from .. to .., with the share of items and characters that is shorter than `to`."""
+        """Items by length, from <= length < to, and the share of items and of characters with lengths below `to`."""
         items, characters = max(1, self._lengths.total()), max(1, self._length_characters.total())
         rows, below, below_characters = [], 0, 0
         for digits in range(min(self._lengths, default=1), max(self._lengths, default=0) + 1):
@@ -115,7 +115,7 @@ class Report:
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for report.json."""
+        """All counts, for report.json."""
         found: dict[str, Any] = {
             "formats": self.formats,
             "texts": self.texts,

@@ -1,6 +1,6 @@
-"""Opens what a corpus comes in, files, folders, .zip, .gz and .tar.gz, as streams of bytes in constant memory.
+"""Opens a corpus (files, folders, .zip, .gz, .tar.gz) as streams of bytes, in constant memory.
 
-Nothing is ever unpacked to disk. What an archive is, its first bytes say, not its name. Refused, each with one line: members
+Nothing is unpacked to disk. The first bytes of an archive decide its type, not its name. One line refuses each of: members
 with absolute or `../` paths, links and devices, archives inside archives, encrypted or damaged ones, decompression bombs.
 """
 
@@ -24,9 +24,9 @@ from gpt2_chinese.errors import UserError
 TEXT_SUFFIXES = (".txt", ".text", ".json", ".jsonl", ".ndjson")
 ARCHIVE_SUFFIXES = (".gz", ".tgz", ".tar", ".zip")
 
-# Text shrinks 3 to 10 times, deflate at most 1032 times. What grows more than this is no text.
+# Text shrinks 3 to 10 times; deflate reaches 1032 times. Data that unpacks to more than BOMB_RATIO times is no text.
 BOMB_RATIO = 100
-BOMB_FLOOR_BYTES = 16 << 20  # below this nothing is a bomb: a short file of one repeated line is harmless
+BOMB_FLOOR_BYTES = 16 << 20  # a smaller output is no bomb: a short file of one repeated line is harmless
 HEADER_BYTES = 1 << 20  # the longest name or extended header of a tar member that is read into memory
 
 _FOREIGN = {
@@ -62,10 +62,10 @@ class Source(NamedTuple):
     """One text to read: a file, or a member of an archive.
 
     Attributes:
-        name: how messages call it, `corpus.zip:news/1.txt`.
-        group: the texts of one input with one suffix; one decision about the format holds for all of them.
+        name: its name in messages, such as `corpus.zip:news/1.txt`.
+        group: (input, suffix); the format is decided once for all texts of a group.
         alone: False where the input may hold more than one text.
-        read: gives at most n bytes, b"" at the end; raises UserError where the text cannot be read on.
+        read: returns at most n bytes, b"" at the end; raises UserError when reading fails.
     """
 
     name: str
@@ -75,13 +75,13 @@ class Source(NamedTuple):
 
 
 def shown(name: object) -> str:
-    """A name of a file or member as it can be printed on one line."""
+    """The name of a file or member as printed on one line: ? for what cannot be printed."""
     text = str(name).encode("utf-8", "replace").decode()
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]:
-    """(input, file) for all files of the inputs, folders by name; and the names of the files in them that are no text.
+    """Returns (input, file) for all files of the inputs, folders in order of names, and the names of files left out.
 
     Raises:
         UserError: an input that does not exist, a folder without a text or an archive.
@@ -113,12 +113,12 @@ def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]
 def open_sources(
     files: list[tuple[Path, Path]], progress: Callable[[int], None], leave_out: Callable[[str], None], max_bytes: int
 ) -> Iterator[Source]:
-    """Yields the texts of `files` one after the other; each must be read before the next is asked for.
+    """Yields the texts of `files` one after the other; each must be read before the next is requested.
 
     Args:
         files: what input_files gives.
-        progress: is told how many bytes were read from disk.
-        leave_out: is told the names of members that are no text.
+        progress: called with numbers of bytes that were read from disk.
+        leave_out: called with the names of members that are no text.
         max_bytes: what one archive may unpack to at most.
 
     Raises:
@@ -147,7 +147,7 @@ def open_sources(
 
 
 class _Counted(io.FileIO):
-    """A file that tells how much was read from it."""
+    """A file that counts and reports the bytes read from it."""
 
     def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
         super().__init__(path)
@@ -161,7 +161,7 @@ class _Counted(io.FileIO):
 
 
 def _kind(first: bytes) -> str:
-    """What the first bytes of a file say it is: gzip, zip, tar, the name of a foreign packer, or "" for text."""
+    """The type of a file by its first bytes: gzip, zip, tar, the name of an unsupported packer, or "" for text."""
     if first.startswith(b"\x1f\x8b"):
         return "gzip"
     if first.startswith((b"PK\x03\x04", b"PK\x05\x06")):
@@ -172,7 +172,7 @@ def _kind(first: bytes) -> str:
 
 
 def _guarded(name: str, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
-    """`read`, whose failures of any library become one UserError that names the text."""
+    """Wraps `read`: the errors of all libraries become a UserError that names the text."""
 
     def guarded(size: int) -> bytes:
         try:
@@ -188,7 +188,7 @@ def _damaged(name: str, error: BaseException) -> str:
 
 
 def _limited(name: str, read: Callable[[int], bytes], packed: Callable[[], int], max_bytes: int) -> Callable[[int], bytes]:
-    """`read`, which stops with a UserError when it gave far more bytes than were packed."""
+    """Wraps `read`: raises UserError after far more bytes than were packed, or after more than max_bytes."""
     given = 0
 
     def limited(size: int) -> bytes:
@@ -198,14 +198,14 @@ def _limited(name: str, read: Callable[[int], bytes], packed: Callable[[], int],
         if given > BOMB_FLOOR_BYTES + BOMB_RATIO * packed():
             raise UserError(f"{name} is refused: it unpacks to over {BOMB_RATIO} times its size (a decompression bomb)")
         if given > max_bytes:
-            raise UserError(f"{name} unpacks to more than --max-unpacked-gb {max_bytes / 2**30:g}: is that meant?")
+            raise UserError(f"{name} unpacks to more than --max-unpacked-gb {max_bytes / 2**30:g}: raise it if you trust it")
         return piece
 
     return limited
 
 
 class _Joined:
-    """Bytes that were read already, then the rest."""
+    """A stream of bytes that were read ahead, then of the rest."""
 
     def __init__(self, first: bytes, read: Callable[[int], bytes]) -> None:
         self._first, self._read = first, read
@@ -218,7 +218,7 @@ class _Joined:
 
 
 def _no_nesting(name: str, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
-    """`read`; a UserError when the text turns out to be an archive itself."""
+    """Returns a `read` of the same bytes, unless they begin like an archive: then raises UserError."""
     first = read(512)
     if kind := _kind(first):
         raise UserError(f"{name} is an archive inside an archive ({kind}): unpack the outer one first")
@@ -226,18 +226,18 @@ def _no_nesting(name: str, read: Callable[[int], bytes]) -> Callable[[int], byte
 
 
 def _check_member(archive: str, member: str) -> None:
-    """Refuses names that lead out of a folder; none is ever written, but who packs such an archive means harm."""
+    """Refuses names that lead out of a folder; no member is written to disk, but such an archive is made to do harm."""
     parts = re.split(r"[/\\]", member)
     if member.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", member) or ".." in parts or "\0" in member:
         raise UserError(f"{archive} is refused: its member {shown(member)!r} has a path that leads out of the archive")
 
 
 def _wanted(archive: str, member: str, leave_out: Callable[[str], None]) -> bool:
-    """True for a text; what systems add by themselves is passed over in silence."""
+    """True for a text; skips files that systems add (hidden, __MACOSX), and calls leave_out for all others."""
     path = PurePosixPath(member)
     if any(part.startswith(".") or part == "__MACOSX" for part in path.parts):
         return False
-    if path.suffix.lower() in TEXT_SUFFIXES + ARCHIVE_SUFFIXES:  # an archive is refused by name when it is opened
+    if path.suffix.lower() in TEXT_SUFFIXES + ARCHIVE_SUFFIXES:  # _no_nesting refuses the archives, by name
         return True
     leave_out(f"{archive}:{shown(member)}")
     return False
@@ -261,7 +261,7 @@ def _zip_members(stream: BinaryIO, given: Path, name: str, leave_out, max_bytes:
             raise UserError(f"{name} is packed by a method other than deflate: pack it again")
     size = os.fstat(stream.fileno()).st_size
     current: BinaryIO | None = None
-    # one count for all members: they may share the same packed bytes, and all but one of them look harmless alone
+    # one count for all members: in a bomb they may share the same packed bytes, and each looks harmless alone
     limited = _limited(name, lambda count: current.read(count), lambda: size, max_bytes)
     for member in members:
         if member.is_dir() or not _wanted(name, member.filename, leave_out):
@@ -285,7 +285,7 @@ def _gzip_members(
     first = read(512)
     if _kind(first) == "tar":
         yield from _tar_members(_Joined(first, read), given, name, leave_out)
-        while read(1 << 16):  # to the end, so that the checksum of the whole is checked
+        while read(1 << 16):  # read to the end, so that gzip verifies its checksum
             pass
         return
     suffix = PurePosixPath(PurePosixPath(name).stem).suffix.lower()
@@ -293,7 +293,7 @@ def _gzip_members(
 
 
 class _Header(tarfile.TarInfo):
-    """A header that raises where tarfile would quietly take a damaged or missing one for the end of the archive."""
+    """A tar header that raises when it is damaged or missing; tarfile would silently end the archive there."""
 
     @classmethod
     def frombuf(cls, buf, encoding, errors):
@@ -305,7 +305,7 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from None
 
     def _proc_member(self, archive):
-        # extended headers are read whole, whatever size they claim
+        # tarfile reads extended headers whole, whatever size they claim
         if self.type in _READ_WHOLE and self.size > HEADER_BYTES:
             raise tarfile.ReadError("a header is too long")
         return super()._proc_member(archive)
@@ -323,7 +323,7 @@ def _tar_members(stream, given: Path, name: str, leave_out) -> Iterator[Source]:
             raise UserError(_damaged(name, error)) from None
         if member is None:
             return
-        archive.members = []  # else it keeps the header of every member it has passed
+        archive.members = []  # else tarfile keeps the header of every member
         _check_member(name, member.name)
         if member.isdir():
             continue

@@ -1,14 +1,14 @@
 """Batches as a pure function of (seed, step, global batch size), whatever the number of processes.
 
-The ids of the corpus are cut into windows of seq_len, each predicting the id after each of its own. Every epoch
-shuffles all windows anew. The global batch of a step is a run of `batch_size` windows in that order, cut like this
+The ids of the corpus are cut into windows of seq_len. The targets of a window are its ids shifted by one. Every epoch
+shuffles all windows anew. The global batch of a step is the next `batch_size` windows in that order, split like this
 (2 ranks, 2 micro-batches each):
 
     windows of the step    | 17   3 | 42  11 |  8  29 |  5  36 |
                              rank 0   rank 0   rank 1   rank 1
                              micro 0  micro 1  micro 0  micro 1
 
-What an epoch leaves over, less than a batch, is left out of that epoch alone: the next one shuffles it in again.
+An epoch drops its last windows where they do not fill a batch; the next epoch shuffles them in again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from gpt2_chinese.distributed.ranks import Ranks
     from gpt2_chinese.settings import Settings
 
-IGNORED = -100  # a target that does not count, as in torch's cross_entropy
+IGNORED = -100  # a target that the loss ignores, as in torch's cross_entropy
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """How many whole windows a corpus gives; the last one needs an id to predict."""
+    """Number of whole windows in a corpus; the last window needs one more id, its last target."""
     return max(0, num_tokens - 1) // seq_len
 
 
@@ -42,12 +42,12 @@ class Batches:
         seq_len: T, ids in a window.
         batch_size: windows in a GLOBAL batch.
         seed: of the shuffling.
-        rank, num_ranks: who takes which part.
-        grad_accum: micro-batches a rank makes of its part.
-        device: where the tensors go.
+        rank, num_ranks: which part of a global batch this rank gets.
+        grad_accum: micro-batches that a rank splits its part into.
+        device: the device of the tensors.
 
     Raises:
-        UserError: the corpus is too small for one batch, or the batch does not divide.
+        UserError: the corpus is too small for one batch, or the batch size is not divisible.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Batches:
             yield self._cut(windows[start : start + self.micro_size])
 
     def eval_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields (inputs, targets) that together, over all ranks, predict every id of the corpus once.
+        """Yields (inputs, targets) that together, over all ranks, predict every id of the corpus after the first once.
 
-        Every rank makes the same number of calls, so that collectives inside the model meet: what is missing at the end
-        is filled with rows whose targets are all IGNORED. The last window may be partly so.
+        Every rank gets the same number of batches, so that collectives inside the model match. Missing rows at the end
+        are filled up with rows whose targets are all IGNORED. In the last window some targets may be.
         """
         total = -(-(len(self.ids) - 1) // self.seq_len)
         at_once = self.micro_size * self.num_ranks
@@ -129,7 +129,7 @@ class Batches:
 
 
 def too_small(what: str, num_tokens: int, seq_len: int, batch_size: int) -> str:
-    """The line for a corpus that does not fill one global batch."""
+    """The error message for a corpus that does not fill one global batch."""
     return (
         f"{what} is too small: {num_tokens} tokens are {num_windows(num_tokens, seq_len)} windows of --seq-len "
         f"{seq_len}, fewer than one --batch-size {batch_size}: give more text, or lower one of the two"

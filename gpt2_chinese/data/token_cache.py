@@ -2,12 +2,12 @@
 
     NAME.bin       the ids, uint16 where the vocabulary fits, else uint32
     NAME.json      the header, sealed with a checksum of its own: counts, dtype, SHA-256 of each block of the .bin
-    NAME.parts/    while it is made (token_shards.py)
-    NAME.lock      locked meanwhile, who comes second waits; it stays
+    NAME.parts/    exists while the cache is made (token_shards.py)
+    NAME.lock      locked while the cache is made; a second process waits; the file is kept
 
-NAME is a hash of the content of the corpus, of the vocabulary with its profile, and of FORMAT, so a changed file can never
-meet an old cache. Both files are renamed into their places, the header last. What does not match its header to the last
-bit is made again, never used. To make one ahead of a run:
+NAME is a hash of the corpus's content, of the vocabulary with its profile, and of FORMAT. So a changed file never uses an
+old cache. Both files are renamed into their places, the header last. A cache that differs from its header in one bit is
+made again, never used. To make a cache ahead of a run:
 
     python -m gpt2_chinese.tokens --corpus data/train --vocab cache/vocab.txt
 """
@@ -69,7 +69,7 @@ class Tokens:
 
 
 def cache_folders() -> list[Path]:
-    """Where caches may live: $GPT2_CHINESE_CACHE, else cache/tokens of the repository and the user's cache folder."""
+    """Folders of caches: $GPT2_CHINESE_CACHE, else cache/tokens of the repository and the user's cache folder."""
     root = Path(__file__).resolve().parents[2]
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_chinese" / "tokens"
     given = os.environ.get(CACHE_VARIABLE)
@@ -77,7 +77,7 @@ def cache_folders() -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """The first of them that can be written."""
+    """The first of cache_folders() that is writable. Raises UserError."""
     for folder in cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -100,31 +100,31 @@ def cache_key(corpus: Path | str, vocabulary: VocabularyFile) -> str:
 
 
 def load_tokens(corpus: Path | str, vocab: Path | str, profile: str = "auto") -> Tokens:
-    """The ids of a corpus, from the cache when it is there and whole, else made now.
+    """The ids of a corpus, from the cache if that is complete, else tokenised now.
 
     Args:
         corpus: array-JSON file or folder.
-        vocab, profile: as read_vocabulary takes them.
+        vocab, profile: the arguments of read_vocabulary.
 
     Raises:
         UserError: the corpus or the vocabulary is missing or bad, or the cache cannot be written.
     """
-    vocabulary = read_vocabulary(vocab, profile)  # a missing vocabulary is told before anything is read
+    vocabulary = read_vocabulary(vocab, profile)  # first: a missing vocabulary is reported before the corpus is read
     name = f"{cache_key(corpus, vocabulary)}.bin"
-    for folder in cache_folders():  # one that somebody has prepared need not be writable
+    for folder in cache_folders():  # a prepared cache may be in a read-only folder
         cached, parts = _open(folder / name), (folder / name).with_suffix(".parts")
         if cached is not None and not (parts.exists() and os.access(folder, os.W_OK)):
             return cached
     path = cache_folder() / name
-    try:  # also to remove what a process left that was killed after its last write
-        with _alone(path.with_suffix(".parts")) as folder:
-            found = _open(path)  # another process may have made it while this one waited
+    try:  # also if a cache exists: removes the parts that a process left which was killed after its last write
+        with _locked_folder(path.with_suffix(".parts")) as folder:
+            found = _open(path)  # another process may have made the cache while this process waited
             return _build(path, folder, corpus, vocabulary) if found is None else found
     except OSError as error:
         if (cached := _open(path)) is not None:
             return cached
         raise UserError(
-            f"the token cache {path} cannot be written: {error.strerror} (it goes where {CACHE_VARIABLE} says)"
+            f"the token cache {path} cannot be written: {error.strerror} (set {CACHE_VARIABLE} to another folder)"
         ) from None
 
 
@@ -141,7 +141,7 @@ def _open(path: Path) -> Tokens | None:
 
 
 def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyFile) -> Tokens:
-    """Makes the cache at `path` in `folder`, which this process alone writes to."""
+    """Makes the cache at `path`, its parts in `folder`, to which no other process writes. Raises UserError."""
     dtype = np.dtype(np.uint16 if len(vocabulary.entries) <= 1 << 16 else np.uint32)
     header = tokenise(folder, path.stem, corpus, Vocabulary(vocabulary), dtype)
     if cache_key(corpus, vocabulary) != path.stem:
@@ -154,8 +154,8 @@ def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyF
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[Path]:
-    """Makes a folder under a lock, and removes it at the end; a process that is killed leaves it, without the lock."""
+def _locked_folder(folder: Path) -> Iterator[Path]:
+    """Makes a folder under a lock, and removes it at the end; a killed process leaves the folder and frees the lock."""
     handle = open_lock(folder.with_suffix(".lock"))
     try:
         if not try_lock(handle):
@@ -163,12 +163,12 @@ def _alone(folder: Path) -> Iterator[Path]:
             wait_for_lock(handle)
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            # of a class that shares a cache anyone may go on with what one of them, killed, has begun
+            # where users share a cache, each may resume what another user's killed process has begun
             folder.chmod(folder.parent.stat().st_mode & 0o777)
         try:
             yield folder
         except UserError:
-            shutil.rmtree(folder)  # when the corpus is put right its cache has another name
+            shutil.rmtree(folder)  # the corrected corpus will have a cache of another name
             raise
         shutil.rmtree(folder)
     finally:

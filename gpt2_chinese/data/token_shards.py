@@ -1,13 +1,13 @@
-"""Tokenises a corpus part by part, so that what was killed goes on where it was; in the end the parts become one file.
+"""Tokenises a corpus part by part, so that a killed process can be resumed; in the end the parts become one file.
 
     000000.bin     the ids of the first documents, together about PART_CHARACTERS characters
     000000.json    sealed: how many documents, characters and ids, SHA-256 of the .bin
     000001.bin ...
     whole.bin      the parts one after the other, renamed when it is complete
 
-Where a part ends depends on the corpus alone. So a finished part is skipped by reading over its documents, which is fifty
-times as quick as tokenising them; one that does not match its checksum is made again. Memory is constant: a stretch of
-documents, its tokens, the ids of a part. The threads of the tokenizers library use all cores, so no processes are needed.
+The end of a part depends on the corpus alone. So a finished part is skipped by reading its documents, fifty times as fast
+as tokenising them. A part that does not match its checksum is made again. Memory is constant: some documents, their tokens,
+the ids of a part. The threads of the tokenizers library use all cores, so no processes are needed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gpt2_chinese.errors import UserError, notice
 from gpt2_chinese.progress import ByteProgress
 from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
-PART_CHARACTERS = 1 << 19  # about 1.5 MB of text: a kill costs a second
-_CHARACTERS_AT_ONCE = 1 << 17  # enough to keep many cores busy; a token takes some 200 bytes while it is one of Rust's
+PART_CHARACTERS = 1 << 19  # about 1.5 MB of text: a kill loses a second of work
+_CHARACTERS_AT_ONCE = 1 << 17  # enough to keep many cores busy; in the Rust library a token takes about 200 bytes
 SUMS = ("documents", "characters", "count", "unknown")
 
 
@@ -38,14 +38,14 @@ def tokenise(folder: Path, key: str, corpus: Path | str, vocabulary: Vocabulary,
 
     Args:
         folder: for the parts; no other process may write there.
-        key: of corpus and vocabulary; parts of another key are not used.
+        key: the key of corpus and vocabulary; parts of another key are not used.
         corpus: array-JSON file or folder.
-        vocabulary: gives the ids.
+        vocabulary: encodes the documents.
         dtype: of the ids on the disk.
 
     Raises:
-        UserError: a bad corpus, a vocabulary that gives impossible ids, or a part that changes while it lies there.
-        OSError: the disk is full, or the like.
+        UserError: a bad corpus, a vocabulary that gives impossible ids, or a part that changed on the disk.
+        OSError: the disk is full, or fails.
     """
     progress = ByteProgress(sum(file.stat().st_size for file in corpus_files(corpus)), "tokenising")
     paragraphs = _counted(corpus, progress)
@@ -64,8 +64,8 @@ def tokenise(folder: Path, key: str, corpus: Path | str, vocabulary: Vocabulary,
     finally:
         progress.close()
     if reused:
-        notice(f"tokenising went on after an interruption: {reused} of {len(parts)} parts were there")
-    (folder / "whole.bin").unlink(missing_ok=True)  # another user's, who was killed
+        notice(f"tokenising resumed after an interruption: {reused} of {len(parts)} parts were finished")
+    (folder / "whole.bin").unlink(missing_ok=True)  # left by another user's killed process
     with (folder / "whole.bin").open("wb") as stream:
         blocks = block_digests(_copied(folder, parts, stream))
         stream.flush()
@@ -74,14 +74,14 @@ def tokenise(folder: Path, key: str, corpus: Path | str, vocabulary: Vocabulary,
 
 
 def _counted(corpus: Path | str, progress: ByteProgress) -> Iterator[str]:
-    """The paragraphs of a corpus; moves the progress bar by their bytes."""
+    """Yields the paragraphs of a corpus, and advances the progress bar by their bytes."""
     for paragraph in read_paragraphs(corpus):
         progress.add(len(paragraph.encode()) + 4)  # quotes, comma, line break
         yield paragraph
 
 
 def _finished(folder: Path, key: str, number: int) -> dict[str, Any] | None:
-    """The header of a part that is there and whole, else None."""
+    """The header of a part that exists and matches its checksum, else None."""
     path = folder / f"{number:06d}.bin"
     try:
         part = unsealed(path.with_suffix(".json").read_bytes())

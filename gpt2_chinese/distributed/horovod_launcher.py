@@ -1,11 +1,11 @@
-"""Starts the processes of a run under Horovod's launcher, and says in one line which of them failed.
+"""Starts the processes of a run under Horovod's launcher, and names a failed rank in one line.
 
     train.py -> launch(settings, "horovodrun") -> start(): this process becomes `python -m` of this file
              -> Horovod's own launcher, with the flags that a user of `horovodrun` would type
-             -> train.py N times, with HOROVOD_RANK set: adopt_ranks() gives that the names which everything else reads
+             -> train.py N times, with HOROVOD_RANK set: adopt_ranks() copies it to RANK, which all other code reads
 
-A process of its own, because Horovod's launcher starts helpers that import the main module once more: train.py must not be
-that module. Nothing here imports torch. On a cluster the launcher is called directly: see the README of chapter 03.
+The launcher gets a separate main module, because its helpers import the main module again: that must not be train.py.
+Nothing here imports torch. On a cluster the launcher is called directly: see the README of chapter 03.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# One host for each worker of an elastic run on this machine: 127.0.0.1, 127.0.0.01, 127.0.0.001 ... are one address.
+# Each worker of an elastic run on this machine has another host name: 127.0.0.1, 127.0.0.01 ... are the same address.
 LOOPBACK = "127.0.0.1"
 GLOO_PATIENCE_S = 20
-LOST_LINE = "lost touch with the other ranks"  # what it says; the launcher then knows who did not
+LOST_LINE = "lost touch with the other ranks"  # printed by ranks that lost a peer; the launcher learns which did not
 
 
 def adopt_ranks() -> None:
-    """Gives the rank that Horovod's launcher (or MPI) set the names RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
+    """Copies the rank variables of Horovod's launcher (or MPI) to RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
     if "RANK" in os.environ:
         return
     for names in LAUNCHERS:
@@ -53,7 +53,7 @@ def adopt_ranks() -> None:
             for ours, theirs in zip(NAMES, names, strict=True):
                 os.environ[ours] = os.environ.get(theirs, "0" if "RANK" in ours else "1")
             host = os.environ.get("HOROVOD_HOSTNAME", "")
-            if re.fullmatch(r"127\.0\.0\.0+1", host):  # each elastic worker here is alone on "its" host
+            if re.fullmatch(r"127\.0\.0\.0+1", host):  # an elastic worker on this machine is alone on its host name
                 number = len(host) - len(LOOPBACK)
                 os.environ["LOCAL_RANK"] = str(number)
                 os.environ["LOCAL_WORLD_SIZE"] = str(max(number + 1, int(os.environ["WORLD_SIZE"])))
@@ -61,20 +61,20 @@ def adopt_ranks() -> None:
 
 
 def is_installed() -> bool:
-    """True when there is a Horovod in this environment; it is not imported."""
+    """True when Horovod is installed in this environment; does not import it."""
     return importlib.util.find_spec("horovod") is not None
 
 
 def start(settings: ParallelSettings, flags: Sequence[str] = ()) -> NoReturn:
-    """Becomes Horovod's launcher for the program of these settings, with the same arguments.
+    """Replaces this process by Horovod's launcher, which runs the program of these settings with the same arguments.
 
     Args:
-        settings: checked; nproc says how many.
-        flags: of horovodrun, besides --gloo, -np and -H.
+        settings: checked; nproc is the number of ranks.
+        flags: more flags of horovodrun, in addition to --gloo, -np and -H.
 
     Raises:
-        UserError: Horovod is missing and this was not started by a train.sh, which builds it.
-        SystemExit: its build failed; it has said why.
+        UserError: Horovod is missing, and this process was not started by a train.sh, which builds it.
+        SystemExit: the build failed; its script has printed the reason.
     """
     if script := os.environ.get(BUILD_VARIABLE):
         status = subprocess.run(["bash", script]).returncode
@@ -88,10 +88,10 @@ def start(settings: ParallelSettings, flags: Sequence[str] = ()) -> NoReturn:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
-    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # a lost peer is an exception, and said once
-    # A rank that stands still ends the job. Its program alone: Horovod sees a stall. All of its process, Horovod's thread
-    # too: gloo waits in vain, which can be shorter, for that thread answers whatever the program does. In an elastic run
-    # it is how long two that are left may wait for each other, both in a ring that has lost a third.
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # a lost peer raises an exception, which is printed once
+    # A hanging rank ends the job: after the stall limits if only its program hangs, after gloo's timeout if Horovod's
+    # thread hangs, too. That timeout can be shorter, because the thread answers whatever the program does. In an elastic
+    # run it also limits how long two ranks wait for each other in a ring that has lost a third rank.
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(settings.timeout_s))
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(settings.timeout_s))
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(min(settings.timeout_s, GLOO_PATIENCE_S)))
@@ -104,13 +104,13 @@ def start(settings: ParallelSettings, flags: Sequence[str] = ()) -> NoReturn:
 
 
 class Unprefixed:
-    """A text stream for Horovod's launcher: what the ranks say goes on without its `[0]<stdout>:`, and what the launcher
-    itself says is kept: which rank ended, and how.
+    """A text stream for Horovod's launcher: passes the ranks' output on without its `[0]<stdout>:`, and keeps the
+    launcher's own lines: which rank ended, and how.
 
     Attributes:
         ended: (rank, exit status) in the order in which ranks failed; a signal is a negative status, as in subprocess.
-        lost: ranks that said that they lost touch with the others.
-        said: other lines of the launcher's own.
+        lost: ranks that printed LOST_LINE.
+        said: the other lines of the launcher.
     """
 
     def __init__(self, stream: TextIO, elastic: bool) -> None:
@@ -120,11 +120,11 @@ class Unprefixed:
         self.said: list[str] = []
 
     def write(self, text: str) -> int:
-        """One call a line for what ranks say: Horovod makes it so."""
+        """Horovod calls this once for each line of a rank's output."""
         if prefixed := re.match(r"\[(\d+)\]<std(?:out|err)>:", text):
             if LOST_LINE in text:
                 self.lost.add(int(prefixed[1]))
-            if text[prefixed.end() :].strip() not in ("Killed", "Terminated"):  # the shell around a rank, about its end
+            if text[prefixed.end() :].strip() not in ("Killed", "Terminated"):  # by a rank's shell, about its end
                 self.stream.write(text[prefixed.end() :])
         elif failed := re.match(r"Process (\d+) exit with status code (\d+)", text):
             status = int(failed[2])
@@ -137,7 +137,7 @@ class Unprefixed:
         return len(text)
 
     def flush(self) -> None:
-        """As every stream."""
+        """Flushes the stream, if it is still open."""
         with contextlib.suppress(OSError):
             self.stream.flush()
 
@@ -154,13 +154,13 @@ def main(arguments: list[str]) -> int:
 
     def remembered():
         shutdown_events.append(register())
-        install()  # it has taken SIGTERM for itself
+        install()  # again: Horovod has just installed its own SIGTERM handler
         return shutdown_events[-1]
 
     gloo_run.register_shutdown_event = remembered
     elastic = "--host-discovery-script" in arguments
     streams = Unprefixed(sys.stdout, elastic), Unprefixed(sys.stderr, elastic)
-    # Horovod's parser would take a flag of the program for an abbreviation of its own: --timeline, --elastic
+    # else Horovod's parser reads the program's flags, such as --timeline and --elastic, as abbreviations of its own flags
     unabbreviated = functools.partialmethod(argparse.ArgumentParser.__init__, allow_abbrev=False)
     argparse.ArgumentParser.__init__ = unabbreviated  # type: ignore[method-assign,assignment]
     sys.argv = ["horovodrun", *arguments]
@@ -183,7 +183,7 @@ def main(arguments: list[str]) -> int:
         return _interrupted()
     if not problem:
         return 0
-    # Not those who lost touch because of it: whoever hung is the one that did not, until the launcher killed it.
+    # Without the ranks that lost touch: the rank that hung printed no LOST_LINE before the launcher killed it.
     ended = [(rank, status) for rank, status in streams[0].ended if status != LOST_PEER and rank not in streams[1].lost]
     if ended or streams[0].ended:
         rank, status = (ended or streams[0].ended)[0]
@@ -203,10 +203,10 @@ def _interrupted() -> int:
 def discovery_flags(script: Path, nproc: int) -> list[str]:
     """horovodrun's flags for an elastic run on this machine.
 
-    A host on which a worker failed is never used again, so each worker is given a host of its own.
+    horovodrun never uses a host again on which a worker failed, so each worker gets a separate host.
 
     Args:
-        script: prints the hosts that there are; horovodrun asks it every second.
+        script: prints the available hosts; horovodrun runs it every second.
         nproc: workers at the start, and at most.
     """
     os.environ[WORKERS_VARIABLE] = str(nproc)

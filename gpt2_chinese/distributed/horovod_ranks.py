@@ -18,7 +18,7 @@ from gpt2_chinese.errors import LOST_PEER, RunError, UserError
 
 
 class HorovodRanks(Ranks):
-    """As Ranks. Each call has a name of its own: ranks that recover from a loss would number theirs differently."""
+    """As Ranks. Each collective has a fixed name, because ranks that recover from a loss would number them differently."""
 
     @classmethod
     def now(cls, device: torch.device) -> HorovodRanks:
@@ -39,10 +39,10 @@ class HorovodRanks(Ranks):
 
 
 def join(device: torch.device) -> HorovodRanks:
-    """Meets the other ranks.
+    """Initialises Horovod and returns this rank.
 
     Raises:
-        UserError: a GPU is wanted, and this Horovod cannot reach one.
+        UserError: the device is a GPU, but this Horovod was built without NCCL.
     """
     if device.type == "cuda" and not hvd.nccl_built():
         raise UserError(
@@ -55,17 +55,17 @@ def join(device: torch.device) -> HorovodRanks:
 
 
 def _end_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-    """Ends a rank on an error nobody caught. One that lost its peers says so, and leaves the others time to."""
+    """Ends a rank on an uncaught error. A rank that lost its peers prints that, and gives the others time to do so."""
     status = 1
     if isinstance(error, HorovodInternalError):
         status = LOST_PEER
         print(f"rank {hvd.rank()} {LOST_LINE}: {str(error).split('. ')[0]}", file=sys.stderr, flush=True)
         time.sleep(GRACE_S)
-    elif isinstance(error, RunError):  # all ranks know it
+    elif isinstance(error, RunError):  # every rank raises it
         if hvd.rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # not by way of Horovod's own end, which would wait for the others
+    os._exit(status)  # without Horovod's shutdown, which would wait for the others

@@ -1,4 +1,4 @@
-"""The processes of a run, seen from one of them: which one it is, and what all of them can ask each other."""
+"""The processes of a run, seen from one of them: its number, and the collectives that all of them share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GRACE_S = 2.0  # ranks that wait for the same one give up within this time of each other
+GRACE_S = 2.0  # ranks that wait for the same rank give up within this time of each other
 
 
 @dataclass
@@ -16,10 +16,10 @@ class Ranks:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        rank, num_ranks: which of how many.
-        local_rank: which on this machine.
+        rank, num_ranks: number of this process, and of all processes.
+        local_rank: number of this process on its machine.
         device: where this rank computes.
-        group: the process group of all ranks, None when alone.
+        group: the process group of all ranks, None for a single process.
     """
 
     rank: int = 0
@@ -54,7 +54,7 @@ class Ranks:
         return largest.item()
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank has called this."""
         self.max(0.0)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Bytes that this process has sent and received over TCP, counted by the kernel: gloo and its like talk over sockets.
+"""Bytes that this process has sent and received over TCP, as the kernel counts them: gloo, for one, uses sockets.
 
-A count of the program's own would only repeat its formula; the kernel's also sees what libraries send. Traffic between
-GPUs (NVLink, shared memory) does not pass here.
+A count in the program would only repeat its formula; the kernel also counts what libraries send. Traffic between GPUs
+(NVLink, shared memory) is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Counts = dict[str, tuple[int, int]]
 
 
 def tcp_bytes() -> Counts | None:
-    """The counts of the connections that are open now; None where the kernel does not tell."""
+    """The counts of the connections that are open now; None where the kernel gives no counts."""
     counts: Counts = {}
     try:
         for name in os.listdir("/proc/self/fd"):
@@ -39,18 +39,18 @@ def tcp_bytes() -> Counts | None:
 def between(before: Counts, now: Counts) -> tuple[int, int]:
     """(sent, received) from one call of tcp_bytes to a later one, over the connections that are still open at the later one.
 
-    What a closed connection has carried is in no count: it must not be subtracted from the others.
+    A connection that was closed in between is left out: its bytes must not be subtracted from the others.
     """
     sent = sum(count[0] - before.get(name, (0, 0))[0] for name, count in now.items())
     return sent, sum(count[1] - before.get(name, (0, 0))[1] for name, count in now.items())
 
 
 def _of(connection: socket.socket) -> tuple[int, int]:
-    """(written, received): written bytes are those acknowledged and those that wait for it, on a busy machine many."""
+    """(written, received). Written bytes are acknowledged or still wait for that; on a busy machine many wait."""
     while True:
         acked, got = _acked_and_received(connection)
         (waiting,) = struct.unpack("=i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-        if _acked_and_received(connection)[0] == acked:  # else bytes were acknowledged in between, and no count has them
+        if _acked_and_received(connection)[0] == acked:  # else bytes moved from one count to the other in between
             return acked + waiting, got
 
 

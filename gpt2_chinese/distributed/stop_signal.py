@@ -1,10 +1,10 @@
-"""Being told to stop: by SIGTERM, or by SIGUSR1, which Slurm sends before the time limit (sbatch --signal=USR1@60).
+"""Stops a run on SIGTERM, or on SIGUSR1, which Slurm sends before the time limit (sbatch --signal=USR1@60).
 
     to a rank           -> it notes the signal
     to the launcher     -> it makes the file that STOP_FILE_VARIABLE names, which its ranks look for
     all ranks agree once a step (Run.steps), save, and end with status 0
 
-The second signal ends at once. Nothing here imports torch.
+The second signal ends the run at once. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE_VARIABLE = "GPT2_CHINESE_STOP_FILE"  # set by a launcher of ours
 AGAIN = "a second signal ends it at once"
 
-_noted: list[str] = []  # a signal is given to the whole process, and so is this
+_noted: list[str] = []  # of the module: a signal goes to the whole process
 
 
 def listen(is_lost: Callable[[], bool] = lambda: False, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
-    """Notes the first signal to this process, for `asked`; the second one has the system's effect: the process ends.
+    """Notes the first signal to this process, for `asked`; the second has the default effect: the process ends.
 
     Args:
-        is_lost: True when the job fails already and the launcher clears up: then SIGTERM ends the process.
+        is_lost: True when the job has failed and the launcher ends its ranks; then the first signal ends the process, too.
         signals: to listen to.
     """
 
@@ -47,7 +47,7 @@ def listen(is_lost: Callable[[], bool] = lambda: False, signals: tuple[signal.Si
 
 
 def asked() -> str:
-    """The name of the signal by which this process was told to stop, "" before."""
+    """The name of the signal that asked this process to stop, "" before one came."""
     if _noted:
         return _noted[0]
     with contextlib.suppress(OSError, KeyError):
@@ -57,9 +57,9 @@ def asked() -> str:
 
 @contextlib.contextmanager
 def passed_on(at_once: Callable[[], Any]) -> Iterator[Callable[[], None]]:
-    """In a launcher: the first signal is passed on to the ranks, by a file; the second one calls `at_once`.
+    """For a launcher: passes the first signal on to the ranks, through a file; the second signal calls `at_once`.
 
-    Gives what installs the handlers, for a library that installs its own first.
+    Yields a function that installs the handlers again, for use after a library has installed its own.
     """
     folder = Path(tempfile.mkdtemp(prefix="gpt2_chinese_"))
     file = folder / "stop"

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# Optimizers import this, and its functions take the default group that they find then as their default argument. Imported
-# while there is none, it keeps no gloo threads alive after close(), which would abort the process at its end.
+# Optimizers import this module, whose functions bind the default process group of that moment as a default argument.
+# Imported before there is a group, it keeps no gloo threads alive after close(); they would abort the process at its end.
 import torch.distributed.nn  # noqa: F401
 
 from gpt2_chinese.distributed import horovod_launcher, stop_signal
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:
-    """Starts the other processes if there are to be any, and returns this one's Ranks.
+    """Starts the other processes, if --nproc asks for any, and returns the Ranks of this process.
 
     Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
-    torchrun on the program with the same arguments and exits with its status: a rank that fails makes the job fail.
+    torchrun on the program with the same arguments and exits with its status. A rank that fails makes the job fail.
 
     Args:
         settings: of the run.
-        launcher: "torchrun", or "horovodrun", which is used for one process too, so that its flags are.
+        launcher: "torchrun", or "horovodrun", which also starts a single process, so that its flags have an effect.
         flags: more flags of horovodrun.
     """
     with exit_on_user_error():
@@ -52,8 +52,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
             horovod_launcher.start(settings, flags)
         if "RANK" not in os.environ and settings.nproc > 1:
             raise SystemExit(_torchrun(settings))
-    # Ctrl-C reaches every process of a terminal. Under a launcher the ranks die quietly and the launcher says the line.
-    signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _say_interrupted)
+    # Ctrl-C reaches every process of a terminal. Under a launcher the ranks end silently and the launcher prints the line.
+    signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _exit_interrupted)
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -63,12 +63,12 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
 
         with exit_on_user_error():
             ranks = horovod_ranks.join(device)
-        stop_signal.listen(signals=(signal.SIGUSR1,))  # SIGTERM is how Horovod's launcher clears up
+        stop_signal.listen(signals=(signal.SIGUSR1,))  # Horovod's launcher ends its ranks by SIGTERM
         return ranks
     if settings.nproc == 1:
         stop_signal.listen()
-        tell_alone = sys.excepthook
-        sys.excepthook = lambda *error: _say_alone(*error, tell_alone)
+        python_hook = sys.excepthook
+        sys.excepthook = lambda *error: _report_alone(*error, python_hook)
         return Ranks(device=device)
     if LAUNCHED_VARIABLE in os.environ:
         _end_with(int(os.environ[LAUNCHED_VARIABLE]))
@@ -85,13 +85,13 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
     processes = [store.get(f"process of {rank}").decode().split() for rank in range(num_ranks)]
     stop_signal.listen(is_lost=lambda: any(_is_gone(host, int(pid)) for host, pid in processes))
-    tell = sys.excepthook  # init_process_group has set it: a traceback whose lines begin with the rank
-    sys.excepthook = lambda *error: _end_rank(*error, tell, store, rank, num_ranks)
+    torch_hook = sys.excepthook  # set by init_process_group: prints a traceback whose lines begin with the rank
+    sys.excepthook = lambda *error: _end_rank(*error, torch_hook, store, rank, num_ranks)
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
 
 
 def _resolve_device(settings: Settings) -> None:
-    """Turns --device auto and the default of --precision into what this machine has."""
+    """Sets --device auto and a missing --precision to what this machine has. Raises UserError."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.nproc))
     if settings.device == "cuda" and num_gpus < local_ranks:
@@ -105,7 +105,7 @@ def _resolve_device(settings: Settings) -> None:
 
 
 def _end_with(launcher: int) -> None:
-    """Ends this rank with its launcher. A killed one ends nobody, and the next start would train beside its ranks."""
+    """Ends this rank when its launcher has ended: else ranks of a killed launcher would run next to those of the next."""
 
     def watch() -> None:
         while os.getppid() == launcher:
@@ -116,7 +116,7 @@ def _end_with(launcher: int) -> None:
 
 
 def _meet(settings: Settings) -> tuple[Any, int, int]:
-    """The store where the ranks meet, this rank, and their number. Raises UserError where they cannot."""
+    """The rendezvous: (store of the ranks, this rank, number of ranks). Raises UserError when the address is unusable."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UserError(
@@ -135,56 +135,56 @@ def _meet(settings: Settings) -> tuple[Any, int, int]:
 
 def _end_rank(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None,
-    tell: Callable[..., Any], store: Any, rank: int, num_ranks: int,
+    print_traceback: Callable[..., Any], store: Any, rank: int, num_ranks: int,
 ) -> NoReturn:  # fmt: skip
-    """Ends a rank on an error nobody caught: what all ranks know is said once, a traceback is for what nobody knows.
+    """Ends a rank on an uncaught error: expected errors print once, unexpected errors with a traceback.
 
-    A rank that loses another, by --timeout-s or by its connection, notes in the store that it has given up. All who wait
-    for the same rank do so within GRACE_S, so those that did not are the ones that hang or are gone.
+    A rank that loses another, by --timeout-s or by its connection, notes in the store that it has given up. All ranks that
+    wait for the same rank do so within GRACE_S, so the ranks without a note hang or have ended.
     """
     status = 1
     if isinstance(error, RunError):
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-    elif getattr(error, "one_line", False):  # a library's, which says what to do; perhaps not on all ranks
+    elif getattr(error, "one_line", False):  # of a library, with advice in its message; perhaps not on all ranks
         with contextlib.suppress(Exception):
             if store.add("an error was said", 1) == 1:
                 print(f"\nerror: rank {rank}: {error}", file=sys.stderr, flush=True)
     elif _is_about_peers(error):
-        status, speaks, line = LOST_PEER, True, f"rank {rank} waited in vain for the others"
+        status, reports, line = LOST_PEER, True, f"rank {rank} waited in vain for the others"
         try:
             store.set(f"gave up {rank}", "1")
-            time.sleep(GRACE_S)  # where a rank has died, the launcher says so and ends this one meanwhile
+            time.sleep(GRACE_S)  # where a rank has died, the launcher reports it and ends this rank meanwhile
             waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
             missing = [r for r in range(num_ranks) if r not in waited]
-            speaks = rank == min(waited)
+            reports = rank == min(waited)
             if missing:
                 line += f": rank {', '.join(map(str, missing))} did not come, or not within --timeout-s"
-            if speaks:
+            if reports:
                 _kill(store, missing)
         except Exception as lost:
-            line += f" ({type(lost).__name__} while asking for whom)"
-        if speaks:
+            line += f" ({type(lost).__name__} while asking which ranks are missing)"
+        if reports:
             print(f"\nerror: {line}", file=sys.stderr, flush=True)
     else:
-        tell(kind, error, trace)
+        print_traceback(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a process with collectives under way cannot be unwound: it would wait for them, or abort
+    os._exit(status)  # no normal exit: with collectives under way it would wait for them, or abort
 
 
-def _say_alone(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None, tell: Callable[..., Any]
+def _report_alone(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, print_traceback: Callable[..., Any]
 ) -> None:
-    """The same for one process: Python ends it with status 1 afterwards."""
+    """Reports the uncaught error of a single process; afterwards Python ends the process with status 1."""
     if isinstance(error, RunError) or getattr(error, "one_line", False):
         print(f"\nerror: {error}", file=sys.stderr, flush=True)
     else:
-        tell(kind, error, trace)
+        print_traceback(kind, error, trace)
 
 
 def _kill(store: Any, ranks: list[int]) -> None:
-    """Kills those ranks that run on this machine: a rank that hangs heeds no SIGTERM, and torchrun would wait for 30 s."""
+    """Kills those ranks that run on this machine: a hanging rank ignores SIGTERM, and torchrun would wait 30 s for it."""
     for host, pid in (store.get(f"process of {rank}").decode().split() for rank in ranks):
         if host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
@@ -209,7 +209,7 @@ def _is_about_peers(error: BaseException) -> bool:
 
 
 def _likeliest_cause(error: Any) -> tuple[int, Any]:
-    """(rank, failure) of a ChildFailedError to name: killed before failed, and last who only lost a peer."""
+    """(rank, failure) to report: first a killed rank (not by SIGTERM), then one that failed, then one that lost a peer."""
 
     def order(item: tuple[int, Any]) -> tuple[int, int]:
         code = item[1].exitcode
@@ -224,19 +224,19 @@ def _torchrun(settings: Settings) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    logging.disable(logging.CRITICAL)  # this process only launches; torchrun logs in 40 lines what is said below in one
+    logging.disable(logging.CRITICAL)  # torchrun would log 40 lines about what is printed below in one line
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
-    arguments.append("--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # SIGTERM and SIGUSR1 are ours
+    arguments.append("--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # stop_signal handles SIGTERM and SIGUSR1
 
     def at_once() -> NoReturn:
-        raise SignalException("told twice to stop", signal.SIGKILL)  # with which torchrun ends the ranks
+        raise SignalException("two signals to stop", signal.SIGKILL)  # torchrun ends the ranks with this signal
 
     try:
         with stop_signal.passed_on(at_once):
-            main([*arguments, "--", str(settings.program), *settings.argv])  # "--": --nproc is no abbreviation of torchrun's
+            main([*arguments, "--", str(settings.program), *settings.argv])  # "--": else torchrun reads --nproc itself
     except ChildFailedError as error:
         rank, failure = _likeliest_cause(error)
         how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
@@ -246,13 +246,13 @@ def _torchrun(settings: Settings) -> int:
         )
         return 1
     except (KeyboardInterrupt, SignalException):
-        _say_interrupted()
+        _exit_interrupted()
     finally:
         os.environ.pop(LAUNCHED_VARIABLE, None)
     return 0
 
 
-def _say_interrupted(*_: Any) -> NoReturn:
-    """Ends the program as Ctrl-C is meant to: what was saved is whole, and the run can go on."""
+def _exit_interrupted(*_: Any) -> NoReturn:
+    """Ends the program after Ctrl-C: saved checkpoints are complete, and the run can be resumed."""
     print("\ninterrupted: the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
     raise SystemExit(130)

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same weights, bit for bit? Asked every few steps by a hash, cheap enough to leave on."""
+"""Checks every few steps, by a hash, that all ranks hold the same weights, bit for bit; cheap enough to leave on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hashes(model: nn.Module) -> tuple[list[str], Tensor]:
-    """Names of all parameters and buffers, and one int64 each, (n,): the sum of its bits read as whole numbers.
+    """Names of all parameters and buffers, and one int64 each, (n,): the sum of its elements' bits as integers.
 
     Any single changed bit changes the sum. It reads the weights once and makes no copy of them.
     """

@@ -27,11 +27,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--corpus", type=Path, nargs="+", default=[ROOT / "data/valid"], metavar="PATH",
         help="array-JSON files or folders of them; windows do not cross from one PATH to the next (default: shipped corpus)")
     add("--by", nargs="+", choices=KINDS, default=[], metavar="KIND",
-        help="genre (a file is one), position (in the context), frequency (rank of the token in the corpus) (default: none)")
+        help="genre (one a file), position (in the context), frequency (rank of the token in the corpus) (default: none)")
     add("--seq-len", type=int, metavar="N", help="tokens in a window (default: as the model was trained, else its context)")
     add("--stride", type=int, metavar="N", help="tokens from window to window (default: --seq-len, as in training)")
     add("--batch-size", type=int, default=8, metavar="N", help="windows at once (default: 8)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="of the matrix products (default: fp32 on CPU, bf16 on GPU)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="dtype of matrix products (default: fp32 on CPU, bf16 on GPU)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)")
     add("--json", type=Path, metavar="FILE", help="also write all numbers there (default: none)")
     add("--plot", type=Path, metavar="FILE.png", help="also draw the loss by position (default: none)")

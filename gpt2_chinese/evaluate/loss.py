@@ -1,4 +1,4 @@
-"""Evaluation on held-out text: loss, perplexity, next-token accuracy. What chapters call between their steps."""
+"""Evaluation on held-out text: loss, perplexity, next-token accuracy. Chapters call it between steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def evaluate_model(
     model: Callable[[Tensor], Tensor] | Any, batches: Batches, ranks: Ranks, precision: str = "fp32"
 ) -> dict[str, float]:
-    """Every token of a corpus predicted once, the work shared by all ranks.
+    """Predicts every token of a corpus once; the ranks share the work.
 
     Args:
-        model: anything that gives logits (b, T, V) for inputs (b, T); or that has a method score(inputs, targets), where no
-            rank holds all logits: (3,) float64 on the CPU, the summed loss, the right guesses and the tokens that count.
-        batches: of the validation corpus.
-        ranks: who takes part; all ranks must call this together.
-        precision: of the matrix products.
+        model: returns logits (b, T, V) for inputs (b, T). Where no rank holds all logits, it has a method
+            score(inputs, targets) instead: (3,) float64 on the CPU, summed loss, right guesses, counted tokens.
+        batches: batches of the validation corpus.
+        ranks: the ranks that share the work; all of them must call this together.
+        precision: precision of the matrix products.
 
     Returns:
         valid_loss (nats per token), valid_ppl (its exponential), valid_acc (share of tokens guessed right, 0 to 1).

@@ -31,9 +31,9 @@ class Corpus:
 
     Attributes:
         ids: (N,) ids of all its documents, one after the other.
-        names: its genres: one for each file, or one for all.
+        names: the genres: the path of each file, or one path for all.
         ends: (G,) int64, index in ids at which each genre ends.
-        characters: of the text of each genre, as it stands in the files.
+        characters: number of characters of each genre in the files.
     """
 
     ids: np.ndarray
@@ -43,10 +43,10 @@ class Corpus:
 
 
 def read_corpus(path: Path, vocabulary: VocabularyFile, by_file: bool) -> Corpus:
-    """Tokenises a corpus, or takes its ids from the cache.
+    """Tokenises a corpus, or reads its ids from the cache.
 
     Raises:
-        UserError: what training would refuse as well.
+        UserError: a corpus that training would refuse, too.
     """
     import numpy as np
 
@@ -63,7 +63,7 @@ def read_corpus(path: Path, vocabulary: VocabularyFile, by_file: bool) -> Corpus
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The shortest ends of paths that tell them apart, without suffix: news, or train/news and valid/news."""
+    """The shortest endings by which paths differ, without suffix: news, or train/news and valid/news."""
     parts = [path.resolve().with_suffix("").parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -73,7 +73,7 @@ def short_names(paths: list[Path]) -> list[str]:
 
 
 def results(sums: Tensor, characters: int | None = None) -> dict[str, Any]:
-    """The numbers of COLUMNS from sums (4,); bits per character where its characters are known."""
+    """The numbers of COLUMNS from sums (4,); bits per character only if `characters` is given."""
     loss, first, five, count = sums.tolist()
     row: dict[str, Any] = {"loss": loss / count, "perplexity": math.exp(min(loss / count, 700.0))}
     if characters:
@@ -93,7 +93,7 @@ def position_buckets(seq_len: int) -> list[tuple[int, int]]:
 
 
 def trained_seq_len(folder: Path) -> int | None:
-    """--seq-len of the run that wrote a checkpoint or a final/, None where that is not known."""
+    """--seq-len of the run that wrote a checkpoint or a final/, None if unknown."""
     for file, keys in ((folder / "state.json", ("settings", "seq_len")), (folder.parent / "config.json", ("seq_len",))):
         try:
             found: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def trained_seq_len(folder: Path) -> int | None:
 
 
 def evaluate_corpora(a: argparse.Namespace) -> dict[str, Any]:
-    """Evaluates as the flags say; the content of --json. Raises UserError."""
+    """Evaluates by the flags; returns the content of --json. Raises UserError."""
     import numpy as np
     import torch
     from tqdm import tqdm
@@ -133,7 +133,7 @@ def evaluate_corpora(a: argparse.Namespace) -> dict[str, Any]:
     classes = frequency_classes(everything, vocabulary.size)
     by_place, by_class = [], torch.zeros(len(CLASS_ENDS) + 1, 4, dtype=torch.float64)
     total = sum(-(-len(plan.starts) // a.batch_size) for plan in plans)
-    with tqdm(total=total, unit="batch", disable=None) as bar:  # none in a log file
+    with tqdm(total=total, unit="batch", disable=None) as bar:  # no bar in a log file
         for corpus, plan in zip(corpora, plans, strict=True):
             place = torch.zeros(len(corpus.names), seq_len, 4, dtype=torch.float64)
             how = corpus.ends, classes, precision, device
@@ -171,7 +171,7 @@ FORMATS = ("{:.4f}", "{:.2f}", "{:.4f}", "{:.2%}", "{:.2%}", "{:,}", "{:,}")
 
 
 def table(found: dict[str, Any]) -> str:
-    """What is printed: all, then each breakdown."""
+    """The table to print: the row of all tokens, then each breakdown."""
     lines: list[tuple[str, ...]] = [("", *HEADINGS), ("all", *_cells(found["all"]))]
     for kind in KINDS:
         if rows := found.get(f"by_{kind}"):
@@ -200,7 +200,7 @@ def plot(found: dict[str, Any], file: Path) -> None:
 
 
 def write(file: Path, content: Callable[[Path], Any], flag: str) -> None:
-    """Calls content(path) for what is then renamed to `file`. Raises UserError, which names the flag."""
+    """Calls content(path) to write a staging file, and renames that to `file`. Raises UserError, which names the flag."""
     try:
         with replacing(file) as staging:
             content(staging)

@@ -1,13 +1,13 @@
 """Scores every token of a corpus, and adds the scores up by genre, by position in the context, and by frequency.
 
 A window of seq_len ids predicts seq_len targets; windows begin every `stride` ids, and a target counts where it first
-appears. Seq_len 8, stride 4 (digits: position in the context of a target that counts, dots: seen before, not counted):
+appears. With seq_len 8, stride 4 (digits: position in the context of a target that counts, dots: seen before, not counted):
 
     window 0   0 1 2 3 4 5 6 7
     window 1           . . . . 4 5 6 7
     window 2                   . . . . 4 5 6 7
 
-With a stride of seq_len these are the windows of the evaluation in training. A smaller one gives every target more context.
+With a stride of seq_len these are the windows of the evaluation in training. A smaller stride gives targets more context.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gpt2_chinese.data.batches import IGNORED
 from gpt2_chinese.model.gpt2 import next_token_loss
 from gpt2_chinese.run.optim import autocast
 
-LOSS, FIRST, AMONG_FIVE, COUNT = range(4)  # what a row of sums holds
-CLASS_ENDS = (10, 100, 1000)  # ranks of frequency at which a class ends; the last class has the rest
+LOSS, FIRST, AMONG_FIVE, COUNT = range(4)  # the columns of sums
+CLASS_ENDS = (10, 100, 1000)  # ranks of frequency at which a class ends; all other ids are in the last class
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Windows:
     """Where windows begin and from which position on their targets count.
 
     Attributes:
-        starts: (N,) int64, index of the first input of each.
-        first: (N,) int64, position of its first target that counts.
+        starts: (N,) int64, index of the first input of each window.
+        first: (N,) int64, position of each window's first target that counts.
     """
 
     starts: np.ndarray
@@ -74,12 +74,12 @@ def score(
     model: Any, ids: np.ndarray, windows: Windows, seq_len: int, batch_size: int, genre_ends: np.ndarray,
     classes: np.ndarray, precision: str = "fp32", device: torch.device | str = "cpu",
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Yields, batch by batch, what a batch adds to the sums of LOSS, FIRST, AMONG_FIVE and COUNT, float64 on the CPU.
+    """Yields the terms that each batch adds to the sums of LOSS, FIRST, AMONG_FIVE and COUNT, float64 on the CPU.
 
     Args:
         model: in evaluation mode; logits (b, T, V) for inputs (b, T).
         ids: (N,) ids of the corpus, N at least 2.
-        windows: over them.
+        windows: the windows over `ids`.
         seq_len, batch_size: T and b.
         genre_ends: (G,) index in `ids` at which each genre ends.
         classes: (V,) the frequency class of each id.

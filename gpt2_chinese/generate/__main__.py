@@ -6,7 +6,7 @@ python -m gpt2_chinese.generate --model runs/00_single --interactive
 
 The text of prompt i, sample j depends on --seed, i and j alone. JSON lines have prompt, sample, text (what follows the
 prompt), ids (of that text), finish_reason ("end": the model ended it, "length": --length was reached) and tokens_per_s (of
-the whole batch). Beyond the model's context a text goes on from its last half (decoding.py).
+the whole batch). Beyond the model's context a text continues from its last half (decoding.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Continues rows of ids token by token: what generate.py, the samples of a run and the tests call.
+"""Continues rows of ids token by token, for the generate command, the samples of a run and the tests.
 
-Beyond the model's context there are no positions, so a row drops its beginning: when it would outgrow the context it goes
-on from its last half, and grows again. Which ids a model sees depends on the length of the row alone; so the cache is
-built anew once every n_positions / 2 tokens, and the way without a cache sees the same ids. A window that slid by one id a
-token would move every absolute position each time, and nothing could be remembered.
+Beyond the model's context there are no positions, so a row drops its beginning. A row that would outgrow the context
+continues from its last half, and grows again. The ids that a model sees depend on the length of the row alone. So the cache
+is built anew once every n_positions / 2 tokens, and decoding without a cache sees the same ids. A window that slid by one
+id a token would change every absolute position each time, and no keys and values could be cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OnToken = Callable[[int, int], None]
 
 
 def window_start(length: int, context: int) -> int:
-    """How many of its first ids a row of `length` ids has dropped, so that at most `context` are left.
+    """Number of first ids that a row of `length` ids has dropped, so that at most `context` are left.
 
     With a context of 4: length 4 -> 0, 5 -> 2, 6 -> 2, 7 -> 4: the window has 4, 3, 4, 3 ids.
     """
@@ -55,21 +55,21 @@ def generate(
     cache: bool = True,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """Continues every prompt; each gives what it would give alone (up to the last bits of fp32), whoever shares the batch.
+    """Continues every prompt; the result does not depend on the rest of the batch, up to the last bits of fp32.
 
     Args:
-        model: a GPT2LMHeadModel in evaluation mode; without the cache anything that gives logits (B, T, V) for ids (B, T).
-        prompts: of at least one id each, of any lengths.
+        model: a GPT2LMHeadModel in evaluation mode; without the cache any callable from ids (B, T) to logits (B, T, V).
+        prompts: rows of at least one id, of any lengths.
         max_new_tokens: how many ids to add at most.
         sampling: how each id is chosen.
-        generators: the randomness of each row, on the CPU; that of seed 0 when None. They are used up.
+        generators: the random generator of each row, on the CPU; for None those of seed 0. Sampling changes their state.
         end_id: a row ends before this id.
         forbidden: ids never chosen.
-        cache: remember keys and values; the ids are the same without.
+        cache: use a cache of keys and values; the ids are the same without it.
         on_token: called with (row, id) for each id as soon as it is chosen.
 
     Returns:
-        the new ids of each row, without end_id: fewer than max_new_tokens are a row that has ended.
+        the new ids of each row, without end_id; a row that has ended has fewer than max_new_tokens.
 
     Raises:
         UserError: logits that are not finite.
@@ -81,7 +81,7 @@ def generate(
     context = getattr(getattr(model, "config", None), "n_positions", longest)
     logits_after = Cached(model, longest) if cache else Plain(model, device)
     going = list(range(len(rows)))
-    seen: torch.Tensor | None = None  # (rows that go on, V) bool
+    seen: torch.Tensor | None = None  # (rows that have not ended, V) bool
     for _ in range(max_new_tokens):
         logits = logits_after([rows[i][window_start(len(rows[i]), context) :] for i in going])
         if not logits.isfinite().all():

@@ -1,12 +1,12 @@
-"""The logits after a row of ids, two ways that give the same numbers: anew each time, and with remembered keys and values.
+"""The logits after a row of ids, in two ways that give the same numbers: computed anew, or with cached keys and values.
 
     plain = Plain(model)                  cached = Cached(model, room=1024)
     plain([[3, 1, 4], [1, 5]])   (2, V)   cached([[3, 1, 4], [1, 5]])          reads both rows
     plain([[3, 1, 4, 9], [1, 5, 2]])      cached([[3, 1, 4, 9], [1, 5, 2]])    reads only 9 and 2
 
-`Plain` groups rows of one length and calls the model. `Cached` reads the model's weights, without a change to the model:
-rows of different length are padded on the left, a mask hides the padding, and positions count from the row's own start.
-What `Cached` saves is the work of all earlier positions: a token costs O(T) instead of O(T^2).
+`Plain` groups rows of one length and calls the model. `Cached` reads the model's weights, without a change to the model.
+Rows of different length are padded on the left, a mask hides the padding, and positions count from a row's first id.
+`Cached` saves the work of all earlier positions: a token costs O(T) instead of O(T^2).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Row = list[int]
 
 
 class Plain:
-    """Reads every row whole, each time.
+    """Computes every row from its first id, at each call.
 
     Args:
-        model: gives logits (B, T, V) for ids (B, T).
-        device: where ids go.
+        model: returns logits (B, T, V) for ids (B, T).
+        device: the device of the ids.
     """
 
     def __init__(self, model: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> None:
@@ -44,15 +44,15 @@ class Plain:
         return torch.stack([found[i] for i in range(len(rows))])
 
     def keep(self, kept: list[int]) -> None:
-        """Other rows will not come again: nothing to do where nothing is remembered."""
+        """Does nothing: there is no cache."""
 
 
 class Cached:
-    """Remembers the keys and values of the rows of the last call. A row that has grown by one id costs one position.
+    """Caches the keys and values of the rows of the last call. Rows that have grown by one id cost one position each.
 
     Args:
         model: in evaluation mode.
-        room: the most ids that a row will have; the memory for them is taken at the first call.
+        room: the most ids that a row will have; the first call allocates memory for them.
     """
 
     def __init__(self, model: GPT2LMHeadModel, room: int) -> None:
@@ -66,7 +66,7 @@ class Cached:
 
     @torch.no_grad()
     def __call__(self, rows: list[Row]) -> Tensor:
-        """Logits (B, V) float32 of what follows each row. Rows that do not continue the last call's are read whole."""
+        """Logits (B, V) float32 of what follows each row. All are computed anew unless all continue the last call's."""
         grown = len(rows) == len(self._rows) and self._filled < self.room
         if grown and all(row[:-1] == before for row, before in zip(rows, self._rows, strict=True)):
             ids = torch.tensor([row[-1:] for row in rows], device=self.weight.device)
@@ -76,14 +76,14 @@ class Cached:
         return self._read(ids).float()
 
     def keep(self, kept: list[int]) -> None:
-        """Forgets all rows but these, which keep their order."""
+        """Drops all rows except these, which keep their order."""
         index = torch.tensor(kept, device=self.weight.device)
         self._rows = [self._rows[i] for i in kept]
         self._padding = self._padding[index]
         self._memory = [(keys[index], values[index]) for keys, values in self._memory]
 
     def _begin(self, rows: list[Row]) -> Tensor:
-        """Forgets everything; the rows as ids (B, T), padded on the left."""
+        """Empties the cache; returns the rows as ids (B, T), padded on the left."""
         longest = max(map(len, rows))
         assert longest <= self.room, "a row is longer than the room"
         self._filled = 0
@@ -99,7 +99,7 @@ class Cached:
         first, end = self._filled, self._filled + ids.shape[1]
         columns = torch.arange(end, device=ids.device)
         new = columns[first:, None]
-        # a column sees those before it that are no padding; padding sees itself, or its softmax would be of nothing
+        # a column attends to itself and to earlier ones without padding; so does padding, else its softmax has no input
         #     . . a b c          p . . . .
         #     p p a b c    ->    . p . . .     for a row with two columns of padding
         #                        . . a . .
@@ -116,7 +116,7 @@ class Cached:
 
 
 def _attend(attention: Attention, x: Tensor, keys: Tensor, values: Tensor, first: int, mask: Tensor) -> Tensor:
-    """Attention.forward where keys and values (B, heads, room, C / heads) before column `first` are there already."""
+    """Attention.forward where keys and values (B, heads, room, C / heads) before column `first` are cached."""
     end = first + x.shape[1]
     shape = (*x.shape[:2], attention.num_heads, -1)
     q, k, v = (part.view(shape).transpose(1, 2) for part in attention.c_attn(x).chunk(3, dim=2))

@@ -1,9 +1,9 @@
-"""How the next token is chosen from the logits: the numbers a user gives, and what each of them does.
+"""Chooses the next token from the logits, by parameters that the user gives:
 
     logits -> repetition penalty -> forbidden ids out -> greedy: the largest
                                                       -> temperature -> top-k -> top-p -> drawn
 
-Does not import torch: a wrong number is answered before torch is loaded.
+This file does not import torch at its top: a wrong number is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sampling:
-    """How to choose. The defaults draw from the model's own distribution; greedy leaves only the penalty in force."""
+    """How to choose. The defaults draw from the model's own distribution; greedy ignores the first three."""
 
     temperature: float = 1.0  # below 1 sharpens, above 1 flattens the distribution
     top_k: int = 0  # draw among the k likeliest ids, 0 for all
     top_p: float = 1.0  # draw among the fewest ids whose probabilities reach p, 1 for all
-    repetition_penalty: float = 1.0  # above 1 makes ids that stand already in the row less likely
+    repetition_penalty: float = 1.0  # above 1 makes ids that are in the row already less likely
     greedy: bool = False  # take the likeliest id
 
     def check(self) -> None:
@@ -48,7 +48,7 @@ class Sampling:
 
         Args:
             logits: (B, V) float32.
-            seen: (B, V) bool, the ids that stand in the row already, for the repetition penalty.
+            seen: (B, V) bool, the ids that are in the row already, for the repetition penalty.
             forbidden: ids never chosen.
             generators: one a row, on the CPU; not used when greedy.
         """
@@ -63,7 +63,7 @@ class Sampling:
 
 
 def generator_of(seed: int, prompt: int, sample: int) -> torch.Generator:
-    """The randomness of one text: it depends on these three numbers and on nothing else, least of all on the batch."""
+    """The random generator of one text: it depends on these three numbers only, not on the batch."""
     import torch
 
     digest = hashlib.sha256(f"{seed} {prompt} {sample}".encode()).digest()
@@ -71,10 +71,10 @@ def generator_of(seed: int, prompt: int, sample: int) -> torch.Generator:
 
 
 def draw(probabilities: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """One id of each row (B, V) by its probabilities, (B,): every id runs with its probability as speed, the first wins.
+    """Draws an id of each row (B, V) by its probabilities, (B,): an exponential race, the largest p / Exp(1) wins.
 
-    In a race a rounding in the last bit of the probabilities matters only where two ids arrive together, while along a
-    cumulated sum it shifts all that follow: a text is the same whoever shares its batch, with the cache and without.
+    A rounding in the last bit of p matters in a race only where two ids nearly tie. In a cumulated sum it would shift all
+    later ids. So a text does not depend on the rest of its batch, nor on the cache.
     """
     import torch
 
@@ -104,7 +104,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True)
     probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability  # what stands before an id: it is needed while that is below p
+    before = probability.cumsum(-1) - probability  # of all likelier ids: an id is kept while this is below p
     drop = before >= p
     drop[:, 0] = False
     return logits.masked_fill(drop.scatter(1, order, drop), -math.inf)

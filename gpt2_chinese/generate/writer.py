@@ -1,4 +1,4 @@
-"""Writes texts with a trained model: batch by batch, as they come, or prompt after prompt."""
+"""Writes texts with a trained model: in batches, character by character, or prompt after prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELP = "/set NAME VALUE (length, num, seed, temperature, top_k, top_p, repetitio
 
 @dataclasses.dataclass
 class Text:
-    """One continuation, as a JSON line has it."""
+    """One continuation: the fields of a JSON line."""
 
     prompt: str
     sample: int
@@ -42,7 +42,7 @@ class Writer:
         vocabulary: of the model.
         length, num, seed: as the flags.
         sampling: how each token is chosen.
-        cache: remember keys and values.
+        cache: use a cache of keys and values.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Writer:
         Args:
             prompts: to be continued.
             batch_size: how many texts are written at once.
-            first: number of the first prompt, which decides the randomness.
-            stream: called with characters as they are made, first with the prompt before them; for batches of one.
+            first: number of the first prompt, which decides the random numbers.
+            stream: called with new characters at once, the first time with the prompt before them; for batches of one.
         """
         from gpt2_chinese.generate.decoding import generate
 
@@ -106,19 +106,19 @@ class Writer:
 
 
 def continuation(vocabulary: Vocabulary, prompt: list[int], new: list[int]) -> str:
-    """What the new ids add to the text: between Latin words that begins with a blank, which the ids alone do not tell."""
+    """The text that the new ids add: after a Latin word it may begin with a blank, which decoding them alone would lose."""
     before, whole = vocabulary.decode(prompt), vocabulary.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else vocabulary.decode(new)
 
 
 class Characters:
-    """Ids to characters one by one: what is shown never changes, and together it is the prompt and its text."""
+    """Decodes ids one by one: shown characters never change, and all together are the prompt and its text."""
 
     def __init__(self, vocabulary: Vocabulary, prompt: str, prompt_ids: list[int]) -> None:
         self.vocabulary, self.prompt, self.prompt_ids, self.ids, self.shown = vocabulary, prompt, prompt_ids, [], ""
 
     def add(self, token: int) -> str:
-        """The characters that are certain now: a character of several bytes waits for its last, a blank for what follows."""
+        """The characters that are final now: one of several bytes waits for its last byte, a blank for the next letter."""
         self.ids.append(token)
         new = continuation(self.vocabulary, self.prompt_ids, self.ids).rstrip("\ufffd").rstrip()
         text = self.prompt + new
@@ -129,10 +129,10 @@ class Characters:
 
 
 def read_prompts(path: Path | str) -> list[str]:
-    """The prompts of a file: one a line, or, when the first one begins with a brace, JSON lines with "prompt".
+    """The prompts of a file: one a line, or, if the first line begins with a brace, JSON lines with "prompt".
 
     Raises:
-        UserError: no such file, no prompt in it, or a line that is none, with its number.
+        UserError: no such file, no prompt in it, or a line without a prompt, with its number.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -156,7 +156,7 @@ def read_prompts(path: Path | str) -> list[str]:
 
 
 def run(writer: Writer, prompts: list[str], batch_size: int, as_json: bool, stream: bool, output: str | None) -> None:
-    """Writes all texts to stdout, or to a file, which is there only when all are written."""
+    """Writes all texts to stdout, or to a file, which appears only when all texts are written."""
     if output is None:
         return write(writer, prompts, batch_size, as_json, stream)
     try:
@@ -170,7 +170,7 @@ def write(
     writer: Writer, prompts: list[str], batch_size: int, as_json: bool, stream: bool, file: TextIO | None = None,
     first: int = 0,
 ) -> None:  # fmt: skip
-    """Writes all texts; to a file when there is one, with a bar on the terminal unless they are streamed to it."""
+    """Writes all texts to `file`, else to stdout; a file without streaming gets a progress bar on the terminal."""
     from tqdm import tqdm
 
     show = (lambda piece: print(piece, end="", flush=True)) if stream else None
@@ -191,7 +191,7 @@ def write(
 
 
 def interact(writer: Writer, batch_size: int, as_json: bool) -> None:
-    """Prompt after prompt from stdin; an empty line, the end of the input or Ctrl-C end it."""
+    """Reads prompt after prompt from stdin, until an empty line, the end of the input or Ctrl-C."""
     terminal = sys.stdin.isatty()
     if terminal:
         print(f"Type a prompt. {HELP}. An empty line ends.", flush=True)
@@ -208,7 +208,7 @@ def interact(writer: Writer, batch_size: int, as_json: bool) -> None:
 
 
 def command(writer: Writer, line: str) -> str:
-    """Carries out `/set temperature 0.7`, `/show` or `/help`; what to answer. A wrong one changes nothing."""
+    """Runs `/set temperature 0.7`, `/show` or `/help`, and returns the answer. A wrong command changes nothing."""
     fields = {f.name: type(f.default) for f in dataclasses.fields(Sampling)}
     names = dict.fromkeys(("length", "num", "seed"), int) | fields
     words = line.split()

@@ -1,6 +1,6 @@
 """The hyper-parameters of a GPT-2, as a Hugging Face `config.json` holds them, and the presets with their run defaults.
 
-Nothing here imports torch: a wrong configuration is answered before torch is loaded.
+This file does not import torch: a wrong configuration is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpt2_chinese.files import kind, read_json
 
 @dataclass
 class ModelConfig:
-    """A GPT-2. Field names are Hugging Face's, so that `config.json` goes both ways."""
+    """A GPT-2. Field names are Hugging Face's, so that transformers and this project read each other's `config.json`."""
 
     n_layer: int = 4
     n_embd: int = 128
@@ -63,7 +63,7 @@ class ModelConfig:
         """Reads what `to_dict` or transformers wrote; `source` names the origin in errors.
 
         Raises:
-            UserError: a value of the wrong type or range, or a variant of GPT-2 that this model is not.
+            UserError: a value of the wrong type or range, or a variant of GPT-2 that this model lacks.
         """
         if not isinstance(content, dict):
             raise UserError(f"{source} is not a JSON object: give a GPT-2 config.json")
@@ -118,7 +118,7 @@ class ModelConfig:
             raise UserError(f"{source}: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
 
 
-# what a config.json may say about the variants of GPT-2 that this model does not have: (allowed values, when absent)
+# keys for variants of GPT-2 that this model lacks: (allowed values, value where the key is absent)
 _FIXED: dict[str, tuple[tuple[Any, ...], Any]] = {
     "model_type": (("gpt2",), "gpt2"),
     "activation_function": (("gelu_new", "gelu_pytorch_tanh"), "gelu_new"),
@@ -131,13 +131,13 @@ _FIXED: dict[str, tuple[tuple[Any, ...], Any]] = {
     "quantization_config": ((None,), None),
 }
 
-# beyond these a configuration is no model but a mistake: it would be built for hours, or fill the memory
+# larger values are mistakes: building such a model would take hours, or fill the memory
 _MOST = {"n_layer": 1000, "n_embd": 1 << 17, "n_head": 1 << 17, "n_positions": 1 << 24, "vocab_size": 1 << 24,
          "n_inner": 1 << 20}  # fmt: skip
 
 
 def _short(value: Any) -> str:
-    """A value as an error names it: on one line, however long it is."""
+    """A value for an error message: on one line, cut to 60 characters."""
     if isinstance(value, int) and abs(value) >= 10**50:
         return "a number of more than 50 digits"  # Python refuses to print those of more than 4300
     text = repr(value)
@@ -150,7 +150,7 @@ def _one_of(values: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class RunDefaults:
-    """The settings that follow the size of the model when the user does not give them."""
+    """Settings that depend on the size of the model, used where the user gives none."""
 
     seq_len: int
     batch_size: int
@@ -185,7 +185,7 @@ RUN_DEFAULTS: dict[str, RunDefaults] = {
 def resolve_model_config(name_or_path: str) -> tuple[ModelConfig, RunDefaults]:
     """The model that --model-config names, and its run defaults.
 
-    A `config.json` takes the run defaults of the largest preset that is not wider than it.
+    A `config.json` gets the run defaults of the largest preset that is not wider than its model.
 
     Raises:
         UserError: neither a preset nor a readable GPT-2 `config.json`.

@@ -2,9 +2,9 @@
 
     ids (B, T) -> wte + wpe -> [x + attn(ln_1(x)) -> x + mlp(ln_2(x))] * n_layer -> ln_f -> lm_head -> logits (B, T, V)
 
-No module here knows a rank, a group or an environment variable, and none uses a parameter of another module outside
-that module's forward: techniques are applied to the model from outside, by hooks and wrappers on its modules. The tied
-head is a module of its own whose weight IS the embedding's.
+No module here reads a rank, a group or an environment variable. No module uses another module's parameter outside that
+module's forward. So techniques are applied to the model from outside, by hooks and wrappers on its modules. The tied
+head is a separate module whose weight IS the embedding's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each behind a layer norm and beside a residual path."""
+    """One layer: attention and MLP, each after a layer norm and with a residual connection around both."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class GPT2Model(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(B, T) int64 -> (B, T, C), what the first block is given."""
+        """(B, T) int64 -> (B, T, C), the input of the first block."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return self.drop(self.wte(input_ids) + self.wpe(positions))
 
@@ -124,7 +124,7 @@ class GPT2LMHeadModel(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Makes the weight of the head the very Parameter of the embedding."""
+        """Makes the head's weight the same Parameter object as the embedding's."""
         self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -132,7 +132,7 @@ class GPT2LMHeadModel(nn.Module):
 
         Args:
             input_ids: (B, T) int64, T at most n_positions.
-            targets: (B, T) int64, the id that follows each input; -100 does not count.
+            targets: (B, T) int64, the id that follows each input; -100 is ignored.
 
         Returns:
             logits (B, T, V), or the mean cross-entropy in nats per token, a float32 scalar.
@@ -154,5 +154,5 @@ def embedding(num_rows: int, config: ModelConfig) -> nn.Embedding:
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Spread of the weights that end on the residual path: 2 * n_layer of them add up, so each is scaled down."""
+    """Standard deviation of weights whose outputs join the residual path: 2 * n_layer add up, so each is scaled down."""
     return config.initializer_range / math.sqrt(2 * config.n_layer)

@@ -1,4 +1,4 @@
-"""What a run says before it begins: the model, the corpus, the batch, the steps, one row each."""
+"""Prints the header of a run: the model, the corpus, the batch, the steps, one row each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = list[tuple[str, Any]]
 
 
 def print_header(settings: Settings, ranks: Ranks, more: Rows) -> None:
-    """Prints what will run; `more` are the last rows."""
+    """Prints the header of a run; `more` are rows to add at the end."""
     model = settings.model
     tokens, valid = settings.train_tokens, settings.valid_tokens
     per_step = settings.batch_size * settings.seq_len

@@ -1,4 +1,4 @@
-"""What a run counts and writes down: memory, versions, the rows of metrics.jsonl, the curves of TensorBoard."""
+"""Records a run: peak memory, versions, the rows of metrics.jsonl, the curves of TensorBoard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Metrics:
         self.directory, self.path = directory, directory / "metrics.jsonl"
 
     def take(self) -> bool:
-        """Locks metrics.jsonl, as every run does to the one it writes; False when another run has it."""
+        """Locks metrics.jsonl, as every run does with its file; False when another run holds the lock."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
         with contextlib.suppress(FileNotFoundError):
@@ -37,7 +37,7 @@ class Metrics:
         return False
 
     def begin(self, first_step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Keeps the rows before the first step, and returns them; none, when that is step 1."""
+        """Rewrites metrics.jsonl with the rows before `first_step` only, and returns these; for step 1 there are none."""
         kept = rows_before(self.path, first_step) if first_step > 1 else []
         staging = self.path.with_name("metrics.jsonl.tmp")
         staging.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
@@ -79,13 +79,13 @@ class Metrics:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes metrics.jsonl and TensorBoard's files."""
         self._board.close()
         self._file.close()
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the software that the numbers depend on."""
     return {"gpt2_chinese": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -96,7 +96,7 @@ def peak_bytes(device: torch.device) -> int:
     status = Path("/proc/self/status")
     if status.exists() and (found := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
         return 1024 * int(found[1])
-    import resource  # on Linux only the second choice: there its count begins with that of the process that started this one
+    import resource  # the second choice on Linux, where its peak begins with the parent process's peak
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 

@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
 
-LAST_SHARE = 0.01  # the last step runs at this share of the peak learning rate
+LAST_SHARE = 0.01  # the last step uses this share of the peak learning rate
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -51,12 +51,12 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Runs matrix products in bf16 or fp16; in fp32 does nothing."""
+    """A context in which matrix products run in bf16 or fp16; for fp32 it does nothing."""
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 def grad_scaler(device: torch.device, precision: str) -> torch.amp.GradScaler:
-    """Dynamic loss scaling for fp16; in other precisions it passes everything through."""
+    """Dynamic loss scaling for fp16; in other precisions the scale is 1."""
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -1,9 +1,9 @@
-"""From the flags of a run to all that it needs to begin, checked before torch is loaded or a process is launched.
+"""Turns the flags of a run into complete settings, checked before torch is loaded or a process is launched.
 
     settings = resolve(Settings.from_command_line(__file__, __doc__))
 
-The configuration fills in what was not given, a launcher decides the number of processes, the corpus becomes token caches,
-and the checkpoint to go on from is found and held against the settings.
+The configuration gives missing values, a launcher decides the number of processes, the corpus becomes token caches.
+The checkpoint to resume is found and compared with the settings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AnySettings = TypeVar("AnySettings", bound=Settings)
 def resolve(settings: AnySettings) -> AnySettings:
     """Fills in the settings and returns them; an error is one line and exit status 2.
 
-    When the run is complete already it says so and exits with status 0.
+    When the run is already complete it prints that and exits with status 0.
     """
     with exit_on_user_error():
         fill_in(settings)
@@ -44,14 +44,14 @@ def resolve(settings: AnySettings) -> AnySettings:
 
 
 def fill_in(settings: Settings) -> None:
-    """Fills in what was left to the configuration, checks everything, and makes the token caches.
+    """Fills in the settings that the user left out, checks all settings, and makes the token caches.
 
     Raises:
-        UserError: the first thing that is wrong.
+        UserError: for the first error.
     """
     settings.prepare()
     _check_launcher()
-    if "WORLD_SIZE" in os.environ:  # started by a launcher: it has decided
+    if "WORLD_SIZE" in os.environ:  # a launcher has decided the number of processes
         settings.nproc = int(os.environ["WORLD_SIZE"])
     initial = _follow_initial_weights(settings) if settings.init_from is not None else None
     settings.model, defaults = resolve_model_config(settings.model_config)
@@ -83,7 +83,7 @@ def fill_in(settings: Settings) -> None:
 
 
 def _check_launcher() -> None:
-    """Raises UserError for variables of a launcher that no launcher sets like that."""
+    """Raises UserError for a launcher's variables with values that no launcher sets."""
     counts = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
     for name in (*counts, *counts.values()):
         value = os.environ.get(name, "1")
@@ -103,7 +103,7 @@ def _check_launcher() -> None:
 
 
 def _follow_initial_weights(settings: Settings) -> Path:
-    """The file that --init-from means; the model and the vocabulary are its own unless they are given."""
+    """The weights file of --init-from; sets --model-config and --vocab from its folder unless they are given."""
     if settings.resume not in ("auto", "never"):
         raise UserError(f"--init-from {settings.init_from} and --resume {settings.resume}: give one of them to begin with")
     file, vocab = begin_from(settings.init_from)
@@ -111,21 +111,21 @@ def _follow_initial_weights(settings: Settings) -> Path:
         settings.model_config = str(file.parent.parent if file.name == ".metadata" else file.parent)
     if not settings.is_given("vocab"):
         if vocab is None:
-            raise UserError(f"--init-from {settings.init_from} has no vocabulary beside it: give one with --vocab")
+            raise UserError(f"--init-from {settings.init_from} has no vocabulary next to it: give one with --vocab")
         settings.vocab = str(vocab)
     return file
 
 
 def _check_output(settings: Settings) -> None:
-    """Raises UserError when the run could not write, or would write into what another one writes."""
+    """Raises UserError when the run cannot write, or another run writes to the same folder."""
     _check_writable(settings.output_dir)
-    launched = "RANK" in os.environ or LAUNCHED_VARIABLE in os.environ  # then the run that holds it may be ours
+    launched = "RANK" in os.environ or LAUNCHED_VARIABLE in os.environ  # then this run may hold the lock
     if not launched and is_held(settings.output_dir / "metrics.jsonl"):
         raise UserError(in_use(settings.output_dir))
 
 
 def _check_writable(folder: Path) -> None:
-    """Raises UserError when a run could not write below `folder`; makes nothing."""
+    """Raises UserError when a run could not write below `folder`; creates nothing."""
     existing = Path(folder).absolute()
     try:
         while True:
@@ -145,12 +145,12 @@ def _check_writable(folder: Path) -> None:
 
 
 def in_use(folder: Path) -> str:
-    """The line for a run that would write into what another one writes."""
+    """The error message for a folder to which another run writes."""
     return f"--output-dir {folder} is in use by another run: give another one, or wait until that run has ended"
 
 
 def _resolve_steps(settings: Settings, steps_given: bool) -> None:
-    """Sets max_steps to what ends first of --max-steps and --epochs."""
+    """Sets max_steps by --max-steps or --epochs, whichever ends first."""
     per_epoch = max(0, len(settings.train_tokens) - 1) // settings.seq_len // settings.batch_size
     if per_epoch < 1:
         raise UserError(
@@ -167,7 +167,7 @@ def _resolve_steps(settings: Settings, steps_given: bool) -> None:
 
 
 def _find_checkpoint(settings: Settings) -> Path | None:
-    """The checkpoint to go on from, held against these settings."""
+    """The checkpoint to resume, or None; raises UserError when it does not fit these settings."""
     if settings.resume == "never":
         return None
     if settings.resume == "auto":
@@ -185,11 +185,11 @@ def _find_checkpoint(settings: Settings) -> Path | None:
         return None
     if not (found / "state.json").is_file():
         raise UserError(
-            f"--resume {settings.resume} holds weights, but nothing of the optimizer: give a folder "
+            f"--resume {settings.resume} holds weights, but no optimizer state: give a folder "
             f"checkpoints/step_NNNNNN, or begin with them: --init-from {settings.resume}"
         )
     if (found / PARTS).is_dir():
-        from gpt2_chinese.checkpoint.sharded import read_parts  # late: it loads torch, to look into the metadata, a pickle
+        from gpt2_chinese.checkpoint.sharded import read_parts  # late: it loads torch, to read the metadata, a pickle
 
         read_parts(found / PARTS)
     state = read_state(found)
@@ -234,7 +234,7 @@ def _is_complete(settings: Settings) -> bool:
 
 
 def what_next(settings: Settings) -> str:
-    """The commands to go on with, ready to paste."""
+    """The commands to run next, ready to paste."""
     program = Path(sys.executable).with_name("tensorboard")  # a .venv that is not active is not on the PATH
     tensorboard = "tensorboard" if shutil.which("tensorboard") else shlex.quote(str(display_link(program)))
     default = settings.output_dir.resolve() == ROOT / "runs" / settings.chapter

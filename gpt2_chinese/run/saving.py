@@ -1,4 +1,4 @@
-"""Saves a run: checkpoints and final/. All ranks make the same calls and learn together when one of them could not write."""
+"""Saves a run: checkpoints and final/. All ranks make the same calls, and all raise when one of them could not write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Saving:
         self.checkpoints = self.directory / "checkpoints"
 
     def last_good(self) -> str:
-        """For an error: where to go on."""
+        """For an error message: the checkpoint to resume."""
         found = newest_complete(self.checkpoints) if self.ranks.is_main else None
         return f"the last good checkpoint is {display(found)}" if found else "there is no checkpoint yet"
 
@@ -56,7 +56,7 @@ class Saving:
     def save_parts(
         self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None, before: Callable[[], None]
     ) -> None:
-        """The same where all ranks call write(folder), with a folder that is not there."""
+        """As `save`, but all ranks call write(folder), with a folder that does not exist yet."""
         staging, state = step_folder.staging_folder(self.checkpoints, step), self._state(step, extra)
         num_bytes = 3 * BYTES_EACH * self.settings.model.num_parameters()  # weights and two moments
 
@@ -93,25 +93,25 @@ class Saving:
             self._together("final/", staging, act)
 
     def _together(self, what: str, staging: Path, act: Callable[[], object]) -> None:
-        """All ranks act, and wait for each other.
+        """Calls act() on all ranks, which then wait for each other.
 
         Raises:
             RunError: on all ranks, when one of them could not write; what it had written to `staging` is removed.
         """
-        said = ""
+        problem = ""
         try:
             act()
         except Exception as error:
             if not (isinstance(error, OSError | RunError) or getattr(error, "one_line", False)):
                 raise
-            said = str(error)
-        failed = self.ranks.max(self.ranks.num_ranks - self.ranks.rank if said else 0)  # the first of those that could not
+            problem = str(error)
+        failed = self.ranks.max(self.ranks.num_ranks - self.ranks.rank if problem else 0)  # names the lowest failed rank
         if not failed:
             return
         if self.ranks.is_main:
             shutil.rmtree(staging, ignore_errors=True)
-        said = said or f"rank {self.ranks.num_ranks - int(failed)} could not write"
-        raise RunError(f"{what} is not saved: {said}; {self.last_good()}")
+        problem = problem or f"rank {self.ranks.num_ranks - int(failed)} could not write"
+        raise RunError(f"{what} is not saved: {problem}; {self.last_good()}")
 
     def _state(self, step: int, extra: dict[str, Any] | None) -> dict[str, Any]:
         settings = self.settings

@@ -1,4 +1,4 @@
-"""Trains a vocabulary, or tells how well one fits a corpus.
+"""Trains a vocabulary, or reports how well a vocabulary fits a corpus.
 
     python -m gpt2_chinese.vocabulary train --corpus data/train --size 4096 --output cache/vocab.txt
     python -m gpt2_chinese.vocabulary check --vocab cache/vocab.txt --corpus data/valid
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
-        prog="python -m gpt2_chinese.vocabulary", description="Trains a vocabulary, or tells how well one fits a corpus."
+        prog="python -m gpt2_chinese.vocabulary", description="Trains a vocabulary, or reports how well it fits a corpus."
     )
     commands = parser.add_subparsers(required=True, dest="command")
     trained = commands.add_parser("train", help="train a vocabulary")
@@ -58,7 +58,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     trained.add_argument("--held-out", type=Path, help="a second corpus whose unknown tokens are counted, too")
     trained.add_argument("--vocab-profile", choices=tuple(PROFILES), default="gpt2_chinese",
                          help="how a vocab.txt will be used; uer keeps numbers whole (default: gpt2_chinese)")  # fmt: skip
-    checked = commands.add_parser("check", help="tell how well a vocabulary fits a corpus")
+    checked = commands.add_parser("check", help="report how well a vocabulary fits a corpus")
     checked.add_argument("--vocab", required=True, type=Path, help="a vocab.txt, a tokenizer.json, or a folder with one")
     checked.add_argument("--corpus", required=True, type=Path, help="array-JSON file or folder")
     checked.add_argument("--vocab-profile", choices=PROFILE_CHOICES, default="auto",

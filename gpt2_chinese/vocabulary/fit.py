@@ -14,13 +14,13 @@ _CHARACTERS_AT_ONCE = 1 << 17
 
 @dataclass
 class Fit:
-    """What a vocabulary makes of a corpus; the marks of documents are not counted.
+    """How a vocabulary encodes a corpus; the begin and end tokens of documents are not counted.
 
     Attributes:
-        documents, characters, tokens: how many there are.
+        documents, characters, tokens: how many the corpus has.
         used: how often each id occurs.
-        unknown: how many tokens are the unknown one.
-        unknown_characters: what stands in the text where the token is unknown, character by character.
+        unknown: number of unknown tokens.
+        unknown_characters: how often each character is part of an unknown token.
     """
 
     documents: int = 0
@@ -37,12 +37,12 @@ class Fit:
 
     @property
     def characters_per_token(self) -> float:
-        """The higher, the more text a sequence of the model holds."""
+        """The higher this ratio, the more text fits into a sequence of the model."""
         return self.characters / max(self.tokens, 1)
 
 
 def measure(vocabulary: Vocabulary, corpus: Path | str) -> Fit:
-    """Encodes a corpus, a stretch at a time. Raises UserError for a bad corpus."""
+    """Encodes a corpus part by part and counts. Raises UserError for a bad corpus."""
     fit = Fit()
     for texts in stretches(read_paragraphs(corpus), _CHARACTERS_AT_ONCE):
         for text, encoding in zip(texts, vocabulary.encodings(texts), strict=True):

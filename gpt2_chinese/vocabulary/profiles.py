@@ -1,15 +1,15 @@
-"""What a vocabulary file says: its entries by id, its rules of splitting text, and the marks of a document.
+"""Reads a vocabulary file: its entries by id, its rules for splitting text, and the marks before and after a document.
 
-A `vocab.txt` (one entry a line, the line number is the id) does not say how it is meant to be used, and two conventions
-that share the format give different ids for the same text. So a profile goes with it:
+A `vocab.txt` (one entry a line, the line number is the id) does not record how to use it. Two conventions share the format
+and give different ids for the same text; a profile names the convention:
 
     profile         layout               digits
-    gpt2_chinese    [MASK] text [CLS]    every number sign apart   Morizeyao/GPT2-Chinese
+    gpt2_chinese    [MASK] text [CLS]    each digit is split off   Morizeyao/GPT2-Chinese
     uer             [CLS] text [SEP]     2019 may be one entry     UER-py, Hugging Face's BertTokenizer
-    own             as the file says     as the file says          a tokenizer.json
+    own             set by the file      set by the file           a tokenizer.json
 
-`auto` takes what the folder records: our own key layout_profile in tokenizer_config.json; where that or config.json names
-BertTokenizer, uer; nothing recorded means gpt2_chinese. This module does not import tokenizers: it answers quickly.
+`auto` reads the folder's record: our key layout_profile in tokenizer_config.json; uer, where that file or config.json
+names BertTokenizer; without a record gpt2_chinese. This module does not import tokenizers, so that errors come quickly.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PROFILE_CHOICES = ("auto", *PROFILES)
 OWN = "own"
 PROFILE_KEY = "layout_profile"  # in tokenizer_config.json
 
-# what a tokenizer.json without a template of its own may call the beginning and the end of a document, best first
+# possible marks before and after a document in a tokenizer.json without a template, best first
 BEGIN = ("[CLS]", "<s>", "<|startoftext|>", "<|endoftext|>")
 END = ("[SEP]", "</s>", "<|endoftext|>")
 
-_LARGEST_ID = (1 << 24) - 1  # far above every vocabulary there is; a list by id must not fill the memory
+_LARGEST_ID = (1 << 24) - 1  # far above all real vocabularies; the list of entries must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class VocabularyFile:
     Attributes:
         path: the file.
         profile: gpt2_chinese, uer or own.
-        entries: by id; "" where an id has none.
-        begin, end: the marks of a document.
-        content: of a tokenizer.json, else None.
+        entries: the entry of each id; "" where an id has none.
+        begin, end: the marks before and after a document.
+        content: the content of a tokenizer.json, else None.
     """
 
     path: Path
@@ -56,19 +56,19 @@ class VocabularyFile:
 
     @property
     def layout(self) -> str:
-        """What becomes of a document, for people."""
+        """The form of an encoded document, for display."""
         return f"{self.begin} text {self.end}"
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that decides which ids a text gets; not of line ends, nor of how a tokenizer.json is set out."""
+        """SHA-256 of all that decides the ids of a text; line ends and the formatting of a tokenizer.json do not count."""
         own = {k: v for k, v in (self.content or {}).items() if k not in ("post_processor", "padding", "truncation")}
         rules = own or self.entries
         text = json.dumps([self.profile, self.begin, self.end, rules], ensure_ascii=True, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def facts(self) -> dict[str, str]:
-        """What a checkpoint keeps of it, to be held against the vocabulary of a later run."""
+        """What a checkpoint records about the vocabulary, to compare it with the vocabulary of a later run."""
         return {"profile": self.profile, "layout": self.layout, "sha256": self.digest}
 
 
@@ -77,16 +77,16 @@ def read_vocabulary(path: Path | str, profile: str = "auto") -> VocabularyFile:
 
     Args:
         path: the file or the folder.
-        profile: auto, gpt2_chinese or uer; own, as resolved before, for a tokenizer.json.
+        profile: auto, gpt2_chinese or uer; for a tokenizer.json auto, or own, which an earlier call returned.
 
     Raises:
-        UserError: missing or unreadable file, one without the marks of the profile, or a profile for a tokenizer.json.
+        UserError: a missing or unreadable file, a vocab.txt without the profile's marks, a profile for a tokenizer.json.
     """
     path = vocabulary_file(Path(path), profile)
     text = read_text(path, f"vocabulary {path}")
     if path.suffix == ".json":
         if profile not in ("auto", OWN):
-            raise UserError(f"--vocab-profile {profile}: {path} brings rules of its own, a profile is for a vocab.txt")
+            raise UserError(f"--vocab-profile {profile}: {path} has its own rules, a profile is for a vocab.txt only")
         content = _json_content(text, path)
         entries = _json_entries(content, path)
         return VocabularyFile(path, OWN, entries, *_json_marks(content, entries, path), content)
@@ -109,7 +109,7 @@ def vocabulary_size(path: Path | str, profile: str = "auto") -> int:
 
 
 def vocabulary_file(path: Path, profile: str = "auto") -> Path:
-    """The file that a path means. In a folder with both, vocab.txt needs a profile; without one tokenizer.json decides.
+    """The file that a path means. A folder with both gives vocab.txt if a profile is known, else tokenizer.json.
 
     Raises:
         UserError: there is none.
@@ -127,7 +127,7 @@ def vocabulary_file(path: Path, profile: str = "auto") -> Path:
 
 
 def _recorded(folder: Path) -> str | None:
-    """The profile that a folder records beside its vocab.txt."""
+    """The profile that a folder records next to its vocab.txt; None without a record."""
     for name in ("tokenizer_config.json", "config.json"):
         if not (folder / name).is_file():
             continue
@@ -170,7 +170,7 @@ def _json_entries(content: dict[str, Any], path: Path) -> list[str]:
 
 
 def _json_marks(content: dict[str, Any], entries: list[str], path: Path) -> tuple[str, str]:
-    """The marks of a tokenizer.json: those of its template, else of its entries."""
+    """The marks of a tokenizer.json: from its template, else the first of BEGIN and END among its entries."""
     known = set(entries)
     processor = content.get("post_processor")
     single = processor.get("single") if isinstance(processor, dict) else None

@@ -16,18 +16,17 @@ BPE_SPECIAL_TOKENS = ["<pad>", "<unk>", "<s>", "</s>"]
 def train(corpus: Path | str, size: int, kind: str = "wordpiece", profile: str = "gpt2_chinese") -> list[str]:
     """Entries of a `vocab.txt` of at most `size` entries.
 
-    The alphabet comes first, the most frequent characters before the rarer ones, ties by code point; for WordPiece, what
-    room is left goes to merged pieces of Latin words, in profile uer of numbers, too. The trainer of the library gives its
-    alphabet ids in the order of a hash map, which differs from run to run; so it is handed over ready-made, as special
-    tokens.
+    The alphabet comes first, by falling frequency, ties by code point. With WordPiece the remaining entries are merged
+    pieces of Latin words, in profile uer also of numbers. The library's trainer would order its alphabet by a hash map,
+    which differs from run to run. So the alphabet is passed to it ready-made, as special tokens.
 
     Raises:
-        UserError: a bad corpus, or a size without room for an alphabet.
+        UserError: a bad corpus, or a size too small for an alphabet.
     """
     from tokenizers import trainers
 
     if size <= len(SPECIAL_TOKENS):
-        raise UserError(f"--size {size} leaves no room beside the {len(SPECIAL_TOKENS)} special tokens")
+        raise UserError(f"--size {size} leaves no room after the {len(SPECIAL_TOKENS)} special tokens")
     tokenizer = wordpiece(SPECIAL_TOKENS, profile)
     words: Counter[str] = Counter()
     for paragraph in read_paragraphs(corpus):
@@ -51,10 +50,10 @@ def train(corpus: Path | str, size: int, kind: str = "wordpiece", profile: str =
 
 
 def train_bpe(corpus: Path | str, size: int) -> str:
-    """A `tokenizer.json` of byte-level BPE: any text comes back as it was, nothing is unknown; `<s> text </s>`.
+    """A `tokenizer.json` of byte-level BPE: it decodes any text unchanged, no character is unknown; `<s> text </s>`.
 
     Raises:
-        UserError: a bad corpus, or a size without room for the 256 bytes.
+        UserError: a bad corpus, or a size too small for the 256 bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

@@ -1,7 +1,7 @@
 """The vocabulary: from Chinese text to token ids and back.
 
-A `vocab.txt` is a WordPiece vocabulary with BERT's special tokens, used by one of two profiles; a `tokenizer.json` brings
-rules of its own (profiles.py). A document becomes `begin text end`, a prompt `begin text`.
+A `vocab.txt` is a WordPiece vocabulary with BERT's special tokens, used by one of two profiles; a `tokenizer.json` has
+its own rules (profiles.py). A document becomes `begin text end`, a prompt `begin text`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CANNOT = "the rules of the tokenizer.json fail on a text; give a sound one with
 
 
 def wordpiece(entries: list[str], profile: str = "gpt2_chinese") -> Tokenizer:
-    """A tokenizer for a `vocab.txt`: lower-case, Chinese characters apart, then WordPiece; digits as the profile says.
+    """A tokenizer for a `vocab.txt`: lower-case, Chinese characters split, then WordPiece; the profile decides on digits.
 
-    Where an entry stands on two lines the last one counts, as in BertTokenizer.
+    Of an entry on two lines the last line counts, as in BertTokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -48,10 +48,10 @@ class Vocabulary:
 
     Attributes:
         size: number of entries; ids are 0 to size - 1.
-        begin_id, end_id: what stands before and after every document.
+        begin_id, end_id: ids of the marks before and after every document.
         pad_id, unk_id: padding and unknown token, None where the vocabulary has none.
-        special_ids: of all tokens that are no text.
-        profile, layout, digest: as of profiles.VocabularyFile.
+        special_ids: ids of all tokens that are not text.
+        profile, layout, digest: as in profiles.VocabularyFile.
     """
 
     def __init__(self, file: VocabularyFile) -> None:
@@ -66,7 +66,7 @@ class Vocabulary:
         self.unk_id = next((ids[token] for token in ("[UNK]", "<unk>") if token in ids), None)
         special = {*SPECIAL_TOKENS, *BEGIN, *END, file.begin, file.end, "<pad>", "<unk>"}
         self.special_ids = {ids[token] for token in special if token in ids}
-        # WordPiece leaves a blank between any two words; what other decoders leave belongs to the text
+        # WordPiece's decoder puts a blank between any two words; blanks of other decoders belong to the text
         decoder = (file.content or {}).get("decoder")
         self._blanks = file.profile != OWN or (isinstance(decoder, dict) and decoder.get("type") == "WordPiece")
 
@@ -81,20 +81,20 @@ class Vocabulary:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encodings(self, texts: list[str]) -> list[Encoding]:
-        """The same of many texts, with the places of the tokens in them; all cores take part."""
+        """Encodes many texts on all cores: ids, and the offsets of the tokens in the text."""
         with library_errors(_CANNOT):
             return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Ids of many documents, each with its marks at both ends; all cores take part."""
+        """Encodes many documents on all cores: ids, with the marks at both ends."""
         return [[self.begin_id, *encoding.ids, self.end_id] for encoding in self.encodings(texts)]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of the beginning of a document: the mark, then the text."""
+        """Ids of the beginning of a document: the begin mark, then the text."""
         return [self.begin_id, *self.encode(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens vanish, and of the blanks that WordPiece leaves those between Latin words stay."""
+        """Text of ids, without special tokens; of the blanks that WordPiece adds, those between Latin words stay."""
         kept = [int(i) for i in ids if int(i) not in self.special_ids]
         with library_errors(_CANNOT):
             text = self._tokenizer.decode(kept, skip_special_tokens=False)
@@ -141,6 +141,6 @@ _KEEP_BLANK = re.compile(rf"(?<=[{_LATIN}]) (?=[{_LATIN}])|(?<=[{_LATIN}][,.;:!?
 
 
 def tidy(text: str) -> str:
-    """Removes the blanks that decoding leaves, except between Latin words."""
+    """Removes the blanks that decoding adds, except between Latin words."""
     text = _KEEP_BLANK.sub("\0", re.sub(r" +(?=[,.;:!?])", "", text))
     return text.replace(" ", "").replace("\0", " ")

@@ -150,7 +150,7 @@ def test_export_takes_other_numbers_and_says_what_they_cannot_hold(theirs, folde
     out = export(folder, tmp_path / "half", dtype="float16")
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
     assert all(torch.equal(t, found[n].half()) for n, t in load_file(out / "model.safetensors").items())
-    with pytest.raises(UserError, match="half is there already"):
+    with pytest.raises(UserError, match="half exists already"):
         export(folder, tmp_path / "half")
     found["transformer.wpe.weight"][0, 0] = 1e6
     write(found, folder, "bin")

@@ -189,7 +189,7 @@ def test_what_would_be_overwritten_is_not_read(tmp_path: Path, capsys) -> None:
     given = write(tmp_path / "out/train/a.json", '["一"]')
     with pytest.raises(SystemExit):
         convert(given.parent, "--output", tmp_path / "out", "--overwrite")
-    assert f"{given} lies in --output" in capsys.readouterr().err and given.exists()
+    assert f"{given} is inside --output" in capsys.readouterr().err and given.exists()
 
 
 def test_bad_items_are_passed_over_up_to_the_limit(tmp_path: Path, capsys) -> None:

@@ -192,7 +192,7 @@ def test_after_a_bad_record_the_next_line_is_read(bad: str, lies: str) -> None:
     [
         ('["一", "二"', "x.json:1, item 3 is missing: the array is cut short"),
         ('["一", "二', "x.json:1, item 2 is no JSON"),
-        ('["一", tru, "三"]', "x.json:1, item 2 is no JSON .* nothing behind it can be read: 'tru, \"三\"]'"),
+        ('["一", tru, "三"]', "x.json:1, item 2 is no JSON .* nothing after it can be read: 'tru, \"三\"]'"),
         ('["一"] ["二"]', "x.json:1: something follows the array"),
     ],
 )

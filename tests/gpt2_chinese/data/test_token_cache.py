@@ -193,7 +193,7 @@ while killed:
         killed_before(number // 2, command)
     assert not killed_before(0, command)
     assert content() == wanted, (number, os.listdir(cache))
-    went_on += "went on after an interruption" in (folder / "said").read_text()
+    went_on += "resumed after an interruption" in (folder / "said").read_text()
 print(number, went_on)
 """
 
