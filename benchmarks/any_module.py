@@ -3,10 +3,10 @@
 bash benchmarks/any_module.sh          # a minute
 
 The models, patterns and operations are those of the tests (tests/pstar/test_zoo.py, tests/borrowers.py,
-tests/pstar/chunks/test_borrowed.py), in fp32, a few steps each, gradients clipped. The gap is the largest relative difference
-of a loss. It is not 0 because torch and pstar round differently inside Adam; with the same Adam the tests check equal bits.
-The last table counts the calls that lending adds to a step, and times one call of each kind. Their sum is far below the
-difference between two runs of the same step.
+tests/pstar/chunks/test_borrowed.py), in fp32, a few steps each, gradients clipped. The gap is the largest relative
+difference of a loss. It is not 0 because torch and pstar round differently inside Adam; with the same Adam the tests
+check equal bits. The last table counts the calls that lending adds to a step, and times one call of each kind. Their sum
+is far below the difference between two runs of the same step.
 """
 
 from __future__ import annotations
