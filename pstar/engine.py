@@ -19,7 +19,7 @@ from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.layout.budget import Costs, model_data_bytes
 from pstar.layout.layout import Layout
-from pstar.memory.block_store import Residency
+from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Movers
 from pstar.memory.tier import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
@@ -264,24 +264,24 @@ class Engine(torch.nn.Module):
 
     @property
     def ledger(self) -> Ledger:
-        return self._residency.ledger
+        return self._store.ledger
 
     @property
     def schedule(self) -> Schedule:
         return self._chunks.schedule
 
     @property
-    def _residency(self) -> Residency:
-        return self._chunks.residency
+    def _store(self) -> BlockStore:
+        return self._chunks.store
 
     @property
     def _movers(self) -> Movers:
-        return self._residency.movers
+        return self._store.movers
 
     @property
     def model_data_bytes(self) -> int:
         """Bytes of model data on this rank now, each block counted once, padding included."""
-        return self._residency.model_bytes()
+        return self._store.model_bytes()
 
     def memory_plan(self) -> list[tuple[str, str]]:
         """(name, value) rows of text: the chunks and the budgets, as they are before the first step."""

@@ -46,7 +46,7 @@ def pstar(work: dict[str, Any], device: torch.device) -> Step:
     near = {"near_memory": work["near_memory"], "near_budget": work["near_memory"]}
     keys = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": True}, "gradient_clipping": CLIP}
     model, optimizer = pstar.initialize_engine(lambda: make_model(work), 0, keys | near | work["config"], device=device)
-    movers = model._residency.movers
+    movers = model._store.movers
     links = {"far to near": movers._in, "near to far": movers._out}
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:

@@ -98,22 +98,22 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor) ->
 @torch.no_grad()
 def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor) -> None:
     """Puts the values of one span, (span.numel,), into this rank's piece."""
-    residency = optimizer.residency
+    store = optimizer.store
     kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
     part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
-    with residency.reading([(each, group) for each in kinds]) as places:
+    with store.reading([(each, group) for each in kinds]) as places:
         if kind == PARAM:
             optimizer.precision.write_master(values, {each: data[part] for (each, _), (_, data) in places.items()})
         else:
             places[kind, group][1][part] = values
         written = {key: tier for key, (tier, _) in places.items()}
     for key, tier in written.items():
-        residency.mark_written(key, tier)
+        store.mark_written(key, tier)
 
 
 def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing."""
     kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
-    with optimizer.residency.reading([(each, group) for each in kinds]) as places:
+    with optimizer.store.reading([(each, group) for each in kinds]) as places:
         data = {each: buffer for (each, _), (_, buffer) in places.items()}
         return optimizer.precision.read_master(data) if kind == PARAM else data[kind].clone()

@@ -13,7 +13,7 @@ from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
 from pstar.comm.collective_log import CollectiveLog
 from pstar.comm.collectives import Collectives
-from pstar.memory.block_store import Residency
+from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Movers
 from pstar.memory.tier import FAR, Tier
@@ -41,15 +41,15 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     units = Units(layout, config.communication, collectives.num_ranks)
     schedule = Schedule(config.eviction_policy, units.uses_of, watch)
     parameters = Parameters(units, params, plan.param_dtype, device, schedule)
-    residency = Residency(near, far, collectives.ledger, schedule, parameters, disk, movers, profile)
+    store = BlockStore(near, far, collectives.ledger, schedule, parameters, disk, movers, profile)
     tiers = UpdateTiers(layout, plan.near_state_groups, streamed)
     room = NearRoom(plan, near, tiers, watch)
     log = CollectiveLog(collectives, device)
-    unsharding = Unsharding(parameters, residency, collectives, log)
+    unsharding = Unsharding(parameters, store, collectives, log)
     norms = ParameterNorms(layout, list(params), collectives, device)
-    gradients = Gradients(parameters, residency, collectives, log, norms, tiers, plan.grad_dtype,
+    gradients = Gradients(parameters, store, collectives, log, norms, tiers, plan.grad_dtype,
                           plan.accumulates, config.find_unused_parameters)
-    prefetch = Prefetch(unsharding, residency, room, tiers, config.prefetch, plan.grad_dtype)
+    prefetch = Prefetch(unsharding, store, room, tiers, config.prefetch, plan.grad_dtype)
     for group in layout.groups:
-        residency.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
-    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, residency, collectives)
+        store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
+    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives)

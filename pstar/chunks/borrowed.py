@@ -17,7 +17,7 @@ things are refused: a placeholder saved for backward (Hooks._pack), and a gradie
 acquired in this step (`used`). One case remains: such an operation saves nothing, and other modules use the parameter too.
 Then the loss is NaN if the parameter is not in near, and not_finite.py names the module.
 
-A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps its memory alive, see Residency._leave.
+A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps its memory alive, see BlockStore._leave.
 """
 
 from __future__ import annotations

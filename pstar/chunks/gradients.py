@@ -18,7 +18,7 @@ from pstar.comm.collectives import Collectives, Handle
 from pstar.errors import StateError
 from pstar.kernels import store_squared
 from pstar.memory.block import Block, Key
-from pstar.memory.block_store import Residency
+from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import FAR, NEAR
 from pstar.numerics.grad_norm import ParameterNorms
 
@@ -41,7 +41,7 @@ class Gradients:
 
     Args:
         parameters: the parameters of these gradients.
-        residency, collectives: the layers below.
+        store, collectives: the layers below.
         log: the log of this rank's collective calls.
         norms: stores a gradient in its slot, and sums its squares.
         tiers: the tier in which each group is updated.
@@ -51,10 +51,10 @@ class Gradients:
             complete.
     """
 
-    def __init__(self, parameters: Parameters, residency: Residency, collectives: Collectives, log: CollectiveLog,
+    def __init__(self, parameters: Parameters, store: BlockStore, collectives: Collectives, log: CollectiveLog,
                  norms: ParameterNorms, tiers: UpdateTiers, dtype: torch.dtype, accumulates: bool, reduce_late: bool):
         self.parameters, self.units = parameters, parameters.units
-        self.residency, self.collectives, self.log = residency, collectives, log
+        self.store, self.collectives, self.log = store, collectives, log
         self.norms, self.tiers, self.dtype = norms, tiers, dtype
         self.reduce_late = reduce_late
         self._may_sum_far = accumulates and self.units.one_rank
@@ -89,18 +89,18 @@ class Gradients:
                                  "ranks a layer that is used twice needs checkpoint(..., use_reentrant=False), or the "
                                  "configuration \"find_unused_parameters\": true")
             unit.move(Grads.ARRIVING)
-        residency, parameters, sums_far = self.residency, self.parameters, key is not unit.grad_key
-        if key in residency:
-            data = residency.ensure(key, NEAR)
+        store, parameters, sums_far = self.store, self.parameters, key is not unit.grad_key
+        if key in store:
+            data = store.ensure(key, NEAR)
         else:
-            data = residency.create(key, unit.spec.elems, parameters.dtype if sums_far else self.dtype, NEAR)
+            data = store.create(key, unit.spec.elems, parameters.dtype if sums_far else self.dtype, NEAR)
         place, stored = parameters.view(name, data), unit.arrived
         if sums_far:
             stored = unit.leaving
             store_squared(place, grad, name in stored, implementation="torch")    # _add_far squares the sum
         else:
             self.norms.store(name, place, grad, name in stored, None)
-        residency.mark_written(key, NEAR)
+        store.mark_written(key, NEAR)
         stored.add(name)
         unit.summed.add(name)
         complete = len(unit.summed) == (unit.num_trainable or self._num_trainable(unit))
@@ -118,16 +118,16 @@ class Gradients:
 
     def _add_far(self, unit: UnitRecord) -> None:
         """Sends a unit's gradients of this micro-step to far, and adds them to their fp32 sums there, in the background."""
-        spec, residency = unit.spec, self.residency
+        spec, store = unit.spec, self.store
         micro, total = ("micro_grad", spec.index), ("grad", spec.index)
-        if total not in residency:
+        if total not in store:
             self._create_grad(spec.group, FAR)
-        residency.send_far(micro)
+        store.send_far(micro)
         names, unit.leaving = unit.leaving, set()
         parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in unit.arrived)
                  for slot in spec.slots if slot.name in names]
         # A second team of OpenMP threads would slow the model's own team down (see Movers.copy).
-        num_threads = 1 if self.parameters.device.type == "cpu" and residency.movers.asynchronous else None
+        num_threads = 1 if self.parameters.device.type == "cpu" and store.movers.asynchronous else None
 
         def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
             def add() -> None:
@@ -136,8 +136,8 @@ class Gradients:
 
             return add
 
-        residency.work(f"sum of gradients {spec.index}", [micro, total], FAR, prepare, residency.movers.asynchronous)
-        residency.drop(micro)
+        store.work(f"sum of gradients {spec.index}", [micro, total], FAR, prepare, store.movers.asynchronous)
+        store.drop(micro)
         unit.arrived |= names
 
     def end_backward(self, last_micro_step: bool) -> None:
@@ -147,14 +147,14 @@ class Gradients:
                 self._add_far(unit)
         if self.reduce_late and last_micro_step:
             self._complete_late()
-            self.residency.under_way.finish_pending()
+            self.store.under_way.finish_pending()
             return
         for unit in self.units.records:
-            unreduced = unit.arrived and unit.grad_key in self.residency and not self._sums_far(unit)
+            unreduced = unit.arrived and unit.grad_key in self.store and not self._sums_far(unit)
             if last_micro_step and unreduced and len(unit.summed) < self._num_trainable(unit):
                 self._complete(unit)
             unit.summed.clear()
-        self.residency.under_way.finish_pending()
+        self.store.under_way.finish_pending()
 
     def _complete_late(self) -> None:
         """Reduces every unit in which some rank has a gradient; a rank without one contributes zeros."""
@@ -165,87 +165,87 @@ class Gradients:
             unit.summed.clear()
             if not num_ranks:
                 continue
-            if unit.grad_key not in self.residency:    # only with several ranks
-                self.residency.create(unit.grad_key, unit.spec.elems, self.dtype, NEAR)
+            if unit.grad_key not in self.store:    # only with several ranks
+                self.store.create(unit.grad_key, unit.spec.elems, self.dtype, NEAR)
             self._complete(unit)
 
     # ---------------------------------------------------------------- gradients are reduced
 
     def _complete(self, unit: UnitRecord) -> None:
         """All gradients of a unit have arrived: begins their reduction; with one rank, sends them to the states' tier."""
-        spec, residency = unit.spec, self.residency
+        spec, store = unit.spec, self.store
         self.completed.append(spec.group)
         if self.units.one_rank:
             self.take_norms(spec.group)
             if self.tiers.states_tier[spec.group] == FAR:
-                residency.send_far(("grad", spec.group))
+                store.send_far(("grad", spec.group))
                 self._let_go(spec.group)
             return
-        residency.under_way.finish_reductions()
+        store.under_way.finish_reductions()
         self.log.reduce(spec.index)
-        full = residency.ensure(unit.grad_key, NEAR)
+        full = store.ensure(unit.grad_key, NEAR)
         for slot in spec.slots:
             if slot.name not in unit.arrived:
                 full[slot.offset : slot.offset + slot.numel].zero_()    # another rank may have this gradient
-        pins = [residency.pin(unit.grad_key)]
+        pins = [store.pin(unit.grad_key)]
         if spec.owner is None:
             piece = self._create_grad(spec.group, NEAR)
-            pins.append(residency.pin(("grad", spec.group)))
+            pins.append(store.pin(("grad", spec.group)))
             handle = self.collectives.reduce_scatter_mean(piece, full)
         else:
             handle = self.collectives.reduce_mean(full, spec.owner)
         unit.move(Grads.REDUCING)
-        residency.under_way.reductions.append(Reduction(self, unit, handle, pins))
+        store.under_way.reductions.append(Reduction(self, unit, handle, pins))
 
     def finish_reduction(self, reduction: Reduction) -> None:
         """Waits for a unit's reduction, and copies this rank's piece to the tier of the update."""
-        self.residency.under_way.reductions.remove(reduction)
-        unit, residency = reduction.unit, self.residency
+        self.store.under_way.reductions.remove(reduction)
+        unit, store = reduction.unit, self.store
         spec, key, states_tier = unit.spec, ("grad", unit.spec.group), self.tiers.states_tier[unit.spec.group]
         reduction.handle.wait()
         unit.move(Grads.REDUCED)
         if spec.owner is not None:
-            if key not in residency:    # all ranks create it when the group's first chunk is reduced
+            if key not in store:    # all ranks create it when the group's first chunk is reduced
                 self._create_grad(spec.group, states_tier)
             if spec.owner == self.collectives.rank:
-                tier, piece = residency.peek(key)
-                residency.copy(piece, residency.peek(unit.grad_key)[1], NEAR, tier)
+                tier, piece = store.peek(key)
+                store.copy(piece, store.peek(unit.grad_key)[1], NEAR, tier)
                 self.take_norms(spec.group)
         else:
             self.take_norms(spec.group)
         for pin in reduction.pins:
             pin.unpin()
-        residency.drop(unit.grad_key)
+        store.drop(unit.grad_key)
         if spec.owner is None and states_tier == FAR:
-            residency.send_far(key)
+            store.send_far(key)
 
     def _let_go(self, group: int) -> None:
         """Evicts parameters that will be updated far before their next use: their near copy is of no use any more. The next
         gradients then get this memory, and need not wait for the gradients before them to leave near."""
-        key, residency = ("param", group), self.residency
-        trace, moment, block = residency.schedule.trace, residency.schedule.moment, residency.blocks[key]
+        key, store = ("param", group), self.store
+        trace, moment, block = store.schedule.trace, store.schedule.moment, store.blocks[key]
         if (trace is not None and self.tiers.update_tier(group) == FAR and FAR in block.copies and not block.pins
                 and trace.next_use(("adam", group), moment) < trace.next_use(key, moment)):
-            residency.send_far(key)
+            store.send_far(key)
 
     def _create_grad(self, group: int, tier: str) -> torch.Tensor:
-        return self.residency.create(("grad", group), self.units.layout.groups[group].piece_elems, self.dtype, tier)
+        return self.store.create(("grad", group), self.units.layout.groups[group].piece_elems, self.dtype, tier)
 
     def take_norms(self, group: int) -> None:
         """Sums the squares of a group's gradients, in whichever tier they are."""
-        with self.residency.reading([("grad", group)]) as places:
+        with self.store.reading([("grad", group)]) as places:
             self.norms.take(group, places["grad", group][1], self.arrived)
 
     def drop_grads(self) -> None:
         """Forgets all gradients, as zero_grad does."""
-        self.residency.under_way.finish_pending()
+        self.store.under_way.finish_pending()
         self.completed.clear()
         kinds = (("grad", len(self.units.layout.groups)), ("grad_full", len(self.units.records)),
                  ("micro_grad", len(self.units.records)))
         for kind, number in kinds:
             for index in range(number):
-                if (kind, index) in self.residency:
-                    self.residency.finish((kind, index))    # else a running _add_far would record squares after this
-                    self.residency.drop((kind, index))
+                if (kind, index) in self.store:
+                    self.store.finish((kind, index))    # else a running _add_far would record squares after this
+                    self.store.drop((kind, index))
         for unit in self.units.records:
             unit.forget_grads()

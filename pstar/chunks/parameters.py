@@ -25,7 +25,7 @@ class TensorState(Enum):
 
 
 class Parameters:
-    """The model's parameters on this rank. The residency calls `leave` for each block that leaves near.
+    """The model's parameters on this rank. The store calls `leave` for each block that leaves near.
 
     Args:
         units: every parameter's place.

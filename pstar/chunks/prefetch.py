@@ -26,7 +26,7 @@ from pstar.chunks.room import NearRoom
 from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
 from pstar.memory.block import Key
-from pstar.memory.block_store import Residency
+from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import FAR, NEAR
 
 MOST_STRETCHES = 256
@@ -38,21 +38,21 @@ class Prefetch:
 
     Args:
         unsharding: begins gathers.
-        residency: begins copies.
+        store: begins copies.
         room: the bytes that chunks may take of near at later moments.
         tiers: the tier in which each group is updated.
         num_keys: how many keys of the trace to look ahead; 0: no prefetch.
         grad_dtype: dtype of the gradient chunks.
     """
 
-    def __init__(self, unsharding: Unsharding, residency: Residency, room: NearRoom, tiers: UpdateTiers, num_keys: int,
+    def __init__(self, unsharding: Unsharding, store: BlockStore, room: NearRoom, tiers: UpdateTiers, num_keys: int,
                  grad_dtype: torch.dtype):
-        self.unsharding, self.residency, self.room, self.tiers = unsharding, residency, room, tiers
-        self.units, self.schedule, self.num_keys = unsharding.units, residency.schedule, num_keys
+        self.unsharding, self.store, self.room, self.tiers = unsharding, store, room, tiers
+        self.units, self.schedule, self.num_keys = unsharding.units, store.schedule, num_keys
         self._param_dtype, self._grad_dtype = unsharding.parameters.dtype, grad_dtype
         self._looked_at = -1    # the last moment for which rule 1 was applied
         self._filled = -1       # the last stretch for which rule 2 was considered
-        self._departures = -1   # residency.departures at that stretch
+        self._departures = -1   # store.departures at that stretch
         self._least_bytes = self._param_dtype.itemsize * min((unit.spec.elems for unit in self.units.records), default=0)
 
     def forget(self) -> None:
@@ -61,28 +61,28 @@ class Prefetch:
 
     def __call__(self) -> None:
         """Begins to copy what the trace names next to the tier in which it will be needed; once for each moment."""
-        moment, residency = self.schedule.moment, self.residency
+        moment, store = self.schedule.moment, self.store
         if not self.num_keys or moment == self._looked_at:
             return
         self._looked_at, one = moment, self.units.one_rank
         if not one:
             self._gather()
         for access in self.schedule.next_keys(self.num_keys):
-            if residency.is_near(access):
+            if store.is_near(access):
                 continue
-            if access[0] in ("grad", "micro_grad") and access not in residency:
+            if access[0] in ("grad", "micro_grad") and access not in store:
                 break
             next_use = self.schedule.trace.next_use(access, moment)
             for key, tier in self._blocks_of(access):
-                if not residency.load_ahead(key, tier, next_use):
+                if not store.load_ahead(key, tier, next_use):
                     return
         if one and (stretch := self.schedule.stretch) not in (-1, self._filled):
             self._filled = stretch
-            before, self._departures = self._departures, residency.departures
+            before, self._departures = self._departures, store.departures
             # There may be new room only if a block has left near, or if activations are measured (they may have been freed).
             # There may be new parameters to copy only if this is an update: its group can be copied then.
             updates = self.schedule.trace.accesses[moment][0] == "adam"
-            if before != residency.departures or updates or self.room.watch is not None:
+            if before != store.departures or updates or self.room.watch is not None:
                 self._fill()
 
     def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
@@ -91,30 +91,30 @@ class Prefetch:
         if kind == "adam":
             tier = self.tiers.update_tier(index)
             # Blocks in near of a group that is updated far are not copied here: gradients leave when they are complete.
-            return [(key, tier) for key in self.residency.blocks
+            return [(key, tier) for key in self.store.blocks
                     if key[1] == index and key[0] not in ("gathered", "grad_full", "micro_grad")
-                    and (tier == NEAR or not self.residency.is_near(key))]
+                    and (tier == NEAR or not self.store.is_near(key))]
         if kind == "gathered":
-            return [] if access in self.residency else [(("param", self.units.records[index].spec.group), FAR)]
+            return [] if access in self.store else [(("param", self.units.records[index].spec.group), FAR)]
         return [(access, NEAR)] if kind in ("param", "grad") else []
 
     def _gather(self) -> None:
         upcoming = self.schedule.upcoming("gathered")
-        if upcoming is None or upcoming[0] in self.residency:
+        if upcoming is None or upcoming[0] in self.store:
             return
         key, before = upcoming
         unit = self.units.at[key]
         room = unit.spec.elems * self._param_dtype.itemsize
         for key in {key for key in before if key[0] == "grad_full"}:    # plus the room of the reduced piece
             spec = self.units.records[key[1]].spec
-            elems = self.units.layout.groups[spec.group].piece_elems + (spec.elems if key not in self.residency else 0)
+            elems = self.units.layout.groups[spec.group].piece_elems + (spec.elems if key not in self.store else 0)
             room += elems * self._grad_dtype.itemsize
-        if self.residency.tiers[NEAR].has_room(room):
+        if self.store.tiers[NEAR].has_room(room):
             self.unsharding.unshard_async(unit)
 
     def _fill(self) -> None:
         """Rule 2: begins to copy parameters into room that stays free until they are needed."""
-        near, tiers, residency = self.residency.tiers[NEAR], self.tiers, self.residency
+        near, tiers, store = self.store.tiers[NEAR], self.tiers, self.store
         bound, promised, measured = near.bound_bytes, 0, self.room.near_memory is not None
         outdated: set[int] = set()    # groups that will be updated far: their near copies are out of date after that
         most = MOST_STRETCHES         # stretches of parameters still to copy; at most `prefetch` after an outdated one
@@ -135,7 +135,7 @@ class Prefetch:
                         return    # the states are copied to near for the update: how much room that takes is not known here
                     outdated.add(index)
             elif kind == "param":
-                block = residency.blocks[access]
+                block = store.blocks[access]
                 missing = 0 if NEAR in block.copies else block.num_bytes
                 if index in outdated:
                     promised, most = promised + missing, min(most, self.num_keys)
@@ -143,7 +143,7 @@ class Prefetch:
                 if most == 0 or (missing and (FAR not in block.copies or not has_room(missing))):
                     return
                 most -= 1
-                residency.load_ahead(access, NEAR, moment)
-            elif kind in ("grad", "micro_grad") and not residency.is_near(access):
+                store.load_ahead(access, NEAR, moment)
+            elif kind in ("grad", "micro_grad") and not store.is_near(access):
                 dtype = self._grad_dtype if kind == "grad" else self._param_dtype
                 promised += self.units.records[index].spec.elems * dtype.itemsize

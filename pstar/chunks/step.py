@@ -22,7 +22,7 @@ from pstar.chunks.update_tiers import UpdateTiers
 from pstar.comm.collectives import Collectives
 from pstar.errors import BudgetError
 from pstar.memory.block import Key
-from pstar.memory.block_store import Residency
+from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import NEAR
 
 
@@ -36,14 +36,14 @@ class Chunks:
         prefetch: begins to copy what the trace names next.
         room: the bytes that chunks may take of near.
         tiers: the tier in which each group is updated.
-        residency, collectives: the layers below.
+        store, collectives: the layers below: blocks in tiers, and communication.
     """
 
     def __init__(self, parameters: Parameters, gradients: Gradients, unsharding: Unsharding, prefetch: Prefetch,
-                 room: NearRoom, tiers: UpdateTiers, residency: Residency, collectives: Collectives):
+                 room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives):
         self.parameters, self.gradients, self.unsharding, self.prefetch = parameters, gradients, unsharding, prefetch
-        self.room, self.tiers, self.residency, self.collectives = room, tiers, residency, collectives
-        self.schedule, self.units = residency.schedule, parameters.units
+        self.room, self.tiers, self.store, self.collectives = room, tiers, store, collectives
+        self.schedule, self.units = store.schedule, parameters.units
         self.layout, self.params = parameters.units.layout, parameters.params
 
     # ------------------------------------------------------------- a module needs parameters
@@ -61,7 +61,7 @@ class Chunks:
                         raise
                     self._need(unit)
                 pinned = unit
-            self.residency.pin(unit.key)
+            self.store.pin(unit.key)
             self.parameters.use(name)
         if names:
             self.prefetch()
@@ -84,19 +84,19 @@ class Chunks:
     def _shrink_room(self, key: Key, peak: int | None) -> None:
         """Evicts chunks from near until `peak` bytes of activations fit next to them. The block of key, which is about to be
         used, stays."""
-        residency, room = self.residency, self.room.left_by(peak)
-        if room is not None and room != residency.tiers[NEAR].limit_bytes:
-            if residency.is_near(key):
-                with residency.pinned(key):
-                    residency.limit(room)
+        store, room = self.store, self.room.left_by(peak)
+        if room is not None and room != store.tiers[NEAR].limit_bytes:
+            if store.is_near(key):
+                with store.pinned(key):
+                    store.limit(room)
             else:
-                residency.limit(room)
+                store.limit(room)
         self.room.watch.report(peak)
 
     def release(self, names: tuple[str, ...]) -> None:
         """COMPUTE -> HOLD. Raises StateError for a parameter that is not COMPUTE."""
         self.collectives.progress()
-        blocks, place = self.residency.blocks, self.units.place
+        blocks, place = self.store.blocks, self.units.place
         for name in names:
             self.parameters.end_use(name)
             blocks[place[name][0].key].unpin()

@@ -14,7 +14,7 @@ from pstar.chunks.unit import Bytes, UnitRecord
 from pstar.comm.collective_log import CollectiveLog
 from pstar.comm.collectives import Collectives, Handle
 from pstar.memory.block import Block
-from pstar.memory.block_store import Pending, Residency
+from pstar.memory.block_store import BlockStore, Pending
 from pstar.memory.tier import NEAR
 
 
@@ -41,48 +41,48 @@ class Unsharding:
 
     Args:
         parameters: are bound to the near buffers.
-        residency, collectives: copy the bytes between tiers, and between ranks.
+        store, collectives: copy the bytes between tiers, and between ranks.
         log: the log of this rank's collective calls.
     """
 
-    def __init__(self, parameters: Parameters, residency: Residency, collectives: Collectives, log: CollectiveLog):
+    def __init__(self, parameters: Parameters, store: BlockStore, collectives: Collectives, log: CollectiveLog):
         self.parameters, self.units = parameters, parameters.units
-        self.residency, self.collectives, self.log = residency, collectives, log
+        self.store, self.collectives, self.log = store, collectives, log
 
     def unshard(self, unit: UnitRecord) -> torch.Tensor:
         """Returns the unit's near buffer with the pieces of all ranks, (elems,). Copies or gathers it if it is not in near,
         and binds the unit's parameters to it."""
         if self.units.one_rank:
-            data = self.residency.ensure(unit.key, NEAR)
+            data = self.store.ensure(unit.key, NEAR)
         else:
             self.collectives.progress()
-            if not self.residency.is_near(unit.key):
+            if not self.store.is_near(unit.key):
                 self._gather(unit).wait()
             elif unit.gather is not None:
                 unit.gather.finish()
-            data = self.residency.peek(unit.key)[1]
+            data = self.store.peek(unit.key)[1]
         if unit.bytes is not Bytes.BOUND:
             self.parameters.bind(unit, data)
         return data
 
     def unshard_async(self, unit: UnitRecord) -> None:
         """Begins to gather a unit that is not in near; its buffer is pinned until the gather is finished."""
-        handle, gathers = self._gather(unit), self.residency.under_way.gathers
+        handle, gathers = self._gather(unit), self.store.under_way.gathers
         unit.move(Bytes.GATHERING)
-        unit.gather = Gather(unit, handle, self.residency.pin(unit.key), gathers)
+        unit.gather = Gather(unit, handle, self.store.pin(unit.key), gathers)
         gathers.append(unit.gather)
 
     def _gather(self, unit: UnitRecord) -> Handle:
         spec, rank = unit.spec, self.collectives.rank
         self.log.gather(spec.index)
-        data = self.residency.create(unit.key, spec.elems, self.parameters.dtype, NEAR, derived=True)
-        with self.residency.pinned(unit.key):
-            tier, own = self.residency.peek(("param", spec.group))
+        data = self.store.create(unit.key, spec.elems, self.parameters.dtype, NEAR, derived=True)
+        with self.store.pinned(unit.key):
+            tier, own = self.store.peek(("param", spec.group))
         if spec.owner is None:
-            self.residency.copy(data.view(self.units.layout.num_ranks, -1)[rank], own, tier, NEAR)
+            self.store.copy(data.view(self.units.layout.num_ranks, -1)[rank], own, tier, NEAR)
             return self.collectives.all_gather(data)
         if spec.owner == rank:
-            self.residency.copy(data, own, tier, NEAR)
+            self.store.copy(data, own, tier, NEAR)
         return self.collectives.broadcast(data, spec.owner)
 
     def drop_gathered(self, group: int) -> None:
@@ -90,7 +90,7 @@ class Unsharding:
         if self.units.one_rank:
             return
         for unit in self.units.of_group[group]:
-            if unit.key in self.residency:
+            if unit.key in self.store:
                 if unit.gather is not None:
                     unit.gather.finish()
-                self.residency.drop(unit.key)
+                self.store.drop(unit.key)

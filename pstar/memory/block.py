@@ -23,7 +23,7 @@ class Block:
     copies: dict[str, Any] = field(default_factory=dict)
     """The valid copies by tier, all of them equal: tensors, on disk an Extent."""
     came: dict[str, int] = field(default_factory=dict)
-    """When each copy was made, on the residency's clock."""
+    """When each copy was made, on the store's clock."""
     pins: int = 0
     pending: list[Handle] = field(default_factory=list)
     """Copies under way that read or write one of the copies."""

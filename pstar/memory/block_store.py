@@ -64,7 +64,7 @@ class UnderWay:
             self.reductions[0].finish()
 
 
-class Residency:
+class BlockStore:
     """All blocks of a rank, in two tiers or three.
 
     Args:

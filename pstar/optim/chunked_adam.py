@@ -47,7 +47,7 @@ class ChunkedAdam(torch.optim.Optimizer):
                  outside: OutsideParams, stages: Stages, precision: Precision, scaler: LossScaler, adamw: bool,
                  clip_norm: float, defaults: dict, movable: bool = False, overlap: bool = False):
         super().__init__(param_groups, defaults)
-        self.chunks, self.residency = chunks, chunks.residency
+        self.chunks, self.store = chunks, chunks.store
         self.outside, self.precision, self.scaler, self._stages = outside, precision, scaler, stages
         self.adamw, self.clip_norm = adamw, clip_norm
         self.grad_norm: float | None = None
@@ -63,9 +63,9 @@ class ChunkedAdam(torch.optim.Optimizer):
         for group in chunks.layout.groups:
             for kind, dtype in precision.states.items():
                 key = (kind, group.index)
-                self.residency.create(key, group.piece_elems, dtype, chunks.tiers.states_tier[group.index]).zero_()
+                self.store.create(key, group.piece_elems, dtype, chunks.tiers.states_tier[group.index]).zero_()
                 if self._stays(group.index):
-                    self._pins[key] = self.residency.pin(key)
+                    self._pins[key] = self.store.pin(key)
 
     def add_param_group(self, param_group: dict) -> None:
         """As any torch optimizer, but only at the start. Raises StateError later: chunks cannot take new parameters."""
@@ -100,10 +100,10 @@ class ChunkedAdam(torch.optim.Optimizer):
                 key = (kind, group.index)
                 if key in self._pins:
                     self._pins.pop(key).unpin()
-                self.residency.ensure(key, tier)
-                self.residency.mark_written(key, tier)    # the other copy would be out of date after the next update
+                self.store.ensure(key, tier)
+                self.store.mark_written(key, tier)    # the other copy would be out of date after the next update
                 if self._stays(group.index):
-                    self._pins[key] = self.residency.pin(key)
+                    self._pins[key] = self.store.pin(key)
         return changed
 
     @property
@@ -146,8 +146,8 @@ class ChunkedAdam(torch.optim.Optimizer):
             clip = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)) if self.clip_norm > 0 else 1.0
             self._apply(clip / self.loss_scale, used)
         self.zero_grad()
-        recorded = self.residency.schedule.end_step()
-        self.residency.ledger.end_step()
+        recorded = self.store.schedule.end_step()
+        self.store.ledger.end_step()
         self.scaler.update(self.skipped)
         self._stages.begin("idle")
         if recorded:
@@ -156,10 +156,10 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     def _use_margin(self) -> None:
         """After a recorded step: fills the bytes of near that are free at every moment of all traces with states."""
-        schedule, room = self.residency.schedule, self.chunks.room
+        schedule, room = self.store.schedule, self.chunks.room
         margin = room.margin(schedule.known_peaks())
         if margin is not None:
-            self.residency.limit(margin)
+            self.store.limit(margin)
             if self.move_states(room.groups_that_fit(margin)):
                 schedule.forget_all()    # the update's order changes with them
 
@@ -183,16 +183,16 @@ class ChunkedAdam(torch.optim.Optimizer):
         while it copies gradients to far. Background updates do not wait here, and several ranks must agree about the tiers
         of blocks: both keep forward order.
         """
-        chunks, residency = self.chunks, self.residency
-        groups = [group for group in chunks.layout.groups if ("grad", group.index) in residency]
+        chunks, store = self.chunks, self.store
+        groups = [group for group in chunks.layout.groups if ("grad", group.index) in store]
         groups.sort(key=lambda group: chunks.first_use(group.index))
         yield from (group for group in groups if chunks.tiers.update_tier(group.index) == NEAR)
         left = [group for group in groups if chunks.tiers.update_tier(group.index) != NEAR]
         any_order = self._far_stays and not self._overlap and chunks.collectives.num_ranks == 1
-        if any_order and not residency.schedule.recording:
+        if any_order and not store.schedule.recording:
             sent = {index: number for number, index in enumerate(chunks.gradients.completed)}
             while left:
-                there = (group for group in left if residency.is_settled(("grad", group.index)))
+                there = (group for group in left if store.is_settled(("grad", group.index)))
                 group = next(there, None) or min(left, key=lambda group: sent.get(group.index, len(sent)))
                 left.remove(group)
                 yield group
@@ -218,7 +218,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         """(fp32 norm of each parameter's gradient in the model's order, names of those that have one)."""
         gradients = self.chunks.gradients
         for group in self.chunks.layout.groups:
-            if ("grad", group.index) in self.residency and not gradients.norms.taken(group.index):
+            if ("grad", group.index) in self.store and not gradients.norms.taken(group.index):
                 gradients.take_norms(group.index)
         return gradients.norms(gradients.arrived)
 
@@ -236,8 +236,8 @@ class ChunkedAdam(torch.optim.Optimizer):
             return lambda: adam_steps(updates)
 
         keys = [(kind, group.index) for kind in ("grad", *kinds)]
-        self.residency.work(f"adam {group.index}", keys, tier, prepare, self._overlap and tier == FAR)
-        self.residency.drop(("grad", group.index))    # the next group's gradient can use the room
+        self.store.work(f"adam {group.index}", keys, tier, prepare, self._overlap and tier == FAR)
+        self.store.drop(("grad", group.index))    # the next group's gradient can use the room
 
     def _runs(self, group: Group, used: set[str], options: dict[str, dict]) -> Iterator[tuple[slice, int, dict]]:
         """(slice of this rank's piece, number of the update, options) of each run: neighbours with equal numbers and options

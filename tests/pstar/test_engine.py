@@ -76,7 +76,7 @@ def test_bytes_per_parameter_to_the_byte(bf16, accumulation, per_param):
         model.backward(model(*toy.share(0, 0, 1, micro, accumulation)))
     assert model.model_data_bytes == per_param * model.layout.total_elems
     tiers = model.near.used_bytes + model.far.used_bytes
-    twice = sum(block.num_bytes for block in model._residency.blocks.values() if len(block.copies) == 2)
+    twice = sum(block.num_bytes for block in model._store.blocks.values() if len(block.copies) == 2)
     assert tiers - twice == model.model_data_bytes
 
 
@@ -141,7 +141,7 @@ def test_the_graph_keeps_no_chunk_alive():
     model, _ = toy.build(near_budget="min", default_chunk_size=5_000)
     before = model.near.used_bytes
     loss = model(*toy.batch(0))
-    in_use = sum(block.pins for key, block in model._residency.blocks.items() if key[0] == "param")
+    in_use = sum(block.pins for key, block in model._store.blocks.items() if key[0] == "param")
     assert in_use == 0 and loss.requires_grad and model.near.used_bytes >= before
 
 
@@ -194,9 +194,9 @@ def test_a_skipped_layer_is_traced_anew():
 def test_state_goes_to_plain_tensors_and_back_whatever_the_layout():
     first, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
     toy.train(first, optimizer, 3)
-    where = {key: sorted(block.copies) for key, block in first._residency.blocks.items()}
+    where = {key: sorted(block.copies) for key, block in first._store.blocks.items()}
     weights, moments = first.gather_state()
-    assert where == {key: sorted(block.copies) for key, block in first._residency.blocks.items()}, "saving moves nothing"
+    assert where == {key: sorted(block.copies) for key, block in first._store.blocks.items()}, "saving moves nothing"
     second, other = toy.build(near_budget="100%", default_chunk_size=60_000)
     second.load_state(weights, moments)
     assert toy.train(second, other, 3, first=3) == toy.train(first, optimizer, 3, first=3)
@@ -325,8 +325,8 @@ def test_hooks_keep_the_near_bytes_in_the_ledger_only():
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
     toy.train(model, optimizer, 2)
     for tier in (NEAR, FAR):
-        blocks = [block.copies[tier] for block in model._residency.blocks.values() if tier in block.copies]
-        assert sum(data.nbytes for data in blocks) == model._residency.tiers[tier].used_bytes
+        blocks = [block.copies[tier] for block in model._store.blocks.values() if tier in block.copies]
+        assert sum(data.nbytes for data in blocks) == model._store.tiers[tier].used_bytes
 
 
 def test_a_budget_too_small_names_the_module_and_the_smallest_that_would_do():

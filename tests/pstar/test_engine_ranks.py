@@ -41,7 +41,7 @@ def case(rank: int, num_ranks: int, keys: dict, num_micros: int = 1, num_steps: 
 
 def pins(model: pstar.Engine) -> int:
     """Of parameters and gradients; between two steps nothing is in use. (States are pinned to their tier for good.)"""
-    return sum(block.pins for (kind, _), block in model._residency.blocks.items()
+    return sum(block.pins for (kind, _), block in model._store.blocks.items()
                if kind in ("param", "gathered", "grad", "grad_full"))
 
 

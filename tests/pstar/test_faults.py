@@ -113,7 +113,7 @@ def test_fault_saving_moves_no_chunk() -> None:
 
     def places() -> dict:
         return {key: {tier: data.data_ptr() for tier, data in block.copies.items()}
-                for key, block in model._residency.blocks.items()}
+                for key, block in model._store.blocks.items()}
 
     where, moves = places(), dict(model.ledger.moves)
     weights, _ = model.gather_state()

@@ -241,7 +241,7 @@ def unused_case(rank: int, num_ranks: int, mutated: bool):
         for buffer in used_before:
             model.near.release(buffer)
         model.backward(model(*toy.share(0, rank, num_ranks)))
-        _, piece = model._residency.peek(("grad", slot.group))
+        _, piece = model._store.peek(("grad", slot.group))
         own = [span for span in group.spans(rank) if span.name == "unused.weight"]
         return [float(piece[span.piece_offset : span.piece_offset + span.numel].abs().max()) for span in own], pins(model)
     finally:

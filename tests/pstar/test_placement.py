@@ -193,7 +193,7 @@ def test_more_than_near_and_far_together(tmp_path):
     assert model.near.budget_bytes + model.far.budget_bytes < whole
     assert model.disk.used_bytes + model.far.used_bytes + model.near.used_bytes >= whole
     assert model.ledger.step_bytes["disk to far"] > 0 < model.ledger.step_bytes["far to disk"]
-    kinds = {key[0] for key, block in model._residency.blocks.items() if DISK in block.copies and FAR not in block.copies}
+    kinds = {key[0] for key, block in model._store.blocks.items() if DISK in block.copies and FAR not in block.copies}
     assert "exp_avg" in kinds
 
 
@@ -224,13 +224,13 @@ def test_room_follows_what_else_is_near():
     whole, expected = toy.build()[0].model_data_bytes, toy.oracle(STEPS)
     model, optimizer = toy.build(near_budget="100%", near_memory="1500KiB", default_chunk_size=5_000)
     peaks = []
-    limit = model._residency.limit
+    limit = model._store.limit
 
     def watched(num_bytes):
         limit(num_bytes)
         peaks.append((num_bytes, model.near.used_bytes))
 
-    model._residency.limit = watched
+    model._store.limit = watched
     assert toy.train(model, optimizer, STEPS) == expected[0]
     trace = model.schedule.trace
     assert max(trace.peaks) > 500_000 and min(trace.peaks) < 100_000, "activations come and go"
@@ -313,13 +313,13 @@ def test_a_profile_shows_chunks_and_the_rest_below_near_memory_at_all_times(tmp_
 
 def watch_copies(model: pstar.Engine) -> list[tuple[str, torch.dtype, str]]:
     """(kind, dtype, tier it goes to) of every block that is copied from now on."""
-    came, begin = [], model._residency._begin
+    came, begin = [], model._store._begin
 
     def watched(block, tier, *more):
         came.append((block.key[0], block.dtype, tier))
         begin(block, tier, *more)
 
-    model._residency._begin = watched
+    model._store._begin = watched
     return came
 
 

@@ -52,9 +52,9 @@ def save(rank, num_ranks, config, path):
     model, optimizer, scheduler = build(config)
     go_on(model, optimizer, scheduler, rank, num_ranks, range(STEPS))
     torch.manual_seed(100 + rank)
-    places = {key: sorted(block.copies) for key, block in model._residency.blocks.items()}
+    places = {key: sorted(block.copies) for key, block in model._store.blocks.items()}
     model.save_checkpoint(path, {"step": STEPS, "scheduler": scheduler.state_dict()})
-    same = places == {key: sorted(block.copies) for key, block in model._residency.blocks.items()}
+    same = places == {key: sorted(block.copies) for key, block in model._store.blocks.items()}
     losses = go_on(model, optimizer, scheduler, rank, num_ranks, range(STEPS, STEPS + MORE))
     return losses, same, torch.rand(1).item(), optimizer.loss_scale
 

@@ -70,7 +70,7 @@ def train(model: pstar.Engine, optimizer, num_micros: int = 1, evaluate: bool = 
             assert activation_bytes(model) == 0
         optimizer.step()
         moved += model.ledger.step_bytes
-        blocks = [block.copies[FAR] for block in model._residency.blocks.values() if FAR in block.copies]
+        blocks = [block.copies[FAR] for block in model._store.blocks.values() if FAR in block.copies]
         assert model.far.used_bytes == sum(data.nbytes for data in blocks), "nothing but chunks is in far between steps"
     return losses, moved
 

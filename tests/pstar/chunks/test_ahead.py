@@ -31,10 +31,10 @@ def test_parameters_that_will_be_updated_far_leave_when_their_gradients_do():
     model, optimizer = build()
     optimizer.zero_grad()
     loss = model(*toy.batch(2))
-    assert any(model._residency.is_near(("param", group.index)) for group in model.layout.groups)
+    assert any(model._store.is_near(("param", group.index)) for group in model.layout.groups)
     copied = model.ledger.moved_bytes["near to far"]
     model.backward(loss)
-    assert not any(model._residency.is_near(("param", group.index)) for group in model.layout.groups)
+    assert not any(model._store.is_near(("param", group.index)) for group in model.layout.groups)
     grads = sum(group.piece_elems * 4 for group in model.layout.groups)
     assert model.ledger.moved_bytes["near to far"] - copied == grads, "they were equal far: nothing is copied for it"
 
@@ -59,7 +59,7 @@ def hold_back(model, num: int) -> list[tuple[str, int]]:
     """Of the next step's gradients the last `num` stay on their way to far, each until somebody begins to wait for it.
     Returns what is written meanwhile: ("param", group) begins to come near, ("adam", group) is updated."""
     events, passes = [], threading.Semaphore(len(model.layout.groups) - num)
-    submit, begin, touch = model._residency.movers.submit, model._residency._begin, model._chunks.touch_update
+    submit, begin, touch = model._store.movers.submit, model._store._begin, model._chunks.touch_update
 
     def submits(source, target, job, num_bytes):
         def when_it_may():
@@ -75,18 +75,18 @@ def hold_back(model, num: int) -> list[tuple[str, int]]:
 
     def touches(group):
         events.append(("adam", group))
-        if not model._residency.is_settled(("grad", group)):
+        if not model._store.is_settled(("grad", group)):
             passes.release()
         touch(group)
 
-    model._residency.movers.submit, model._residency._begin, model._chunks.touch_update = submits, begins, touches
+    model._store.movers.submit, model._store._begin, model._chunks.touch_update = submits, begins, touches
     return events
 
 
 def arrived(model, num: int) -> None:
     """Waits until all gradients but the last `num` are far."""
     for group in model._chunks.gradients.completed[:-num]:
-        model._residency.finish(("grad", group))
+        model._store.finish(("grad", group))
 
 
 def needed(model) -> list[int]:

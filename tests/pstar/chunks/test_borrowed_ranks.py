@@ -34,7 +34,7 @@ def case(rank: int, num_ranks: int, pattern: str, keys: dict) -> tuple[list[floa
         losses.append(loss.item())
     mean = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(mean)
-    pins = sum(block.pins for (kind, _), block in model._residency.blocks.items() if kind in ("param", "gathered", "grad"))
+    pins = sum(block.pins for (kind, _), block in model._store.blocks.items() if kind in ("param", "gathered", "grad"))
     return (mean / num_ranks).tolist(), model.gather_state()[0], model.schedule.num_traced, pins
 
 

@@ -12,7 +12,7 @@ import torch
 from pstar.chunks.unit import LEGAL, Bytes, Grads, Units
 from pstar.errors import StateError
 from pstar.layout.layout import ModuleSpec, make_layout
-from pstar.memory.block_store import Residency, UnderWay
+from pstar.memory.block_store import BlockStore, UnderWay
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier
 from pstar.schedule.schedule import Schedule
 from tests import toy
@@ -99,20 +99,20 @@ def test_what_is_under_way_is_finished_once_gathers_first_even_where_one_finishe
 
 
 def test_pins_are_given_back_at_the_end_of_a_with_also_by_an_error() -> None:
-    residency = Residency(Tier(NEAR, CPU, 100), Tier(FAR, CPU), Ledger(), Schedule("lru"))
+    store = BlockStore(Tier(NEAR, CPU, 100), Tier(FAR, CPU), Ledger(), Schedule("lru"))
     keys = [("param", index) for index in range(2)]
     for key in keys:
-        residency.create(key, 10, torch.float32, NEAR)
-    with pytest.raises(KeyError), residency.pinned(keys[0]), residency.reading(keys):
-        assert [residency.blocks[key].pins for key in keys] == [2, 1]
-        assert not residency._evictable(NEAR)
+        store.create(key, 10, torch.float32, NEAR)
+    with pytest.raises(KeyError), store.pinned(keys[0]), store.reading(keys):
+        assert [store.blocks[key].pins for key in keys] == [2, 1]
+        assert not store._evictable(NEAR)
         raise KeyError
     with pytest.raises(StateError, match="there is no block"):
-        residency.work("x", [keys[0], ("param", 7)], NEAR, lambda buffers: lambda: None, background=False)
-    assert [residency.blocks[key].pins for key in keys] == [0, 0]
-    assert [block.key for block in residency._evictable(NEAR)] == keys
-    handle = residency.pin(keys[1])
-    assert [block.key for block in residency._evictable(NEAR)] == keys[:1]
+        store.work("x", [keys[0], ("param", 7)], NEAR, lambda buffers: lambda: None, background=False)
+    assert [store.blocks[key].pins for key in keys] == [0, 0]
+    assert [block.key for block in store._evictable(NEAR)] == keys
+    handle = store.pin(keys[1])
+    assert [block.key for block in store._evictable(NEAR)] == keys[:1]
     handle.unpin()
     with pytest.raises(StateError, match="unpinned more often"):
         handle.unpin()

@@ -1,4 +1,4 @@
-"""The ledger and the residency: the budget after every operation, copies only where they are needed, loud mistakes."""
+"""The ledger and the store: the budget after every operation, copies only where they are needed, loud mistakes."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pstar.errors import BudgetError, ConfigError, StateError
-from pstar.memory.block_store import Residency
+from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Movers
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
@@ -30,9 +30,9 @@ class Views:
         return False
 
 
-def make(near: int | None = 100, far: int | None = None) -> tuple[Residency, list]:
+def make(near: int | None = 100, far: int | None = None) -> tuple[BlockStore, list]:
     views = Views()
-    return Residency(Tier(NEAR, CPU, near), Tier(FAR, CPU, far), Ledger(), Schedule("lru"), views), views.left
+    return BlockStore(Tier(NEAR, CPU, near), Tier(FAR, CPU, far), Ledger(), Schedule("lru"), views), views.left
 
 
 def test_a_tier_counts_every_byte():
@@ -72,53 +72,53 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
 
 
 def test_a_clean_block_leaves_without_a_copy_and_a_written_one_with():
-    residency, _ = make()
-    residency.create(("param", 0), 10, torch.float32, FAR).fill_(1)
-    residency.ensure(("param", 0), NEAR)
-    residency.send_far(("param", 0))
-    assert dict(residency.ledger.moves) == {"far to near": 1}
-    residency.ensure(("param", 0), NEAR).fill_(2)
-    residency.mark_written(("param", 0), NEAR)
-    residency.send_far(("param", 0))
-    assert dict(residency.ledger.moves) == {"far to near": 2, "near to far": 1}
-    assert residency.peek(("param", 0))[1].eq(2).all()
+    store, _ = make()
+    store.create(("param", 0), 10, torch.float32, FAR).fill_(1)
+    store.ensure(("param", 0), NEAR)
+    store.send_far(("param", 0))
+    assert dict(store.ledger.moves) == {"far to near": 1}
+    store.ensure(("param", 0), NEAR).fill_(2)
+    store.mark_written(("param", 0), NEAR)
+    store.send_far(("param", 0))
+    assert dict(store.ledger.moves) == {"far to near": 2, "near to far": 1}
+    assert store.peek(("param", 0))[1].eq(2).all()
 
 
 def test_the_least_recently_used_leaves_and_a_pinned_one_never():
-    residency, left = make(near=80)
+    store, left = make(near=80)
     for group in range(3):
-        residency.create(("param", group), 10, torch.float32, FAR)
+        store.create(("param", group), 10, torch.float32, FAR)
     for group in (0, 1):
-        residency.schedule.touch(("param", group))
-        residency.ensure(("param", group), NEAR)
-    residency.pin(("param", 0))
-    residency.ensure(("param", 2), NEAR)
+        store.schedule.touch(("param", group))
+        store.ensure(("param", group), NEAR)
+    store.pin(("param", 0))
+    store.ensure(("param", 2), NEAR)
     assert left == [("param", 1)]
-    residency.pin(("param", 2))
+    store.pin(("param", 2))
     with pytest.raises(BudgetError, match="near: no room for param of group 1 .* give --near-budget at least"):
-        residency.ensure(("param", 1), NEAR)
+        store.ensure(("param", 1), NEAR)
     with pytest.raises(StateError, match="in use"):
-        residency.drop(("param", 0))
+        store.drop(("param", 0))
 
 
 def test_far_gives_up_duplicates_before_it_gives_up():
-    residency, _ = make(near=200, far=80)
-    residency.create(("param", 0), 20, torch.float32, FAR).fill_(7)
-    residency.ensure(("param", 0), NEAR)                # a copy in both tiers
-    residency.create(("param", 1), 20, torch.float32, FAR)
-    assert residency.peek(("param", 0))[1].eq(7).all() and FAR not in residency.blocks[("param", 0)].copies
+    store, _ = make(near=200, far=80)
+    store.create(("param", 0), 20, torch.float32, FAR).fill_(7)
+    store.ensure(("param", 0), NEAR)                # a copy in both tiers
+    store.create(("param", 1), 20, torch.float32, FAR)
+    assert store.peek(("param", 0))[1].eq(7).all() and FAR not in store.blocks[("param", 0)].copies
     with pytest.raises(BudgetError, match="far: no room"):
-        residency.create(("param", 2), 20, torch.float32, FAR)
+        store.create(("param", 2), 20, torch.float32, FAR)
 
 
 def test_illegal_transitions_raise():
-    residency, _ = make()
-    residency.create(("param", 0), 10, torch.float32, FAR)
+    store, _ = make()
+    store.create(("param", 0), 10, torch.float32, FAR)
     for call, message in [
-        (lambda: residency.create(("param", 0), 10, torch.float32, FAR), "exists already"),
-        (lambda: residency.mark_written(("param", 0), NEAR), "where it is not"),
-        (lambda: residency.unpin(("param", 0)), "unpinned more often"),
-        (lambda: residency.peek(("param", 9)), "there is no block"),
+        (lambda: store.create(("param", 0), 10, torch.float32, FAR), "exists already"),
+        (lambda: store.mark_written(("param", 0), NEAR), "where it is not"),
+        (lambda: store.unpin(("param", 0)), "unpinned more often"),
+        (lambda: store.peek(("param", 9)), "there is no block"),
     ]:
         with pytest.raises(StateError, match=message):
             call()
@@ -131,15 +131,15 @@ operations = st.lists(st.tuples(st.sampled_from(["near", "write", "far", "drop",
 @settings(max_examples=300, deadline=None)
 @given(operations, st.integers(100, 400), st.lists(st.integers(5, 25), min_size=6, max_size=6))
 def test_the_budget_holds_and_no_content_is_lost_under_random_operations(steps, budget, sizes):
-    residency, _ = make(near=budget)
+    store, _ = make(near=budget)
     expected: dict[int, float] = {}
     for clock, (operation, group) in enumerate(steps):
-        _do(residency, operation, group, clock, sizes, expected)
-        near = residency.tiers[NEAR]
-        used = sum(block.num_bytes for block in residency.blocks.values() if NEAR in block.copies)
+        _do(store, operation, group, clock, sizes, expected)
+        near = store.tiers[NEAR]
+        used = sum(block.num_bytes for block in store.blocks.values() if NEAR in block.copies)
         assert near.used_bytes == used and near.reserved_bytes <= budget
     for group, value in expected.items():
-        assert residency.peek(("param", group))[1].eq(value).all()
+        assert store.peek(("param", group))[1].eq(value).all()
 
 
 @pytest.mark.parametrize("text, value", [("64MiB", 64 * 2**20), ("1.5 GB", 1_500_000_000), ("25%", 250), (4096, 4096),
@@ -201,57 +201,57 @@ def test_three_tiers_and_copies_in_the_background(tmp_path_factory, steps, near_
     """Budgets hold after every operation, content is never lost or torn, whatever is copied meanwhile."""
     disk = DiskTier(tmp_path_factory.getbasetemp())
     movers = Movers()
-    residency = Residency(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
+    store = BlockStore(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
                           None, disk, movers)
     expected: dict[int, float] = {}
     try:
         for clock, (operation, group) in enumerate(steps, 1):
-            _do(residency, operation, group, clock, sizes, expected)
+            _do(store, operation, group, clock, sizes, expected)
             for tier, bound in ((NEAR, near_bytes), (FAR, far_bytes)):
-                used = sum(block.num_bytes for block in residency.blocks.values() if tier in block.copies)
-                assert residency.tiers[tier].used_bytes == used
-                assert residency.tiers[tier].reserved_bytes <= bound
-        for block in residency.blocks.values():
+                used = sum(block.num_bytes for block in store.blocks.values() if tier in block.copies)
+                assert store.tiers[tier].used_bytes == used
+                assert store.tiers[tier].reserved_bytes <= bound
+        for block in store.blocks.values():
             block.pins = 0
         for group, value in expected.items():
-            assert residency.peek(("param", group))[1].eq(value).all()
+            assert store.peek(("param", group))[1].eq(value).all()
     finally:
         movers.close()
         disk.close()
 
 
-def _do(residency: Residency, operation: str, group: int, clock: int, sizes: list[int], expected: dict[int, float]) -> None:
+def _do(store: BlockStore, operation: str, group: int, clock: int, sizes: list[int], expected: dict[int, float]) -> None:
     key = ("param", group)
     if (operation == "new") != (group not in expected):
         return
     try:
         if operation == "new":
-            residency.create(key, sizes[group], torch.float32, FAR).fill_(clock)
+            store.create(key, sizes[group], torch.float32, FAR).fill_(clock)
             expected[group] = clock
         elif operation == "ahead":
-            residency.load_ahead(key, NEAR, next_use=-1)
+            store.load_ahead(key, NEAR, next_use=-1)
         elif operation in ("near", "write"):
-            residency.schedule.touch(key)
-            data = residency.ensure(key, NEAR)
+            store.schedule.touch(key)
+            data = store.ensure(key, NEAR)
             assert data.eq(expected[group]).all() and data.numel() == sizes[group]
             if operation == "write":
                 data.fill_(clock)
-                residency.mark_written(key, NEAR)
+                store.mark_written(key, NEAR)
                 expected[group] = clock
-        elif operation == "update" and not residency.blocks[key].pins:
-            residency.work("update", [key], FAR, lambda buffers: lambda: buffers[key].fill_(clock), background=clock % 3 > 0)
+        elif operation == "update" and not store.blocks[key].pins:
+            store.work("update", [key], FAR, lambda buffers: lambda: buffers[key].fill_(clock), background=clock % 3 > 0)
             expected[group] = clock
-        elif operation == "far" and not residency.blocks[key].pins:
-            residency.send_far(key)
+        elif operation == "far" and not store.blocks[key].pins:
+            store.send_far(key)
         elif operation == "read":
-            with residency.reading([key]) as places:
+            with store.reading([key]) as places:
                 assert places[key][1].eq(expected[group]).all()
-        elif operation == "drop" and not residency.blocks[key].pins:
-            residency.drop(key)
+        elif operation == "drop" and not store.blocks[key].pins:
+            store.drop(key)
             del expected[group]
-        elif operation == "pin" and residency.is_near(key):
-            residency.pin(key)
-        elif operation == "unpin" and residency.blocks[key].pins:
-            residency.unpin(key)
+        elif operation == "pin" and store.is_near(key):
+            store.pin(key)
+        elif operation == "unpin" and store.blocks[key].pins:
+            store.unpin(key)
     except BudgetError:
         pass                                            # honest when the pinned blocks leave no room

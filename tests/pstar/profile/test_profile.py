@@ -1,6 +1,6 @@
 """Profiles: what is recorded, the file, the trace by the rules of its format, charts that show something, bad input.
 
-The recordings come from a real Residency that is walked through training steps under a near budget, not from the engine.
+The recordings come from a real BlockStore that is walked through training steps under a near budget, not from the engine.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 
 from pstar.cli import main
 from pstar.errors import ArgumentError, ProfileError, PstarError
-from pstar.memory.block_store import Residency
+from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier
 from pstar.profile import trace_export
 from pstar.profile.charts import near_chart, places_chart
@@ -30,39 +30,39 @@ CHUNK_BYTES = 4 * NUMEL
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
-def watched(profile: Profile, near_budget: int) -> Residency:
-    """A residency that tells a profile what it does."""
+def watched(profile: Profile, near_budget: int) -> BlockStore:
+    """A store that tells a profile what it does."""
     near, far = Tier(NEAR, CPU, near_budget), Tier(FAR, CPU)
-    return Residency(near, far, Ledger(), Schedule(), profile=profile)
+    return BlockStore(near, far, Ledger(), Schedule(), profile=profile)
 
 
 def train(num_groups: int = 4, room: int = 7, num_steps: int = 3, rank: int = 0,
-          first: int = 0) -> tuple[Profile, Residency]:
+          first: int = 0) -> tuple[Profile, BlockStore]:
     """Steps of forward, backward and Adam over the groups, with room for `room` chunks near; activations grow and shrink."""
     about = {"budgets": {"near": room * CHUNK_BYTES, "far": None}, "device": "cpu", "num_ranks": 2, "policy": "next_use",
              "model_data_bytes": 4 * num_groups * CHUNK_BYTES}
     profile = Profile(rank, about)
-    residency = watched(profile, room * CHUNK_BYTES)
+    store = watched(profile, room * CHUNK_BYTES)
     for group in range(num_groups):
         for kind in KINDS:
-            residency.create((kind, group), NUMEL, torch.float32, FAR)
+            store.create((kind, group), NUMEL, torch.float32, FAR)
 
     def use(*keys: tuple[str, int]) -> None:
         for key in keys:
-            residency.schedule.touch(key)
-            residency.ensure(key, NEAR)
-            residency.pin(key)
+            store.schedule.touch(key)
+            store.ensure(key, NEAR)
+            store.pin(key)
         begin = profile.now()
         torch.ones(64, 64) @ torch.ones(64, 64)
         inner = profile.now()
         profile.span("compute", "inner", inner, profile.now())
         profile.span("compute", f"group {keys[0][1]}", begin, profile.now())
         for key in keys:
-            residency.unpin(key)
+            store.unpin(key)
 
     for step in range(first, first + num_steps):
         profile.step(step)
-        residency.schedule.begin_step()
+        store.schedule.begin_step()
         profile.stage("forward")
         for group in range(num_groups):
             use(("param", group))
@@ -70,18 +70,18 @@ def train(num_groups: int = 4, room: int = 7, num_steps: int = 3, rank: int = 0,
         profile.stage("backward")
         for group in reversed(range(num_groups)):
             use(("param", group))
-            residency.create(("grad", group), NUMEL, torch.float32, NEAR)
-            residency.schedule.touch(("grad", group))
+            store.create(("grad", group), NUMEL, torch.float32, NEAR)
+            store.schedule.touch(("grad", group))
             profile.non_model(group * 512)
         profile.stage("adam")
         for group in range(num_groups):
             use(*((kind, group) for kind in ("grad", *KINDS)))
             for kind in KINDS:
-                residency.mark_written((kind, group), NEAR)
-            residency.drop(("grad", group))
-        residency.schedule.end_step()
+                store.mark_written((kind, group), NEAR)
+            store.drop(("grad", group))
+        store.schedule.end_step()
         profile.stage("idle")
-    return profile, residency
+    return profile, store
 
 
 class Hand(Profile):
@@ -108,19 +108,19 @@ def saved(tmp_path_factory) -> Path:
 # ---- recording
 
 
-def test_levels_and_copies_end_as_the_residency_says():
-    profile, residency = train()
+def test_levels_and_copies_end_as_the_block_store_counts_them():
+    profile, store = train()
     recording = profile.recording()
     for tier in (NEAR, FAR):
         levels = used_levels(recording, tier)
-        assert levels[-1][1] == residency.tiers[tier].used_bytes
-        assert max(num_bytes for _, num_bytes in levels) == residency.tiers[tier].peak_bytes
+        assert levels[-1][1] == store.tiers[tier].used_bytes
+        assert max(num_bytes for _, num_bytes in levels) == store.tiers[tier].peak_bytes
     last = {key: found[-1] for key, found in lives(recording).items()}
-    for key, block in residency.blocks.items():
+    for key, block in store.blocks.items():
         assert last[key].end == recording.end and set(last[key].tiers) == set(block.copies)
-    assert {key for key, life in last.items() if life.end == recording.end} == set(residency.blocks), "dropped blocks ended"
+    assert {key for key, life in last.items() if life.end == recording.end} == set(store.blocks), "dropped blocks ended"
     moved = sum(span.args["bytes"] for span in recording.spans if span.lane == "far to near")
-    assert moved == residency.ledger.moved_bytes["far to near"] > 0
+    assert moved == store.ledger.moved_bytes["far to near"] > 0
     assert [stage.name for stage in stages(recording)][:4] == ["forward", "backward", "adam", "idle"]
     assert non_model_levels(recording)[3][1] == 4 * 512
 
