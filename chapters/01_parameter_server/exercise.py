@@ -4,7 +4,7 @@
     pytest tests/exercises -k "01 and mean"       # one function: mean, wait, step
 
 The grader compares means and waits with cases worked out by hand. Then it starts 2 and 3 real processes with different
-gradients, and compares the weights of each with those of one process that stepped with the mean gradient.
+gradients. The weights of each must equal those of one process that stepped with the mean gradient.
 
 When you have tried: compare with `mean_of`, `must_wait`, ParameterServer's `push` and `pull` in server.py in this folder.
 """
@@ -35,7 +35,7 @@ def must_wait(step: int, works_on: int, bound: int | None) -> bool:
 
     A gradient's staleness is the number of steps that the server has taken since the weights it was computed with. The
     weights after step 7 are version 7. If the server takes step 8 WITHOUT the worker, it can use the worker's gradient in
-    step 9 at the earliest, one step staler than in step 8. No gradient may ever be staler than the bound.
+    step 9 at the earliest. It is then one step staler than in step 8. No gradient may ever be staler than the bound.
 
     Args:
         step: the server's next step, counted from 1; the server's weights are version `step - 1`.

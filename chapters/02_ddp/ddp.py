@@ -86,8 +86,8 @@ class Bucket:
     def fill(self, num_ranks: int) -> Tensor:
         """Copies the gradients, divided by the number of ranks, and the used flags into the flat tensor."""
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        attendance = grads[0].new_tensor([p.grad is not None for p in self.parameters])
-        self.flat = torch.cat([*(grad.reshape(-1) for grad in grads), attendance]).div_(num_ranks)
+        used = grads[0].new_tensor([p.grad is not None for p in self.parameters])
+        self.flat = torch.cat([*(grad.reshape(-1) for grad in grads), used]).div_(num_ranks)
         return self.flat
 
     def empty(self) -> None:

@@ -56,8 +56,8 @@ def distribute(optimizer: torch.optim.Optimizer, model: nn.Module, settings: Set
 def broadcast(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Gives all ranks rank 0's weights and optimizer state, bit for bit.
 
-    A fresh optimizer has no state. Horovod must not broadcast it: to create state it would take a step with zero gradients,
-    which counts as a step and applies weight decay (the loss is 1e-4 off from the first step on).
+    A fresh optimizer has no state. Horovod must not broadcast it: to create state it would take a step with zero gradients.
+    That counts as a step and applies weight decay (the loss is 1e-4 off from the first step on).
     """
     hvd.broadcast_parameters(dict(model.named_parameters()), root_rank=0)
     if optimizer.state:

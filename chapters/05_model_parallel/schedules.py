@@ -153,8 +153,8 @@ def with_transfers(order: Sequence[Sequence[Work]]) -> list[list[Work | Transfer
     """The same lists with sends and receives, in an order that cannot deadlock.
 
     Each transfer gets the simulated time at which its tensor is ready, on both ranks. Those of the same time are sorted by
-    kind, stage and micro-batch. So both ranks list the transfers between them in the same order, as they must if the sends
-    and receives of a pair run one after the other (as in NCCL). No rank waits for a transfer that is later in this order.
+    kind, stage and micro-batch. So both ranks list the transfers between them in the same order. NCCL needs
+    that: it runs the transfers of a pair one after the other. No rank waits for a transfer that is later in this order.
     """
     num_ranks = len(order)
     last = max(work.stage for works in order for work in works)

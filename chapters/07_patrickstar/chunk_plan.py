@@ -1,7 +1,7 @@
 """The layout (which parameter is in which chunk) and the schedule (which chunk is evicted): numbers only, no tensor.
 
 Training repeats itself: every step uses the same chunks in the same order. So the first step is recorded as a *trace*, one
-moment for each use of a chunk. From the second step on, the next use of each chunk is known, and the best chunk to evict is
+moment for each use of a chunk. From the second step on, the next use of each chunk is known. The best chunk to evict is then
 the one whose next use is farthest away (Belady 1966). The trace is a cycle: its first moment follows its last.
 
     trace    0   1   2   3 | 3   2   1   0 |              forward, then backward, over four chunks with room for two

@@ -51,7 +51,7 @@ class ChunkedModel(nn.Module):
         super().__init__()
         self.module, self.micro_steps = module, micro_steps
         self.data = Chunks(module, chunk_elems, near_bytes, torch.device(device))
-        self._in_step = False  # in a forward with gradients, or in its backward
+        self._in_step = False  # in a training forward with gradients, or in its backward
         self._running: list[nn.Module] = []  # modules whose forward is running, the innermost last
         self._read: list[Note] = []  # notes read by the node that backward is running
         for buffer in module.buffers():
@@ -66,7 +66,7 @@ class ChunkedModel(nn.Module):
                 slot.param.register_post_accumulate_grad_hook(lambda _, slot=slot: self._take_gradient(slot))
 
     def forward(self, *inputs: Any) -> Any:
-        """Runs the module's forward; with gradients, its uses of chunks are moments of the step."""
+        """Runs the module's forward; in training with gradients, its uses of chunks are moments of the step."""
         self._in_step = self.training and torch.is_grad_enabled()
         if self._in_step and not self.data.schedule.moments:
             self.data.begin_step()
@@ -115,7 +115,7 @@ class ChunkedModel(nn.Module):
         grad, slot.param.grad = slot.param.grad, None
         self.data.add_gradient(slot, grad)
 
-    # ---- reports for a run ------------------------------------------------------------------------------------------------
+    # ---- reports for a run ----------------------------------------------------------------------------------------------
 
     def memory_plan(self) -> list[tuple[str, str]]:
         """(name, value) rows for the header: chunks and budget."""
