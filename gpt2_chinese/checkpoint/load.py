@@ -1,4 +1,4 @@
-"""What a run begins with: the state of a checkpoint, or weights from anywhere (--init-from)."""
+"""Loads the state that a run begins with: a checkpoint, or weights from any file (--init-from)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Any]]:
-    """Weights, moments and state of a checkpoint, on the CPU; those of parts/ are read when they are asked for.
+    """Weights, moments and state of a checkpoint, on the CPU. Tensors of parts/ are read when they are used.
 
-    A file instead of a folder holds weights to begin with (--init-from): no moments, and a state of step 0.
+    A file in place of a folder holds first weights only (--init-from): no moments, and the state of step 0.
 
     Raises:
         UserError: the checkpoint is damaged, or the file does not fit.
@@ -25,5 +25,5 @@ def load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[s
 
 
 def initial_state(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """The same for weights to begin with. Weights are float32."""
+    """The same for a file of first weights, which become float32."""
     return {name: tensor.float() for name, tensor in read_weights(file).items()}, {}, {"step": 0, "tokens": 0, "extra": {}}

@@ -1,4 +1,4 @@
-"""What every chapter says and leaves behind: header, progress, metrics, checkpoints, samples, summary.
+"""What every chapter prints and writes: header, progress, metrics, checkpoints, samples, summary.
 
     run = Run(settings, ranks)
     run.resume(model, optimizer, scaler)
@@ -11,8 +11,9 @@
             run.save(step, weights, moments)
     run.finish(weights)
 
-Every rank makes the same calls; rank 0 alone prints and writes. Once a step they agree, by one number, whether to go on:
-a signal ends the run after the step, saved (stop_signal.py), and a loss that stays without a number ends it with an error.
+Every rank makes the same calls; rank 0 alone prints and writes. Before each step the ranks agree, by one number, whether to
+go on. A signal ends the run after this step, which is saved (stop_signal.py). A loss that stays NaN or infinite ends it
+with an error.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from gpt2_chinese.run.saving import Saving
 from gpt2_chinese.settings import Settings
 
 PROMPTS = ("今天天气", "这家小店", "中国古代")
-# Steps in a row without a finite loss and gradient, after which a run ends. In fp32 and bf16 the first one has spoilt the
-# weights; fp16 skips such steps and halves its scale, from 2**16 down to 1 and a little further.
+# Steps in a row without a finite loss and gradient, after which a run ends. In fp32 and bf16 the first one has already
+# damaged the weights. fp16 skips such steps and halves its scale: 16 halvings lead from 2**16 to 1.
 PATIENCE, PATIENCE_FP16 = 5, 20
-GO_ON, STOP, HOPELESS = 0, 1, 2  # what ranks agree about: the largest counts
+GO_ON, STOP, HOPELESS = 0, 1, 2  # each rank's vote before a step; the largest wins
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Seeds torch for one step, so that dropout after a resume is what it would have been without the stop."""
+    """Seeds torch for one step, so that dropout after a resume draws the same numbers as without the stop."""
     torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
 
 
@@ -64,11 +65,11 @@ class Run:
     Args:
         settings: resolved.
         ranks: the processes.
-        first_step: where to go on, when it is not a checkpoint that says so: in memory, after the loss of a worker.
-        header: print it now; without, the chapter calls print_header when its model is there, which has rows to add.
+        first_step: the first step to take, where no checkpoint tells it: after the loss of a worker the state is in memory.
+        header: print it now. If False, the chapter calls print_header once it has a model, which adds rows.
 
     Attributes:
-        resume_from: the checkpoint to go on from, or the file with the weights to begin with; None: those of the seed.
+        resume_from: the checkpoint to resume from, or the file with the first weights; None: the seed decides them.
         first_step: the first step this process will take.
     """
 
@@ -144,12 +145,12 @@ class Run:
         self.last_evaluation = next((evaluation_of(row) for row in reversed(kept) if "valid_loss" in row), {})
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
-        """Loads weights, moments and loss scale of `resume_from`; where there is none does nothing. Every rank calls it.
+        """Loads weights, moments and loss scale from `resume_from`; does nothing if that is None. Every rank calls it.
 
         Args:
             model: a plain one: each rank holds all weights.
             optimizer: AdamW of its parameters; None on a rank that does not step, which needs no moments.
-            scaler: torch.amp.GradScaler, or what a chapter has in its place.
+            scaler: torch.amp.GradScaler, or a chapter's own.
         """
 
         def load_plain(weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
@@ -164,7 +165,7 @@ class Run:
         load_part: Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], object],
         scaler: Any = None,
     ) -> None:
-        """The same where every rank holds its own part: each takes it in load_part(weights, moments), which are whole."""
+        """The same for ranks that each hold a part: load_part(weights, moments) gets all, and picks this rank's part."""
         if self.resume_from is None:
             return
         weights, moments, state = load(self.resume_from)
@@ -193,12 +194,12 @@ class Run:
                 self._progress.close()
 
     def _agree(self, step: int) -> None:
-        """All ranks learn whether one of them was told to stop, which makes this step the last, or sees no hope.
+        """Ends the run after this step if any rank got a signal, and at once if any counted too many bad losses.
 
         Raises:
             RunError: on all ranks, after too many steps without a finite loss.
         """
-        # ranks that do not go in step have met after a step that evaluated or saved, not before the next one that will
+        # Asynchronous ranks meet only after steps that evaluate or save.
         if not (self.settings.in_step or step == self.first_step or self.evaluate_now(step - 1) or self.save_now(step - 1)):
             return
         patience = PATIENCE_FP16 if self.settings.precision == "fp16" else PATIENCE
@@ -216,7 +217,7 @@ class Run:
         self, step: int, loss: float, lr: float, grad_norm: float | torch.Tensor | None = None,
         in_sync: nn.Module | None = None, among: Ranks | None = None, batch_share: float = 1.0, **more: float,
     ) -> None:  # fmt: skip
-        """Notes one step; rank 0's numbers count.
+        """Logs one step: the numbers of rank 0.
 
         Args:
             step: from 1 on.
@@ -224,8 +225,8 @@ class Run:
             lr, grad_norm: of this step; the norm is that before clipping.
             in_sync: a model that ranks replicate: every --check-sync steps all of them compare its weights.
             among: the ranks that replicate it; None: all.
-            batch_share: what part of the global batch the step has used: below 1 where it did not wait for all ranks.
-            more: goes along as it is.
+            batch_share: share of the global batch that the step used; below 1 if it did not wait for all ranks.
+            more: further numbers, written unchanged.
 
         Raises:
             RunError: on all ranks, when their weights differ.
@@ -266,9 +267,9 @@ class Run:
             self._flush_row()
 
     def _step_traffic(self) -> dict[str, int]:
-        """What rank 0 has sent and received since the last row, as the kernel counts it; nothing where it does not.
+        """Bytes that rank 0 sent and received since the last row, as the kernel counts them; empty without such counts.
 
-        Received bytes that are still on their way count for the next step: over many steps they are exact, over one not.
+        Bytes that have not arrived yet count for the next step, so sums over many steps are exact and one step is not.
         """
         before, now = self._traffic, tcp_bytes() if self._traffic is not None else None
         if before is None or now is None:
@@ -277,7 +278,7 @@ class Run:
         return dict(zip(("sent_bytes", "received_bytes"), between(before, now), strict=True))
 
     def _flush_row(self) -> None:
-        """Writes the line of the last step; it waits for the evaluation that belongs to it."""
+        """Writes the row of the last step. Rows wait here until the step's evaluation is done."""
         row, self._row = self._row, {}
         if not row:
             return
@@ -295,11 +296,11 @@ class Run:
         return step % self.settings.eval_every == 0 or step == self.settings.max_steps
 
     def save_now(self, step: int) -> bool:
-        """True at the steps of --save-every, at the last, and at the one after which a signal has the run stop."""
+        """True at the steps of --save-every, at the last, and at the step after which a signal stops the run."""
         return step % self.settings.save_every == 0 or step == self._last_step
 
     def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Notes valid_loss, valid_ppl and valid_acc of a step."""
+        """Logs valid_loss, valid_ppl and valid_acc of a step."""
         self.last_evaluation = dict(results)
         if self.ranks.is_main:
             self._row = {**(self._row or {"step": step}), **results}
@@ -321,19 +322,20 @@ class Run:
         Args:
             step: the step that is done.
             weights, moments: by name as checkpoint/step_folder.py describes; other ranks may pass anything.
-            extra: JSON content that the chapter wants back on resume.
+            extra: JSON content that the chapter needs on resume.
         """
         self._saving.save(step, weights, moments, extra, self._before_saving)
 
     def save_parts(self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None = None) -> None:
-        """The same where every rank writes its own part: all ranks call write(folder), with a folder that is not there."""
+        """The same for ranks that each write a part: all ranks call write(folder), and the folder does not exist yet."""
         self._saving.save_parts(step, write, extra, self._before_saving)
 
     def _before_saving(self) -> None:
-        """What a resume takes from the curve is on the disk before the checkpoint is there.
+        """Flushes the metrics to the disk before the checkpoint is written: a resume reads both.
 
         Raises:
-            RunError: the step had no finite loss and gradients; in fp16 the next one may, and the weights are looked at.
+            RunError: the step had no finite loss and gradients. In fp16 a later step may have them; there the weights are
+                checked.
         """
         if self._lost_in_a_row and self.settings.precision != "fp16":
             raise RunError("its loss or gradients are not finite")
@@ -347,11 +349,11 @@ class Run:
         """Writes final/, generates from it, prints the summary, and leaves the process group.
 
         Args:
-            weights: all of them on rank 0 (other ranks may pass anything), or what all ranks call with the path of a file
-                to write them to, model.safetensors.
-            table: rows of the chapter's own, printed in the summary.
+            weights: all of them on rank 0 (other ranks may pass anything), or a function that all ranks call with a path,
+                to which it writes model.safetensors.
+            table: the chapter's rows of the summary.
 
-        After a signal it only says how to go on; what final/ an earlier run may have left stays.
+        After a signal it only prints how to resume, and leaves final/ of an earlier run as it is.
         """
         if self._last_step < self.settings.max_steps:
             self._say_stopped()
@@ -382,7 +384,7 @@ class Run:
         self.ranks.close()
 
     def _print_samples(self, final: Path) -> None:
-        """Three continuations, from what was written: final/ is read back as anyone would."""
+        """Prints three continuations by the model in final/, read from the disk as a user would."""
         model, vocabulary = load_model(final, self.ranks.device)
         print("\nThree continuations (the prompt in 「」):")
         prompts = [vocabulary.encode_prompt(prompt) for prompt in PROMPTS]
