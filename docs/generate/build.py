@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def generate() -> None:
-    """Writes every fragment that a page includes. An up-to-date file is not rewritten: mkdocs serve watches times."""
+    """Writes every file that a page includes. Files that are up to date are not rewritten: mkdocs serve watches times."""
     for name, pages in wanted().items():
         try:
             text = fragment(name)

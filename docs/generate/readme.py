@@ -66,7 +66,7 @@ def _run_first_command() -> tuple[str, Path]:
 
 
 def excerpt(said: str) -> str:
-    """A run's output without the set-up's lines, and with only some of the progress lines, the first and the last.
+    """A run's output without the set-up's lines. Of the progress lines it keeps only the first and the last.
 
     Raises SystemExit if the run did not finish.
     """
