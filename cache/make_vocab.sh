@@ -15,11 +15,11 @@ while [ $# -gt 0 ] && [[ "$1" != -* ]]; do
     WORDS+=("$1")
     shift
 done
-if [ $# -gt 0 ] && [ ${#WORDS[@]} -lt 3 ]; then  # or they would change what the shipped vocabulary is
+if [ $# -gt 0 ] && [ ${#WORDS[@]} -lt 3 ]; then  # else the flags would change the shipped vocabulary
     echo "error: with flags CORPUS, SIZE and OUTPUT must be given before them" >&2
     exit 2
 fi
-# The rate of unknown tokens means something on text that the vocabulary has not seen, of the same corpus.
+# Only held-out text of the same corpus gives a useful rate of unknown tokens.
 if [ ${#WORDS[@]} -eq 0 ]; then HELD_OUT="$ROOT/data/valid"; else HELD_OUT="${WORDS[3]:-}"; fi
 exec "$PYTHON" -m gpt2_chinese.vocabulary train --corpus "${WORDS[0]:-$ROOT/data/train}" --size "${WORDS[1]:-4096}" \
     --output "${WORDS[2]:-$ROOT/cache/vocab.txt}" ${HELD_OUT:+--held-out "$HELD_OUT"} "$@"

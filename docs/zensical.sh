@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash docs/zensical.sh   builds the same pages with Zensical, the successor of mkdocs-material, into site/zensical/zh and /en
-# Figures and assets lie outside of a language's folder, where Zensical does not look: they are put beside the pages.
+# Zensical reads only a language's folder. Figures and assets are outside of it: this script copies them next to the pages.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh" docs
 cd "$REPO"

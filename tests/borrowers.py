@@ -1,6 +1,6 @@
-"""Models whose forwards compute with parameters that they do not own, in every way people write: for tests of the engine.
+"""Models for tests of the engine: their forwards use parameters of other modules, in every way that people write.
 
-Each takes (rows, 16) and gives a scalar that is a mean over rows, so that the mean over ranks is that of the whole batch.
+Each takes (rows, 16) and returns a scalar mean over rows, so the mean over ranks equals the mean over the whole batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ROWS = 12
 
 
 def rows(step: int, rank: int = 0, num_ranks: int = 1) -> torch.Tensor:
-    """This rank's rows of a batch that is a function of the step alone, (ROWS / num_ranks, WIDTH)."""
+    """This rank's rows of a batch, (ROWS / num_ranks, WIDTH). The batch depends only on the step."""
     size = ROWS // num_ranks
     whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
     return whole[rank * size : (rank + 1) * size]
 
 
 class Deep(nn.Module):
-    """Five layers that own what they use, between an embedding and a head."""
+    """Five layers that use only their own parameters, between an embedding and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class NeverCalledHead(Deep):
 
 
 class SlicedTable(Deep):
-    """A view of a table, used by layers that run long after it was taken."""
+    """A view of a table. It is taken before all layers run, and used after them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = self.embed.weight[3:19]
@@ -85,7 +85,7 @@ class OneVector(Deep):
 
 
 class Block(nn.Module):
-    """Computes with its own weight, then with that of another block."""
+    """Computes with its own weight, then with the weights of other blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class AcrossBlocks(nn.Module):
 
 
 class Checkpointed(AcrossBlocks):
-    """Backward runs the forward of a block, and what it borrows, once more."""
+    """Backward runs a block's forward once more, with the parameters that it borrows."""
 
     reentrant = False
 
@@ -125,7 +125,7 @@ class Checkpointed(AcrossBlocks):
 
 
 class Lists(Deep):
-    """A ParameterList and a ParameterDict, which are never called, read by the module around them and by a sibling."""
+    """A ParameterList and a ParameterDict. Nothing calls them; their parent module and a sibling read them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Lists(Deep):
 
 
 class Reader(nn.Module):
-    """Owns nothing and has no children: it is given a container in a list, which registers nothing."""
+    """A module without parameters and children. It gets a container inside a list, which does not register it."""
 
     def __init__(self, container: nn.Module) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Reader(nn.Module):
 
 
 class Functional(Deep):
-    """One layer called with the parameters of another, and with new ones made of its own."""
+    """Calls one layer with another layer's parameters, and one layer with scaled copies of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.hidden(x)
@@ -162,7 +162,7 @@ class Functional(Deep):
 
 
 class Parametrized(Deep):
-    """Weight norm and spectral norm, read by their modules and by the model."""
+    """Weight norm and spectral norm. Their modules and the model read the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Parametrized(Deep):
 
 
 class Captured(Deep):
-    """References that were kept while the model was made."""
+    """References to parameters that __init__ keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Captured(Deep):
 
 
 class NormsLogged(Deep):
-    """Norms of all weights, written down in forward."""
+    """Records the norms of all weights in forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.norms = [param.detach().norm().item() for param in self.parameters()]
@@ -198,7 +198,7 @@ class NormsLogged(Deep):
 
 
 class Product(torch.autograd.Function):
-    """x @ w.T, which saves the parameter."""
+    """x @ w.T; saves the parameter for backward."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ class Product(torch.autograd.Function):
 
 
 class KeptInContext(torch.autograd.Function):
-    """The same, which keeps the parameter as an attribute, against the advice of torch."""
+    """The same, but keeps the parameter as an attribute, against the advice of torch."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ class InputGradient(Deep):
 
 
 class NowAndThen(Deep):
-    """Borrows in every other step: the steps differ, and so do their traces."""
+    """Borrows only in every other step, so the traces of the steps differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class NowAndThen(Deep):
 
 
 class Attention(Deep):
-    """torch's function for attention, given the weights of other modules."""
+    """Calls torch's attention function with the weights of other modules."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.hidden(x).unsqueeze(1)
@@ -268,7 +268,7 @@ class Attention(Deep):
 
 
 class Mapped(Deep):
-    """torch.vmap takes tensors apart before any class is asked, so it is given a clone."""
+    """torch.vmap unpacks a tensor without a check of its class, so the model passes a clone of the parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         squares = torch.vmap(lambda row: row.square().sum())(self.layers[1].weight.clone())
@@ -276,7 +276,7 @@ class Mapped(Deep):
 
 
 class Frozen(Deep):
-    """A table that is not trained, and is borrowed."""
+    """A borrowed table that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def whole(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def penalty_outside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The training loop adds to the loss."""
+    """The training loop adds a penalty to the loss."""
     return model(x) + 0.01 * sum(param.square().sum() for param in model.parameters())
 
 
@@ -299,7 +299,7 @@ def two_forwards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x) + model(x.flip(1))
 
 
-# What people write -> (model, from it and this rank's rows to the loss).
+# Code that people write -> (model, function from the model and this rank's rows to the loss).
 PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Tensor], torch.Tensor]]] = {
     "F.linear(h, self.embed.weight)": (TiedByLinear, whole),
     "h @ self.embed.weight.T": (TiedByProduct, whole),
@@ -325,5 +325,5 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Te
     "two forwards in a step": (TiedByLinear, two_forwards),
 }
 
-# The pattern whose buffers torch multiplies with a weight. The engine leaves buffers in fp32, so it cannot run in 16 bit.
+# In this pattern torch multiplies buffers with a weight. The engine leaves buffers in fp32, so it cannot run in 16 bit.
 FLOATING_BUFFERS = "weight norm and spectral norm"

@@ -1,7 +1,7 @@
-"""Which cases of a full product the quick command runs: a covering array. The others are marked `deep`.
+"""Selects the cases of a full product that the quick command runs, a covering array. The others are marked `deep`.
 
-    @pytest.mark.each                        # quick: every value of every parameter is used by some case
-    @pytest.mark.pairs                       # quick: every two values of two parameters meet in some case
+    @pytest.mark.each                        # quick: some case uses every value of every parameter
+    @pytest.mark.pairs                       # quick: some case combines every two values of two parameters
     @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
     @pytest.mark.parametrize("near", ["min", "100%"])
     def test_x(num_ranks, near): ...
@@ -22,10 +22,10 @@ STRENGTHS = {"each": 1, "pairs": 2}
 
 
 def array(product: Sequence[tuple[Hashable, ...]], strength: int) -> list[int]:
-    """Returns the numbers of the cases that together have every combination of `strength` values that the product has.
+    """Returns the indices of cases that together have every combination of `strength` values in the product.
 
-    The choice is greedy and always the same. Among cases that bring equally many new combinations it takes the one whose
-    values were used least.
+    The choice is greedy and deterministic. Among cases with equally many new combinations it takes the one whose values
+    were used least.
     """
     values = [list(enumerate(case)) for case in product]
     combinations = [set(itertools.combinations(case, min(strength, len(case)))) for case in values]
@@ -40,7 +40,7 @@ def array(product: Sequence[tuple[Hashable, ...]], strength: int) -> list[int]:
 
 
 def quick_only(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """Returns all cases, those not named in `quick` marked `deep`. Raises ValueError when a name is not among the cases."""
+    """Returns all cases and marks those not in `quick` as `deep`. Raises ValueError if a name is not among the cases."""
     cases = list(cases)
     if strangers := [name for name in quick if name not in cases]:
         raise ValueError(f"no such case: {strangers}")
@@ -48,7 +48,7 @@ def quick_only(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def mark_deep(items: list[pytest.Item]) -> None:
-    """Marks the cases of `each` and `pairs` tests that a covering array does not need as `deep`."""
+    """Marks as `deep` the cases of `each` and `pairs` tests that a covering array does not need."""
     products: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if any(item.get_closest_marker(name) for name in STRENGTHS):

@@ -1,4 +1,4 @@
-"""Limits. They end what hangs and decide nothing else: a busy machine must not meet them."""
+"""Time limits. They only end a hanging test, and are so long that a busy machine does not reach them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-HANGS_S = 600.0  # of a program, a process that is waited for, or a condition that must come
+HANGS_S = 600.0  # limit for a program, for a process that a test waits for, or for a condition
 
 
 @contextmanager
 def limited(seconds: float, error: BaseException) -> Iterator[None]:
-    """Raises error in a block of this process where that has not ended after so many seconds."""
+    """Raises `error` in a block of this process that has not ended after `seconds`."""
 
     def end(*_: object) -> None:
         raise error
@@ -29,16 +29,16 @@ def limited(seconds: float, error: BaseException) -> Iterator[None]:
 def wait_until(
     true: Callable[[], object], what: Callable[[], str] | str, alive: Callable[[], object] = lambda: True
 ) -> None:
-    """Returns when true() is; fails where alive() is not before that, or nothing has come after HANGS_S.
+    """Returns as soon as true() is true. Fails if alive() is false before that, or after HANGS_S.
 
     Args:
-        what: is waited for, in words.
-        alive: whether that can still come, e.g. the process is there.
+        what: a description of the condition.
+        alive: whether the condition can still become true, e.g. whether the process is running.
     """
     __tracebackhide__ = True
     end = time.monotonic() + HANGS_S
     while True:
-        can_come = alive()  # asked first: what a process did last counts
+        can_come = alive()  # before true(): the last action of a process counts
         if true():
             return
         assert can_come, f"{_words(what)}: the process that was to do it has ended"

@@ -1,7 +1,8 @@
 """Mixed precision in forty lines of plain PyTorch, for any number of ranks in one process: the engine must give its bits.
 
-The master is fp32; what computes is the master rounded (fp16: to even, bf16: ties away from zero, as a split master is).
-Each rank's gradients are in 16 bit, summed over micro-steps in fp32; the mean over ranks divides first and adds in fp32.
+The master is fp32. The model computes with the rounded master (fp16: to even, bf16: ties away from zero, as in a split
+master). Each rank's gradients are in 16 bit, summed over micro-steps in fp32. The mean over ranks divides first and adds in
+fp32.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from tests import toy
 @dataclass
 class Result:
     losses: list[float]
-    """Of each step, the mean over the ranks."""
+    """The mean over the ranks, for each step."""
     trace: list[tuple[float, bool]]
-    """(the scale with which a step was computed, whether it was skipped)."""
+    """(loss scale of a step, whether the step was skipped)."""
     norms: list[float]
     masters: dict[str, torch.Tensor]
 
 
 def mixed_reference(num_steps: int, fp16: dict | None, num_micros: int = 1, num_ranks: int = 1, model_func=toy.Toy,
                     bad: tuple[int, int] | None = None) -> Result:
-    """fp16: the configuration's section, None for bf16. bad: (step, rank) whose loss is infinite."""
+    """Trains. fp16: the configuration's section, None for bf16. bad: (step, rank) with an infinite loss."""
     torch.manual_seed(0)
     model = model_func()
     masters = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}

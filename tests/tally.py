@@ -1,10 +1,10 @@
-"""Counts what each folder of tests costs, prints it at the end of a run, and holds the budgets.
+"""Counts the cost of each folder of tests, prints it at the end of a run, and checks the budgets.
 
-A cost is tests, seconds, programs started and ranks forked. Programs and ranks do not depend on how busy the machine
-is, so they have budgets, and a whole run that needs more is red. Seconds are printed and never asserted.
+A cost is tests, seconds, programs started and ranks forked. Programs and ranks do not depend on the load of the machine, so
+they have budgets: a whole run that needs more fails. Seconds are printed and never asserted.
 
-`python -m tests.tally QUICK.json DEEP.json` prints the table of CONTRIBUTING.md from the reports of two runs, of the quick
-command and of `-m deep`, each with TESTS_REPORT set to its file.
+`python -m tests.tally QUICK.json DEEP.json` prints the table of CONTRIBUTING.md from the reports of two runs. One is the
+quick command, the other `-m deep`, each with TESTS_REPORT set to its file.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from typing import Any
 
 import pytest
 
-REPORT_VARIABLE = "TESTS_REPORT"  # names the file that the totals are written to
+REPORT_VARIABLE = "TESTS_REPORT"  # the path of the file for the totals
 WHOLE_VARIABLE = "TESTS_WHOLE"  # set by tests/run.sh to "quick" or "all" when nothing was selected by hand
 
-# The most that the quick command may need, by folder: programs started, ranks forked. Ranks live as long as a worker, and
-# which of the three workers a file goes to, and after which other one, differs from run to run: their budget is three times
-# what one worker needs.
-# A browser counts as a program: where there is a Chromium tests/docs starts 75 programs, else 53.
+# Folder -> most programs started, most ranks forked, for the quick command. Ranks live as long as a worker. From run to run
+# a file goes to another of the three workers, and after another file. So the budget of ranks is three times the need of one
+# worker. A browser counts as a program: with a Chromium tests/docs starts 75 programs, else 53.
 BUDGETS: dict[str, tuple[int, int]] = {
     "benchmarks": (4, 0), "chapters": (120, 120), "docs": (90, 0), "durable": (0, 0), "exercises": (4, 40),
     "gpt2_chinese": (53, 22), "harness": (6, 60), "layers": (30, 0), "pstar": (52, 70), "scripts": (43, 0),
 }  # fmt: skip
 
 started: Counter[str] = Counter()
-"""What this process has started since it began: `programs` by any subprocess call, `ranks` by the harness."""
+"""Counts since the start of this process: `programs` of any subprocess call, `ranks` of the harness."""
 
 
 def _on_audit(event: str, _: Any) -> None:
@@ -54,7 +53,7 @@ class Tally:
         self._seen: Counter[str] = Counter()
 
     def pytest_collection_finish(self) -> None:
-        self._seen = started.copy()  # imports may start programs of their own
+        self._seen = started.copy()  # imports may also start programs
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
@@ -98,7 +97,7 @@ def over_budget(totals: dict[str, Counter[str]], budgets: dict[str, tuple[int, i
 
 
 def table(totals: dict[str, Counter[str]]) -> list[str]:
-    """Returns lines of text with one row a folder."""
+    """Returns lines of text with one row per folder."""
     rows = [f"{'folder':14}{'tests':>8}{'seconds':>9}{'programs':>10}{'ranks':>7}"]
     for folder, cost in sorted(totals.items(), key=lambda item: -item[1]["seconds"]):
         rows.append(f"{folder:14}{cost['tests']:8}{cost['seconds']:9.0f}{cost['programs']:10}{cost['ranks']:7}")
@@ -106,7 +105,7 @@ def table(totals: dict[str, Counter[str]]) -> list[str]:
 
 
 def markdown(quick: dict[str, dict[str, float]], deep: dict[str, dict[str, float]]) -> str:
-    """Returns the table of CONTRIBUTING.md: what the quick command costs by folder, and what `--all` adds."""
+    """Returns the table of CONTRIBUTING.md: costs of the quick command by folder, and the extra costs of `--all`."""
     rows = ["| folder | quick: tests | seconds | programs | ranks | deep: tests | seconds | programs | ranks |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     total = {"quick": Counter(), "deep": Counter()}

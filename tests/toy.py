@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, residual blocks, tied head; returns the loss, or logits where there are no targets."""
+    """Embedding, residual blocks, tied head; returns the loss, or logits without targets."""
 
     def __init__(self, layers: int = LAYERS):
         super().__init__()
@@ -46,7 +46,7 @@ class Toy(nn.Module):
 
 
 class Untied(nn.Module):
-    """Two embeddings that nobody shares, a block, and a head of its own; returns the loss."""
+    """Two embeddings, a block, and a head, without shared weights; returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Untied(nn.Module):
 
 
 def batch(number: int, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, targets), each (BATCH, length), a function of the number alone."""
+    """(inputs, targets), each (BATCH, length); depends only on the number."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCAB, (BATCH, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:].contiguous()
@@ -76,8 +76,10 @@ def share(number: int, rank: int, num_ranks: int, micro: int = 0, num_micros: in
 
 
 def adamw(params, **options) -> torch.optim.Optimizer:
-    """Adam without chunks and without compiled kernels, in torch operations: the engine must give its bits. It rounds more
-    finely than torch.optim, against which tests/pstar/optim/test_hybrid_adam.py holds it with a tolerance."""
+    """Adam in torch operations, without chunks and compiled kernels: the engine must give the same bits.
+
+    It rounds more finely than torch.optim; tests/pstar/optim/test_hybrid_adam.py compares the two with a tolerance.
+    """
     return pstar.HybridAdam(params, implementation="torch", **options)
 
 
@@ -108,7 +110,7 @@ def plain_run(model_func, loss_of, num_steps: int, optimizer_class=adamw) -> tup
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer, losses = optimizer_class(trained, lr=LR, weight_decay=WEIGHT_DECAY), []
     for step in range(num_steps):
-        torch.manual_seed(step)    # of dropout
+        torch.manual_seed(step)    # for dropout
         optimizer.zero_grad()
         loss = loss_of(model, step)
         loss.backward()
@@ -131,7 +133,7 @@ def build(model_func=Toy, **keys) -> tuple[pstar.Engine, pstar.optim.chunked_ada
 
 def losses_of_both(plain, oracle, model, optimizer, loss_of, num_steps: int,
                    before=lambda model, step: None) -> Iterator[tuple[float, float]]:
-    """Trains `plain` with the optimizer `oracle`, and the engine, with the same dropout; yields both losses of each step."""
+    """Trains `plain` with the optimizer `oracle`, and the engine with the same dropout; yields both losses of each step."""
     params = [param for group in oracle.param_groups for param in group["params"]]
     for step in range(num_steps):
         torch.manual_seed(step)
@@ -151,13 +153,13 @@ def losses_of_both(plain, oracle, model, optimizer, loss_of, num_steps: int,
 
 
 def compare(model_func, loss_of, num_steps: int, before=lambda model, step: None, **keys) -> pstar.Engine:
-    """Trains plainly and with the engine, by default in the least near memory; asserts equal losses and weights.
+    """Trains in plain PyTorch and with the engine, by default with the smallest near budget; asserts equal losses, weights.
 
     loss_of(module or engine, step) gives a step's loss; before(module or engine, step) is called at each step.
     """
     torch.manual_seed(0)
     plain = model_func()
-    params = list(plain.parameters())    # frozen ones, too: they may be thawed later
+    params = list(plain.parameters())    # also frozen ones: a test may thaw them later
     oracle = adamw(params, lr=LR, weight_decay=WEIGHT_DECAY)
     model, optimizer = build(model_func, **{"near_budget": "min"} | keys)
     losses = losses_of_both(plain, oracle, model, optimizer, loss_of, num_steps, before)

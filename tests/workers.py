@@ -1,4 +1,4 @@
-"""The order of the suite, and how pytest-xdist workers share it: a file stays with one worker, and so do all pages."""
+"""The order of the suite and its division among pytest-xdist workers: one worker runs a whole file, and one all of docs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from tests.tally import folder_of
 
 TOGETHER = ("docs",)  # its tests share the built site
-# What takes longest comes first, so that no worker is left with it at the end.
+# The slowest folders come first, so that no worker runs one alone at the end.
 FIRST = ("docs", "chapters", "pstar", "exercises", "harness")
-SEED_VARIABLE = "TESTS_ORDER"  # a seed: files then come in a random order
+SEED_VARIABLE = "TESTS_ORDER"  # a seed for a random order of the files
 
 
 def scope_of(nodeid: str) -> str:
-    """Returns the name of the group that runs in one process: the folder for those in TOGETHER, else the file."""
+    """Returns the name of the group that runs in one process: the folder for a folder in TOGETHER, else the file."""
     folder = folder_of(nodeid)
     return folder if folder in TOGETHER else nodeid.split("::")[0]
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Puts the groups in the order of FIRST, or in a random one where SEED_VARIABLE gives a seed."""
+    """Puts the groups in the order of FIRST, or in a random order if SEED_VARIABLE has a seed."""
     seed = os.environ.get(SEED_VARIABLE)
     if seed:
         draw = random.Random(seed)
@@ -36,8 +36,8 @@ def sort(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tells xdist to hand out whole groups, in the order in which pytest collected them."""
-    from xdist.scheduler import LoadScopeScheduling  # late: only there when workers are asked for
+    """Makes xdist schedule whole groups, in the order in which pytest collected them."""
+    from xdist.scheduler import LoadScopeScheduling  # late import: xdist may not be installed
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -1,4 +1,4 @@
-// Charts have small letters on a phone: a touch opens the picture alone, where it can be enlarged.
+// Charts have small letters on a phone: a touch opens the picture alone, so that the reader can enlarge it.
 document.addEventListener("DOMContentLoaded", () => {
   for (const image of document.querySelectorAll("article img")) {
     if (image.closest("a")) continue;

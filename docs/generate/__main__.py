@@ -1,4 +1,4 @@
-"""python -m docs.generate; build.py says what its flags do."""
+"""python -m docs.generate; build.py explains its flags."""
 
 from docs.generate.build import main
 

@@ -50,7 +50,7 @@ SNIPPET = re.compile(r'^\s*--8<--\s+"([^"]+)"', re.MULTILINE)
 
 
 def wanted() -> dict[str, list[str]]:
-    """Fragments that pages include -> the pages that do."""
+    """Each fragment that a page includes -> the pages that include it."""
     found: dict[str, list[str]] = {}
     for page in sorted([*DOCS.glob("zh/**/*.md"), *DOCS.glob("en/**/*.md")]):
         for name in SNIPPET.findall(page.read_text(encoding="utf-8")):
@@ -59,7 +59,7 @@ def wanted() -> dict[str, list[str]]:
 
 
 def fragment(name: str) -> str:
-    """The text of a fragment; raises SystemExit for a name that means nothing."""
+    """The text of a fragment; raises SystemExit for an unknown name."""
     kind, _, rest = name.removesuffix(".md").partition("/")
     if kind == "code":
         path, _, symbol = rest.rpartition("/")
@@ -79,7 +79,7 @@ def fragment(name: str) -> str:
         return fence(f"$ {programs.command_of(rest)}\n{programs.outputs()[rest]}", "text")
     if kind in ("en", "zh") and rest.removeprefix("basics/") in basics.TABLES and rest.startswith("basics/"):
         return basics.TABLES[rest.removeprefix("basics/")](Words(kind))
-    if kind == "seen":    # messages are sentences, and break
+    if kind == "seen":    # the class `said` wraps long lines: messages are sentences
         return fence(seen.block(rest), "{ .text .said }")
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ class Words:
     """Words of generated tables in one language.
 
     Args:
-        language: 'en' or 'zh'; English is what the code says, Chinese is looked up by the English.
+        language: 'en' or 'zh'. English text is in the code; zh.json maps it to Chinese.
     """
 
     def __init__(self, language: str) -> None:
@@ -132,13 +132,13 @@ def source_of(text: str, name: str) -> str:
 
 
 def parent_of(text: str) -> str:
-    """The text of the train.py of a chapter's PARENT, '' where a file has none."""
+    """The train.py of the chapter that a text names as PARENT; '' if it names none."""
     named = re.search(r'^PARENT = "(.+)"$', text, re.MULTILINE)
     return (REPO / "chapters" / named[1] / "train.py").read_text(encoding="utf-8") if named else ""
 
 
 def new_lines(text: str, parent: str) -> list[int]:
-    """Numbers, from 1, of the lines that are not in the parent; blank ones left out. None without a parent."""
+    """Numbers, from 1, of the non-blank lines that the parent does not have; [] without a parent."""
     if not parent:
         return []
     lines = text.splitlines()
@@ -160,7 +160,7 @@ def diff_to_parent(chapter: str) -> str:
 
 
 def fence(text: str, language: str, title: str = "", marked: list[int] | None = None) -> str:
-    """A fenced block, with a fence longer than any in the text."""
+    """A fenced block; its fence is longer than every run of backticks in the text."""
     ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`{3,}", text)), default=2))
     options = (f' title="{title}"' if title else "") + (f' hl_lines="{" ".join(_runs(marked))}"' if marked else "")
     return f"{ticks}{language}{options}\n{text.rstrip()}\n{ticks}\n"
@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def generate() -> None:
-    """Writes all that pages include; what is up to date is left alone, so that nobody who reads it is disturbed."""
+    """Writes every file that a page includes. Files that are up to date are not rewritten: mkdocs serve watches times."""
     for name, pages in wanted().items():
         try:
             text = fragment(name)

@@ -1,7 +1,7 @@
 """The generated parts of README.md and README.zh.md: between `<!-- generated: NAME -->` and `<!-- end -->`.
 
-A README is read without a build, so what is generated stands in the file; tests/docs hold it equal to what would be
-generated now. The captured run alone takes minutes: its unchanging lines are held against the short run of the pages.
+Readers see a README without a build, so the generated text is part of the file. tests/docs compare it with what would be
+generated now. Only the captured run takes minutes: tests compare its unchanging lines with the short run of the pages.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTA
 
 
 def regions(text: str) -> dict[str, str]:
-    """Name -> text of the generated parts."""
+    """The generated parts: name -> text."""
     return {name: inside for _, name, inside, _ in REGION.findall(text)}
 
 
 def generated(words: tables.Words, language: str) -> dict[str, str]:
-    """What every part but the captured run should say."""
+    """The current text of every part except the captured run."""
     link = f"docs/{language}/chapters/{{}}.md"
     return {"tree": tables.tree(words), "chapters": tables.chapters(words, link)}
 
 
 def filled(text: str, parts: dict[str, str]) -> str:
-    """The text with these parts renewed; others stay."""
+    """The text with these parts replaced; the other parts do not change."""
     return REGION.sub(lambda m: f"{m[1]}{parts.get(m[2], m[3])}{m[4]}", text)
 
 
 def renew(words_in: Callable[[str], tables.Words], log: Path | None, capture: bool) -> None:
-    """Writes the parts into both READMEs; the captured run too when asked, from a log or by running it."""
+    """Writes the parts into both READMEs. With `log` or `capture` also the captured run, from the log or from a new run."""
     output = {}
     if capture or log:
         said, run = (log.read_text(encoding="utf-8"), log) if log else _run_first_command()
@@ -57,7 +57,7 @@ def renew(words_in: Callable[[str], tables.Words], log: Path | None, capture: bo
 
 
 def _run_first_command() -> tuple[str, Path]:
-    """Runs the READMEs' first command as it stands; what it printed, and its metrics."""
+    """Runs the READMEs' first command unchanged; returns its output and the path of its metrics."""
     folder = REPO / "runs/07_patrickstar"
     if folder.exists():
         raise SystemExit(f"error: {folder} exists, so the command would not start a fresh run: move it away first")
@@ -66,9 +66,9 @@ def _run_first_command() -> tuple[str, Path]:
 
 
 def excerpt(said: str) -> str:
-    """What a run printed without the set-up, and with the first and the last of its lines of progress only.
+    """A run's output without the set-up's lines. Of the progress lines it keeps only the first and the last.
 
-    Raises SystemExit for a run that did not end.
+    Raises SystemExit if the run did not finish.
     """
     if "\nTo go on:\n" not in said:
         raise SystemExit("error: the captured run has not come to its end")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, begin = dist.get_rank(), [time.time()]
-dist.broadcast_object_list(begin, 0)  # all ranks count from the same moment
+dist.broadcast_object_list(begin, 0)  # all ranks measure from the same moment
 time.sleep(0.3 * rank)  # work, more of it on later ranks
 arrived = time.time() - begin[0]
 dist.barrier()

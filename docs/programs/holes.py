@@ -13,6 +13,6 @@ def allocate(name, size):
 
 for name in "aBcDeF":
     allocate(name, 2)
-memory = [None if name in "BDF" else name for name in memory]  # every second one is freed
+memory = [None if name in "BDF" else name for name in memory]  # free every second one
 print("".join(name or "." for name in memory))
 allocate("g", 3)

@@ -12,7 +12,7 @@ def say(what):
 
 
 say("Python, torch and their libraries")
-model = GPT2LMHeadModel(ModelConfig(vocab_size=4096))  # a ModelConfig is tiny unless it says otherwise
+model = GPT2LMHeadModel(ModelConfig(vocab_size=4096))  # ModelConfig's default is tiny
 say("and the parameters")
 ids = torch.randint(4096, (24, 129))
 loss = model(ids[:, :-1], ids[:, 1:])

@@ -1,4 +1,4 @@
-"""The ablation compares only what did the same work."""
+"""The ablation compares only runs that did the same work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of models and forwards that nobody prepared: the committed one is complete and shows no row that is off."""
+"""The table of unprepared models and forwards: the committed one is complete, and no row deviates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_row_is_measured() -> None:
 
 def test_a_row_that_is_off_is_marked() -> None:
     class Another(torch.nn.Linear):
-        """Its loss is another one in the engine."""
+        """A layer whose loss differs in the engine."""
 
     worst, *_ = any_module.gap(lambda: Another(4, 1), lambda model, step: model(torch.ones(2, 4)).mean() * (
         1.0 if isinstance(model, Another) else 1.001))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The benchmark of models on a GPU, here with a toy on a CPU: all who are compared train; a failure is a row of its own."""
+"""The benchmark of models on a GPU, here with a toy on a CPU: every contender trains, and a failure has its own row."""
 
 from __future__ import annotations
 

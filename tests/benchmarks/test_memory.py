@@ -1,4 +1,4 @@
-"""The benchmarks of memory run, and write pages whose tables are whole; their numbers are taken as they are said to be."""
+"""The benchmarks of memory run and write pages with complete tables; their numbers are measured as the pages describe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import tokenise_memory  # noqa: E402
 
 
 def tables(page: str) -> list[list[list[str]]]:
-    """The cells of each table of a page, its heading first, the line of dashes left out."""
+    """The cells of each table of a page, heading row first, without the line of dashes."""
     found: list[list[list[str]]] = [[]]
     for line in page.splitlines():
         if line.startswith("|"):
@@ -39,7 +39,7 @@ def number(cell: str) -> float:
 
 
 def run_quick(name: str, folder: Path, pages: tuple[str, ...] = ()) -> list[list[list[str]]]:
-    """The tables of all pages that a benchmark writes; without pages it is one, of its own name."""
+    """The tables of all pages that a benchmark writes. By default that is one page with the benchmark's name."""
     done = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--results", str(folder)],
                           capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_memory_speed(tmp_path) -> None:
 
 
 def test_only_one_table_is_renewed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each says what it was measured with: the model behind the link has a smaller vocabulary and a core less."""
+    """Each page states its setup: the model behind the link has a smaller vocabulary and one core less."""
     monkeypatch.setattr(memory_speed, "num_cores", lambda: 2)
     monkeypatch.setattr(memory_speed, "FULL", memory_speed.FULL | {"threads": 2})
     for name in ("fits", "link"):
@@ -86,7 +86,7 @@ def test_a_row_of_the_link_shows_both_directions_and_the_same_rounds() -> None:
     base, slow = Ran(near, near), Ran(told(4.0, 1e6, 2e6), told(8.0, 1e6, 2e6))
     fast = Ran(told(3.0, 2e6, 1e6), told(6.0, 2e6, 1e6))
     cells = [cell.strip() for cell in memory_speed.link_row("2", fast, base, slow, 1e6).strip("|").split("|")]
-    # twice the computing; 4.5 s against 2 s, and against backward and then the load, 0.5 + 2
+    # twice the compute time; 4.5 s against 2 s, and against backward followed by the load, 0.5 + 2
     assert cells == ["2.00", "1", "2", "2.0", "1.0", "4.500", "0.75", "0.500", "2.25", "1.88 to 2.62", "1.80",
                      "1.50 to 2.10"]
     assert memory_speed.link_row("0", slow, base, slow, 1e6).split("|")[7:9] == [" 1.00 ", "  "], "nothing is waited for"

@@ -1,4 +1,4 @@
-"""The benchmark of several processes: ratios are taken within rounds, and a wrong flag is one line."""
+"""The benchmark of several processes: ratios are computed within rounds, and a wrong flag prints one line."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@
         browser.resize(390)
         assert browser.evaluate("document.title") and not browser.complaints
 
-No port, no library, nothing is downloaded: the Chromium or Chrome of the machine is used; `missing()` says how to get one.
+It needs no port and no library and downloads nothing. It uses the machine's Chromium or Chrome; `missing()` explains how to
+get one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def program() -> str | None:
 
 
 def missing() -> str:
-    """Why browser tests cannot run here, '' where they can."""
+    """Why browser tests cannot run here, '' if they can."""
     return "" if program() else "no Chromium: apt install chromium, or name one in $CHROMIUM"
 
 
@@ -49,10 +50,10 @@ class Browser:
     """A started browser with one tab. Close it, or use it in a with block.
 
     Args:
-        timeout: seconds that one answer, or one page, may take.
+        timeout: the most seconds for one answer, or for one page.
 
     Attributes:
-        complaints: since the last open(): exceptions, console.error, and what could not be loaded.
+        complaints: exceptions, console.error and failed loads since the last open().
     """
 
     def __init__(self, timeout: float = HANGS_S) -> None:
@@ -61,7 +62,7 @@ class Browser:
         self._number, self._session, self._rest, self._events = 0, None, b"", set()
         (theirs, to), (back, out) = os.pipe(), os.pipe()
         theirs_high, out_high = (fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs, out))
-        # Chromium reads commands from file descriptor 3 and answers on 4, whatever their numbers are here.
+        # Chromium reads commands from file descriptor 3 and answers on 4; in this process they have other numbers.
         start = f'exec "$@" 3<&{theirs_high} 4>&{out_high}'
         command = [program(), *FLAGS, f"--user-data-dir={self._folder.name}", "about:blank"]
         self._process = subprocess.Popen(["bash", "-c", start, "browser", *command], pass_fds=(theirs_high, out_high),
@@ -95,30 +96,30 @@ class Browser:
             self._process.wait()
         self._folder.cleanup()
 
-    # ---- what a test does
+    # ---- actions of a test
 
     def open(self, url: str) -> None:
-        """Goes to a page and waits until it has loaded; complaints begin anew."""
+        """Opens a page and waits until it has loaded. Clears the complaints."""
         self.complaints.clear()
         self._events.clear()
         answer = self.call("Page.navigate", url=url)
         assert not answer.get("errorText"), f"{url}: {answer['errorText']}"
-        if answer.get("loaderId"):  # none where only the anchor is another one
+        if answer.get("loaderId"):  # absent if only the anchor changes
             self._until(lambda: "Page.loadEventFired" in self._events, f"{url} to load")
 
     def resize(self, width: int, height: int = 900) -> None:
-        """The size of the window, in CSS pixels."""
+        """Sets the size of the window, in CSS pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, a promise's too; raises AssertionError with what it threw."""
+        """The value of a JavaScript expression or of its promise; raises AssertionError with the exception it throws."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if thrown := answer.get("exceptionDetails"):
             raise AssertionError(_said(thrown))
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """The first true value of an expression that is asked for again and again."""
+        """Evaluates an expression repeatedly and returns its first true value."""
         end = time.monotonic() + self.timeout
         while time.monotonic() < end:
             if value := self.evaluate(expression):
@@ -127,14 +128,14 @@ class Browser:
         raise AssertionError(f"waited {self.timeout:g} s in vain for {expression}; {self.complaints}")
 
     def screenshot(self, path: Path | str, whole: bool = False) -> None:
-        """The window as a PNG, or the whole page."""
+        """Saves the window, or the whole page, as a PNG."""
         picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         Path(path).write_bytes(base64.b64decode(picture))
 
     # ---- the protocol: JSON objects, each ended by a zero byte
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol and its answer; events that come meanwhile are noted."""
+        """Sends one command of the protocol and returns its answer; records the events that arrive in between."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -186,12 +187,12 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
     extensions_map = {**http.server.SimpleHTTPRequestHandler.extensions_map, ".js": "text/javascript"}
 
     def log_message(self, *_: object) -> None:
-        """Nothing: pytest shows what is wrong."""
+        """Prints nothing: pytest shows failures."""
 
 
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """Serves a folder on a free port of this machine while the block runs; yields its address, without a slash."""
+    """Serves a folder on a free port of this machine while the block runs; yields the address without a slash at its end."""
     handler = functools.partial(_Quiet, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

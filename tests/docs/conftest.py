@@ -1,4 +1,4 @@
-"""What the tests of pages share: an environment in which every script starts as in a user's, and the built site."""
+"""Fixtures that the tests of pages share: a shell with a user's environment, and the built site."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory):
-    """shell(command, cwd=ROOT, **variables) runs a line of bash and returns what it printed; asserts its status.
+    """shell(command, cwd=ROOT, **variables) runs a line of bash and returns its output; asserts its status.
 
-    scripts/setup.sh finds this interpreter and is content with it. Where the checkout is only on PYTHONPATH and not
-    installed, it is given the metadata that an installation would have written.
+    scripts/setup.sh finds and accepts this interpreter. If the checkout is only on PYTHONPATH and not installed, this
+    fixture writes the metadata that an installation would have written.
     """
     path = [str(ROOT)]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -54,7 +54,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def site(shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as a user builds it."""
+    """The site, built with a user's command."""
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     shell(f"bash docs/build.sh --site-dir '{folder}'")

@@ -1,4 +1,4 @@
-"""Checks of pages. Each returns the problems it finds, so that each can be shown to find one."""
+"""Checks of pages. Each returns the problems it finds, so that a test can show that it finds one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LANGUAGES = ("zh", "en")
 SHELL_BLOCK = re.compile(r"^( *)```(?:bash|sh)\b[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 OTHER_BLOCK = re.compile(r"^( *)(`{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
 PLACES = ("chapters/", "gpt2_chinese/", "pstar/", "durable/", "data/", "cache/", "docs/", "tests/", "scripts/")
-MADE = ("cache/tokens/", "docs/_generated")  # by runs, and by building the pages
+MADE = ("cache/tokens/", "docs/_generated")  # created by runs, and by building the pages
 
 
 # ---- commands
@@ -33,14 +33,14 @@ def commands(text: str) -> list[str]:
 
 
 def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
-    """What a command names that does not exist: the program, the path, a flag, an extra."""
+    """The names in a command that do not exist: a program, a path, a flag, an extra."""
     words = shlex.split(command, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *rest = words
-    if program == "salloc":  # Slurm's own: the nodes that the next lines run on
+    if program == "salloc":  # Slurm's program: it allocates the nodes for the next lines
         return []
-    if program == "srun":  # what it starts in each task
+    if program == "srun":  # check the command that it starts in each task
         inner = next(number for number, word in enumerate(rest) if not word.startswith("-"))
         return wrong_with_command(rest[-1] if "-c" in rest[inner:] else shlex.join(rest[inner:]), root)
     if program in ("bash", "python") and rest and rest[0] != "-m":
@@ -63,7 +63,7 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         return [f"{command}: there is no extra {one}" for group in wanted for one in group.split(",") if one not in extras]
     if program == "conda":
         return [f"{command}: there is no {word}" for word in rest if word.endswith(".yml") and not (root / word).is_file()]
-    if program == "source":  # the only environment that the pages know, made by the set-up
+    if program == "source":  # the only environment on the pages, made by the set-up
         return [] if rest == [".venv/bin/activate"] else [f"{command}: not .venv/bin/activate"]
     if program == "tensorboard":
         return [] if rest[:1] == ["--logdir"] else [f"{command}: --logdir is missing"]
@@ -79,7 +79,7 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
 
 def _unknown_flags(command: str, arguments: list[str], script: str) -> list[str]:
     given = [word.split("=")[0] for word in arguments if word.startswith("--")]
-    known = known_flags(script) if given else None  # without flags nothing is started: some programs take none and would run
+    known = known_flags(script) if given else None  # only with flags: some programs take no flags and would run
     return [f"{command}: {flag} is in no --help" for flag in given if known is not None and flag not in known]
 
 
@@ -113,12 +113,12 @@ def missing_paths(text: str, root: Path = ROOT) -> list[str]:
 
 
 def beyond_the_repository(text: str) -> list[str]:
-    """Paths that exist on the author's machine only."""
+    """Paths that exist only on the author's machine."""
     return re.findall(r"\.\./shared\S*|(?<![\w.])/(?:work|home|root|tmp|Users)/\S*|\w+\.internal\b\S*", text)
 
 
 def broken_chinese_lines(text: str) -> list[str]:
-    """Line ends between two Chinese characters, which a browser shows as a space."""
+    """Line ends between two Chinese characters: a browser shows them as a space."""
     chinese = r"[\u3001-\u9fff\uff00-\uffef]"
     return re.findall(rf"[^\n]{{0,12}}{chinese}\n{chinese}[^\n]{{0,12}}", OTHER_BLOCK.sub("", text))
 
@@ -127,7 +127,7 @@ def broken_chinese_lines(text: str) -> list[str]:
 
 
 class Page(html.parser.HTMLParser):
-    """What a built page holds: ids of headings in order, and what it loads."""
+    """The content of a built page: ids of headings in order, and the addresses that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Page(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called by feed."""
+        """Records one tag; HTMLParser.feed calls it."""
         values = dict(attrs)
         if tag == "html":
             self.language = values.get("lang") or ""
@@ -150,7 +150,7 @@ class Page(html.parser.HTMLParser):
 
 
 def pages_of(folder: Path, language: str) -> dict[str, str]:
-    """Address -> text of the built pages of a language; Chinese stands at the root, English below en/."""
+    """Address -> text of the built pages of a language. Chinese pages are at the root, English ones below en/."""
     base = folder / "en" if language == "en" else folder
     pages = {path.relative_to(base).as_posix(): path for path in sorted(base.rglob("index.html"))}
     return {name: path.read_text(encoding="utf-8") for name, path in pages.items()
@@ -158,7 +158,7 @@ def pages_of(folder: Path, language: str) -> dict[str, str]:
 
 
 def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
-    """Pages that only one of two languages has, and pages whose headings have other ids."""
+    """Pages that only one of two languages has, and pages whose headings have different ids."""
     problems = [f"{name}: in one language only" for name in sorted(first.keys() ^ second.keys())]
     for name in sorted(first.keys() & second.keys()):
         one, other = Page(first[name]).headings, Page(second[name]).headings
@@ -168,7 +168,7 @@ def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
 
 
 def unloadable(page: Path, folder: Path) -> list[str]:
-    """What a page loads from another site, or from a file that is not there."""
+    """The addresses that a page loads from another site, or from a missing file."""
     problems = []
     for address in Page(page.read_text(encoding="utf-8")).loads:
         if re.match(r"(https?:)?//", address):

@@ -1,4 +1,4 @@
-"""The basics: every program on their pages runs, is short, and prints what the page says; pictures say the same."""
+"""The pages of basics: every program runs, is short, and prints what the page shows; the pictures show the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.docs.pages import LANGUAGES, ROOT
 PROGRAMS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/programs").glob("*.py")}
 PAGES = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/*/basics/*.md")}
 WHOLE = [1111, 2222, 3333, 4444]
-# By rank, what the meaning of each collective demands: computed here, not by the programs.
+# The correct result of each collective by rank: computed here, not by the programs.
 AFTER = {
     "broadcast": [[1, 2, 3, 4]] * 4,
     "reduce": [WHOLE, [], [], []],
@@ -27,7 +27,7 @@ AFTER = {
 
 @pytest.fixture(scope="module")
 def docs():
-    """docs/generate/build.py, and through it what it uses."""
+    """docs/generate/build.py, with the modules that it imports."""
     from docs.generate import build
 
     return build
@@ -35,7 +35,7 @@ def docs():
 
 @pytest.fixture(scope="module")
 def said(docs) -> dict[str, str]:
-    """What all programs print: two starts, and three programs on their own, once for all tests of a checkout."""
+    """The output of all programs: two starts, and three programs in their own process, once for all tests of a checkout."""
     return docs.programs.outputs()
 
 

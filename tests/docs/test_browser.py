@@ -1,6 +1,6 @@
 """The built site in a real browser: no script error, no missing image, nothing wider than the screen, search finds.
 
-One browser for all pages, which sees each page on a desktop and on a phone.
+One browser opens all pages, each at the width of a desktop and of a phone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from tests.docs.browser import Browser, missing, serve
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 WIDTHS = (1280, 390)
-# The theme's language switch takes the other language's page for the root of a site, asks there, and does without.
+# The theme's language switch takes the other language's page for the root of a site and requests this file there.
+# The request fails without harm.
 ASKED_IN_VAIN = "/sitemap.xml"
 
-# Sources of the images that cannot be decoded; those further down are loaded too.
+# Sources of the images that cannot be decoded, including images below the window.
 BROKEN_IMAGES = """Promise.all([...document.images].map(image => {
     image.loading = "eager";
     return image.decode().then(() => null, () => image.src);
 })).then(sources => sources.filter(Boolean))"""
 
-# What reaches beyond the right edge and is not inside a box that scrolls by itself, the outermost elements only.
+# The outermost elements that extend beyond the right edge, except inside a box with its own scrolling.
 TOO_WIDE = """(() => {
     const width = document.documentElement.clientWidth, found = [];
     const scrolls = element => {
@@ -56,7 +57,7 @@ def address(site: Path) -> Iterator[str]:
 
 
 def problems(browser: Browser, url: str) -> list[str]:
-    """What is wrong with a page, at each width."""
+    """The problems of a page, at each width."""
     browser.resize(WIDTHS[0])
     browser.open(url)
     found = [f"missing image: {source}" for source in browser.evaluate(BROKEN_IMAGES)]

@@ -1,4 +1,4 @@
-"""docs/generate/build.py: code by name, new lines, and that a missing word, name or fragment is an error and not a gap."""
+"""docs/generate/build.py: code by name, new lines, and an error for each missing word, name or fragment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 
 @pytest.fixture(scope="module")
 def build():
-    """The module docs/generate/build.py, with those it imports."""
+    """docs/generate/build.py, with the modules that it imports."""
     from docs.generate import build
 
     return build
@@ -69,7 +69,7 @@ def test_a_word_without_chinese_is_an_error(build) -> None:
 
 
 def test_no_chinese_word_is_left_over(build, site) -> None:
-    """Every translation is used by a table: what the code does not say any more goes."""
+    """Some table uses every translation; one that the code no longer needs must be removed."""
     known = json.loads((ROOT / "docs/zh.json").read_text(encoding="utf-8"))
     used: set[str] = set()
 
@@ -88,7 +88,7 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
     build.overview.picture(words)
     for table in build.basics.TABLES.values():
         table(words)
-    said = build.programs.outputs()    # of the build
+    said = build.programs.outputs()    # stored by the build
     for name in build.collectives.KINDS:
         build.collectives.collective(words, name, said[name])
     build.collectives.barrier(words, said["barrier"])
@@ -102,7 +102,7 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
 
 
 def test_every_chapter_has_its_arithmetic(build) -> None:
-    """Rows for each chapter, in both languages; the totals of a line are the sums of what stands before them."""
+    """Each chapter has rows in both languages. A line's totals are the sums of the cells before them."""
     for name in build.arithmetic.CHAPTERS:
         english = build.fragment(f"en/arithmetic/{name}.md")
         assert english.count("|") == build.fragment(f"zh/arithmetic/{name}.md").count("|")
@@ -114,7 +114,7 @@ def test_every_chapter_has_its_arithmetic(build) -> None:
 
 
 def test_every_entry_of_the_repository_has_its_purpose(build) -> None:
-    """What git tracks at the top, and nothing else (READMEs aside: they are the page)."""
+    """The table has exactly the top-level entries that git tracks, except the READMEs: they are the page."""
     done = subprocess.run(["git", "ls-tree", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("not a git checkout")

@@ -1,4 +1,4 @@
-"""docs/captured: what the pages say that a run printed is what the chapters do now, and the curves are one."""
+"""docs/captured: the chapters still behave as in the runs that the pages show, and their curves agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.cover import quick_only
 from tests.docs.pages import ROOT, beyond_the_repository
 
-LAW = 1e-4  # the law of the curve, at every step; the captured runs stay far below it
+LAW = 1e-4  # the largest relative difference of two curves at any step; the captured runs stay far below it
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +22,12 @@ def captures():
 
 
 def apart(first: list[float], second: list[float]) -> float:
-    """The largest difference of steps that both have, relative."""
+    """The largest relative difference over the steps that both have."""
     return max(abs(a - b) / abs(a) for a, b in zip(first, second, strict=False))
 
 
 def unchanging(said: str) -> list[str]:
-    """The lines of a header that the length of a run does not change."""
+    """The lines of a header that do not depend on the length of the run."""
     kept = ("model", "corpus", "vocabulary", "batch", "computing", "precision", "chunks", "model data", "budgets")
     lines = [line.strip() for line in said.partition("\nstep ")[0].splitlines()]
     return [line for line in lines if line.startswith(kept)]
@@ -45,7 +45,7 @@ def test_every_chapter_is_captured_with_the_command_of_now(captures) -> None:
 
 @pytest.mark.parametrize("chapter", quick_only(["00_single", "07_patrickstar"], "00_single"))
 def test_a_chapter_still_does_what_was_captured(captures, chapter: str) -> None:
-    """The learning rate rises over the same steps however long the run is: the shortest run begins like the captured one."""
+    """Warm-up has the same steps in a run of any length, so the shortest run begins like the captured one."""
     flags = re.sub(rf"--(max-steps|eval-every) {captures.STEPS}", rf"--\1 {captures.WARMUP + 1}", captures.flags_of(chapter))
     now, then = captures.run(chapter, flags), captures.captured(chapter)
     assert apart(now["losses"][: captures.WARMUP], then["losses"]) < LAW, (

@@ -1,4 +1,4 @@
-"""Every command on a page is run, or listed here with the reason why not; those of the chapters as they stand but short."""
+"""A test runs every command on a page, or this file gives the reason why not. The chapters' commands run shortened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAPTERS = sorted(ROOT.glob("docs/en/chapters/*.md"))
 OTHERS = sorted(set(ROOT.glob("docs/en/**/*.md")) - set(CHAPTERS) - set(test_production.PAGES))
 SHORT = ("--max-steps 2 --warmup-steps 1 --batch-size 12 --seq-len 16 --eval-every 2 --device cpu "
          "--valid-data data/valid/comments.json")  # fmt: skip
-REASONS = {  # of every command that one of these patterns begins
+REASONS = {  # pattern for the beginning of a command -> why no test runs it
     r"salloc|MASTER_ADDR=\S+.* srun|srun": "a Slurm cluster: by hand only, as scripts/train.sbatch, docs/captured/slurm.log",
     r"bash chapters/\w+/train\.sh .*--model-config small": "its model is for a GPU; the flags are held against --help",
     r"pytest tests/exercises": "tests/exercises runs the graders, on the exercise and on its solution",
@@ -37,7 +37,7 @@ REASONS = {  # of every command that one of these patterns begins
 
 
 def reason(command: str) -> str:
-    """Why a command is not run, "" for one that is."""
+    """Why a command is not run, "" if it is run."""
     return next((why for pattern, why in REASONS.items() if re.match(pattern, command)), "")
 
 
@@ -48,7 +48,7 @@ def commands_of(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Callable[..., str]:
-    """reader(command, flags) runs it in a folder like the repository's, where runs/ is the tests' own."""
+    """reader(command, flags) runs a command in a folder like the repository; its runs/ belongs to the tests."""
     folder = tmp_path_factory.mktemp("reader")
     from docs.generate.recorded import timed
 
@@ -58,7 +58,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Callable[..., str
 
 
 def marks(chapter: str) -> list[pytest.MarkDecorator]:
-    """Chapter 00's are the quick ones."""
+    """Only chapter 00's commands run in the quick command."""
     return [needs_horovod] * ("horovod" in chapter) + [pytest.mark.deep] * (chapter != "00_single")
 
 
@@ -73,7 +73,7 @@ def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
 
 
 def test_every_command_of_other_pages_is_run_by_a_test_or_says_why_not() -> None:
-    """Those of production/ are seen.py's, and what start.md and index.md share with the README is run there."""
+    """seen.py has the commands of production/. test_readme.py runs those that start.md and index.md share with a README."""
     by_readme = set(test_readme.commands()) - set(test_readme.NOT_RUN)
     here = {command for page in CHAPTERS for command in commands_of(page)}
     for page in OTHERS:

@@ -23,7 +23,7 @@ from tests.limits import HANGS_S
 
 @pytest.fixture(scope="module")
 def build():
-    """The module docs/generate/build.py, with those it imports."""
+    """docs/generate/build.py, with the modules that it imports."""
     from docs.generate import build
 
     return build
@@ -33,7 +33,7 @@ def build():
 
 
 def test_every_field_of_the_configuration_is_in_the_table(build) -> None:
-    """Keys, also of nested objects; with type, default and sentence."""
+    """The table has all keys, also of nested objects, with type, default and sentence."""
     rows = {row[0]: row[1:] for row in build.tables.configuration.rows(pstar.Config)}
     assert {key for key, _, _ in config.reference()} < set(rows)
     assert {field.name for field in dataclasses.fields(pstar.Config)} <= set(rows)
@@ -118,7 +118,7 @@ def content_of(text: str) -> dict:
 
 @pytest.fixture(scope="module")
 def recording(build, site) -> Recording:
-    """The profile that the site was built from."""
+    """The profile from which the site was built."""
     return load_profile(build.measured.PROFILE)
 
 
@@ -132,7 +132,7 @@ def test_the_view_agrees_with_the_profile(build, recording: Recording) -> None:
     assert data["budget"] == recording.budget("near") and data["frames"][0]["said"] == "start"
     moves = [tuple(move) for frame in data["frames"] for move in frame["moves"]]
     assert len(moves) == sum(event.at > part.begin for event in part.blocks)
-    # A copy may end in the step after the one that asked for it, and one for a step that never begins may not end at all.
+    # A copy may end in the step after its request. A copy for a step that never begins may not end at all.
     asked = []
     for number in range(len(recording.steps)):
         shown = build.tables.steps.step(recording, number)

@@ -1,4 +1,4 @@
-"""docs/generate's formulas.py against what the repository's own programs count: a second opinion for every formula."""
+"""Compares every formula of docs/generate's formulas.py with what the repository's own programs count."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tensors_are_those_of_the_model(formulas) -> None:
 
 
 def test_costs_of_the_levels_are_those_of_chapter_04(formulas) -> None:
-    """Bytes of the tensors that are there after backward and a first step; norms, which O2 leaves in fp32, aside."""
+    """Counts tensors after backward and after a first step. The tolerance covers the norms, which O2 leaves in fp32."""
     amp = technique("04_apex", "amp")
     settings = type("S", (), {"apex": False, "backend": "own", "half": "bf16", "loss_scale": "1", "scale_window": 9,
                               "lr": 1e-3, "weight_decay": 0.1})  # fmt: skip
@@ -80,7 +80,7 @@ def test_costs_of_the_levels_are_those_of_chapter_04(formulas) -> None:
         own = {p.data_ptr() for p in net.parameters()}
         extra = sum(p.nbytes for p in masters.parameters() if p.data_ptr() not in own)
         costs = formulas.parameter_costs("ddp", "fp32" if level == "O0" else level)
-        cast = 2 if level == "O1" else 0  # copies that live from forward to backward; none is left here
+        cast = 2 if level == "O1" else 0  # 16-bit copies: freed after backward, so not found here
         found = {"parameters": sum(p.nbytes for p in net.parameters()) + cast * number, "gradients": gradients,
                  "masters": extra, "moments": moments}  # fmt: skip
         for kind, num_bytes in found.items():
@@ -89,7 +89,7 @@ def test_costs_of_the_levels_are_those_of_chapter_04(formulas) -> None:
 
 @pytest.mark.parametrize("stage, precision, offload", [*itertools.product((1, 2, 3), ("fp32", "bf16"), (False, True))])
 def test_zero_states_and_traffic_are_those_of_chapter_06(formulas, stage: int, precision: str, offload: bool) -> None:
-    """That chapter's tests compare its formulas with the tensors that are alive and with the kernel's counter."""
+    """Chapter 06's tests compare the chapter's formulas with the live tensors and with the kernel's counter."""
     ledger = technique("06_zero", "zero.ledger")
     outside, block = formulas.outside_parameters(SMALL), formulas.block_parameters(SMALL["n_embd"])
     units = [outside] + [block] * SMALL["n_layer"]
@@ -123,7 +123,7 @@ def test_pstar_states_are_those_of_its_budgets(formulas) -> None:
 
 
 def test_traffic_of_pstar_lies_where_its_own_prediction_does(formulas) -> None:
-    """With room for all parameters each is gathered once, else again in each pass; chunks add padding of some per cent."""
+    """With room for all parameters, each is gathered once; without room, again in each pass. Chunks add some per cent."""
     from pstar.layout.layout import make_layout
     from pstar.planner.gpt_shape import GptShape
     from pstar.planner.predict import Job, moved_bytes
@@ -181,7 +181,7 @@ def test_pipeline_holds_sends_and_keeps_what_chapter_05_says(formulas, name: str
 
 
 def test_the_server_s_bytes_are_those_of_chapter_01(formulas) -> None:
-    """But for its list of who used what and three numbers, which go along."""
+    """Except for two small parts of a worker's messages: one value per tensor (was it used?) and four numbers."""
     server = technique("01_parameter_server", "server")
     for p in (1, 2, 5):
         own = server.ParameterServer(model(), 0, 1)
@@ -218,7 +218,7 @@ def test_activations_are_those_that_pstar_plans_with(formulas, precision: str, c
 
 
 def saved_bytes(net: nn.Module, context, tokens: torch.Tensor) -> int:
-    """Bytes of the storages that autograd keeps for backward, weights aside."""
+    """Bytes of the storages that autograd keeps for backward, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
     seen: dict[int, torch.UntypedStorage] = {}
 
@@ -235,7 +235,7 @@ def saved_bytes(net: nn.Module, context, tokens: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3"])
 def test_blocks_keep_what_the_formula_says(formulas, precision: str) -> None:
-    """The difference that two more blocks make, of what autograd saves: the formula counts two masks of dropout more."""
+    """Measures how much more autograd saves with two more blocks. The formula also counts two dropout masks."""
     casts = technique("04_apex", "casts")
     kept, weights = [], []
     for layers in (2, 4):
@@ -248,7 +248,7 @@ def test_blocks_keep_what_the_formula_says(formulas, precision: str) -> None:
             casts.round_weights(net, torch.bfloat16, keep_norms=precision == "O2")
         kept.append(saved_bytes(net, context, torch.zeros(4, 128, dtype=torch.int64)))
         weights.append(sum(p.numel() for p in net.parameters()))
-    copies = 2 * (weights[1] - weights[0]) if precision == "O1" else 0  # of weights, counted as parameters
+    copies = 2 * (weights[1] - weights[0]) if precision == "O1" else 0  # of weights; the formula counts them as parameters
     costs = formulas.activation_costs(precision)
     per_block = (kept[1] - kept[0] - copies) / 2 / (4 * 128 * 64)
     assert per_block == pytest.approx(costs["whole"] + costs["cut"], rel=0.1), per_block
@@ -270,7 +270,7 @@ def test_work_is_that_of_the_planner(formulas) -> None:
     assert formulas.step_flops(job(checkpointing=True)) == 4 * blocks + 3 * head
 
 
-# ---- what the course does not run
+# ---- jobs that the course does not run
 
 
 @pytest.mark.parametrize("changes, reason", [

@@ -1,4 +1,4 @@
-"""cache/make_vocab.sh: its positional arguments, the flags after them, and the one mistake that would cost something."""
+"""cache/make_vocab.sh: its positional arguments, the flags after them, and a mistake that could replace the shipped file."""
 
 from __future__ import annotations
 

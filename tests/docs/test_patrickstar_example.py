@@ -1,4 +1,4 @@
-"""The example of PatrickStar's README, as the page of the engine prints it, runs; both pages print the same one."""
+"""The example of PatrickStar's README on the engine's page runs; both languages show the same example."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def example(language: str) -> str:
 
 
 class MyModel(nn.Module):
-    """Stands for the reader's; takes whatever the dots stand for, and one batch."""
+    """Replaces the reader's model. It takes any arguments in place of the dots, and one batch."""
 
     def __init__(self, *_: object) -> None:
         super().__init__()

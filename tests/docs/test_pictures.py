@@ -1,4 +1,4 @@
-"""docs/generate/pictures: every chapter has its two pictures, readable on a phone, and what does not fit is an error."""
+"""docs/generate/pictures: every chapter has two pictures, readable on a phone; text that does not fit is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-PHONE = 358  # of 390 pixels, what the page leaves to a picture
+PHONE = 358  # width of a picture in pixels, on a phone of 390
 SMALLEST = 11
 
 

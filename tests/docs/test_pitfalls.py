@@ -1,4 +1,4 @@
-"""The messages in the tables of pitfalls are those that the code can say: each is made of one of its string templates."""
+"""The code can print every message in the tables of pitfalls: string templates in the code cover it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.docs.pages import ROOT
 
 PAGES = sorted(ROOT.glob("docs/*/chapters/0*.md"))
 MESSAGE = re.compile(r"`((?:error|warning|note): [^`]+)`")
-LEAST = 12  # letters that a template must say itself
+LEAST = 12  # fewest letters in a template's fixed text
 
 
 @cache
 def templates() -> list[re.Pattern[str]]:
-    """Every string of the code as a pattern, in which what is filled in may be anything."""
+    """Every string of the code as a pattern; its placeholders match anything."""
     found = set()
     folders = ("gpt2_chinese/**", "pstar/**", "durable/**", "chapters/*/**", "scripts")
     for path in [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]:
@@ -30,7 +30,7 @@ def templates() -> list[re.Pattern[str]]:
 
 
 def said_by_code(message: str) -> bool:
-    """Whether templates, one behind another with a little between them, make the whole message."""
+    """Whether templates cover at least three quarters of the message's letters."""
     text = message.removeprefix("error: ")
     covered = [False] * len(text)
     for pattern in templates():
@@ -41,7 +41,7 @@ def said_by_code(message: str) -> bool:
 
 
 def messages(text: str) -> list[str]:
-    """Those of a page's table of pitfalls; an ellipsis stands for anything."""
+    """The messages in a page's table of pitfalls; an ellipsis means any text."""
     table = text.partition("{ #pitfalls }")[2].partition("\n## ")[0]
     return [message for row in table.splitlines() if row.startswith("|") for message in MESSAGE.findall(row.split(" | ")[0])]
 

@@ -1,4 +1,4 @@
-"""The pages of real use: their commands were run or say why not, and Chinese pages hold to the glossary."""
+"""The production pages: their commands were run, or there is a reason why not; Chinese pages use the glossary's words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 
 PAGES = sorted(ROOT.glob("docs/en/production/*.md"))
 CHINESE = sorted([*ROOT.glob("docs/zh/**/*.md"), ROOT / "README.zh.md", ROOT / "docs/zh.json"])
-# Commands that stand on a page and are not in docs/generate/recorded/seen.py word for word.
+# Commands on a page that docs/generate/recorded/seen.py does not have word for word.
 NOT_RUN = {
     "pstar plan": "the name of the program; docs/generate/tables/tables.py runs it for the engine's page",
     "bash chapters/02_ddp/train.sh --train-data mine/text/train --valid-data mine/text/valid --vocab mine/vocab.txt "

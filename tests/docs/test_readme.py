@@ -1,4 +1,4 @@
-"""The READMEs: their commands and their program run, their generated parts are up to date."""
+"""The READMEs: their commands and their program run; their generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT
 
 READMES = {"en": ROOT / "README.md", "zh": ROOT / "README.zh.md"}
 TEXTS = {language: path.read_text(encoding="utf-8") for language, path in READMES.items()}
-# Short enough to end in seconds; the rest of the command is as it stands.
+# Flags for a run of seconds; the rest of the command does not change.
 SHORT = "--max-steps 2 --batch-size 4 --seq-len 32"
 FIRST = "--valid-data data/valid/comments.json"
 NOT_RUN = {
@@ -60,7 +60,7 @@ def test_what_is_required_is_what_the_set_up_asks_for() -> None:
 
 
 def test_the_commands_run(shell, tmp_path: Path) -> None:
-    """One after the other, as they stand, for two steps and with the reader's folders in a temporary one."""
+    """Runs the commands one after the other, for two steps and with the reader's folders in a temporary one."""
     corpus = tmp_path / "mine/corpus"
     corpus.mkdir(parents=True)
     for part in ("train", "valid"):
@@ -80,7 +80,7 @@ def test_the_commands_run(shell, tmp_path: Path) -> None:
 
 
 def losses_of(code: str) -> list[float]:
-    """Runs the program in this process; the losses of its loop."""
+    """Runs the program in this process and returns the losses of its loop."""
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["weights"]) == 6
@@ -107,7 +107,7 @@ def test_generated_parts_are_up_to_date(build, language: str) -> None:
 
 
 def unchanging(said: str) -> list[str]:
-    """The lines of a run that its length does not change: the model, the chunks, and what the table's rows are called."""
+    """The lines that do not depend on the run's length: the model, the chunks, and the names of the table's rows."""
     rows = re.findall(r"^  (\S.*?)  +(\S.*)$", said, re.MULTILINE)
     same = ("model", "chunks", "model data", "budgets", "Adam", "gather", "reduce")
     return [f"{name}: {value if name in same else ''}" for name, value in rows if not name.startswith("「")]
@@ -115,7 +115,7 @@ def unchanging(said: str) -> list[str]:
 
 @pytest.mark.parametrize("language", READMES)
 def test_the_captured_run_is_what_the_command_prints_now(build, language: str) -> None:
-    """Held against chapter 07's committed capture, which test_captures.py holds against a run of now."""
+    """Compares with chapter 07's committed capture; test_captures.py compares that with a new run."""
     captured = build.readme.regions(TEXTS[language])["output"]
     now = build.captures.captured("07_patrickstar")["said"]
     assert unchanging(captured) == unchanging(now), "renew: python -m docs.generate --capture"

@@ -1,4 +1,4 @@
-"""The built site: strict, the same pages and headings in both languages, complete, and only its own files."""
+"""The built site: a strict build, complete, with the same pages and headings in both languages, and only its own files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_pages_show_what_the_files_say(site: Path) -> None:
 
 
 def test_the_site_is_built_with_a_pinned_generator_of_the_line_that_works() -> None:
-    """mkdocs 2 has no plugins; facts and pages rely on these two and on snippets."""
+    """mkdocs 2 has no plugins, and the pages need the theme, i18n and snippets."""
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert pins["mkdocs"].startswith("1.") and {"mkdocs-material", "mkdocs-static-i18n", "pymdown-extensions"} <= set(pins)
     docs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
@@ -77,7 +77,7 @@ def test_the_site_is_built_with_a_pinned_generator_of_the_line_that_works() -> N
 
 @pytest.fixture(scope="module")
 def copy(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with what mkdocs reads, to be broken."""
+    """A copy of the files that mkdocs reads, for tests that break it."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("*.json", "__pycache__"))
     shutil.copy(ROOT / "mkdocs.yml", folder)

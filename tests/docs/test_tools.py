@@ -1,4 +1,4 @@
-"""The calculators in the pages: what a real headless browser computes is what Python computes, also in the built pages."""
+"""The calculators in the pages: a real headless browser computes the same as Python, also in the built pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOLS = ROOT / "docs/assets/tools"
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the calculators cannot be run")
 
-# formulas of a job alone, of a job and a rank, and of what one of those returned
+# formulas that take a job, a job and a rank, or another formula's result
 OF_A_JOB = ("outside_parameters", "num_parameters", "num_tensors", "refusal", "stages_of", "sharded_parameters",
             "micro_tokens", "tensor_bytes", "step_flops")  # fmt: skip
 OF_A_RANK = ("held_parameters", "states", "live_micro_batches", "activations", "memory", "boundaries", "traffic")
@@ -50,7 +50,7 @@ def schedules():
 
 def dumped(address: str, *flags: str) -> str:
     """The document at an address after its scripts have run."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:  # a second browser would hand its page to the first
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:  # a second browser would pass its page to the first
         command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                    "--allow-file-access-from-files", "--virtual-time-budget=4000", f"--user-data-dir={own}", *flags,
                    "--dump-dom", address]  # fmt: skip
@@ -60,7 +60,7 @@ def dumped(address: str, *flags: str) -> str:
 
 
 def in_the_browser(folder: Path, cases: list[dict[str, Any]], tools: Path = TOOLS) -> list[Any]:
-    """What the scripts answer to {name, arguments} each."""
+    """The scripts' answers to the cases, each {name, arguments}."""
     (folder / "cases.js").write_text(f"const cases = {json.dumps(cases)};", encoding="utf-8")
     (folder / "cases.html").write_text(PAGE.format(folder=tools.as_uri()), encoding="utf-8")
     found = re.search(r'<pre id="out">(.*?)</pre>', dumped((folder / "cases.html").as_uri()), re.DOTALL)
@@ -69,7 +69,7 @@ def in_the_browser(folder: Path, cases: list[dict[str, Any]], tools: Path = TOOL
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Whole numbers exactly, as far as a double holds them; others to 1e-12."""
+    """Compares whole numbers exactly, up to the precision of a double, and others to 1e-12."""
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(same(value, theirs[key]) for key, value in ours.items())
     if isinstance(ours, float) or (isinstance(ours, int) and abs(ours) >= 2**53):
@@ -78,7 +78,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def random_job(formulas, chance: random.Random) -> dict[str, Any]:
-    """Any job: also ones that the programs refuse, for what is shown then must not be wrong either."""
+    """A random job, possibly one that the programs refuse: the numbers shown for it must also be right."""
     strategy = chance.choice(formulas.STRATEGIES)
     heads = chance.choice([1, 2, 4, 12, 16, 25])
     ranks = 1 if strategy == "single" else chance.choice([1, 2, 3, 4, 7, 8, 16, 64, 512])
@@ -95,7 +95,7 @@ def random_job(formulas, chance: random.Random) -> dict[str, Any]:
 
 
 def written_cases(formulas, number: int = 400) -> list[tuple[dict[str, Any], Any]]:
-    """({name, arguments}, Python's answer)."""
+    """Pairs of ({name, arguments}, Python's answer)."""
     chance, found = random.Random(8), []
 
     def add(name: str, *arguments: Any) -> Any:
@@ -213,7 +213,7 @@ LANGUAGES = pytest.mark.parametrize("below", ["", "en/"])
 
 
 def answer(site: Path, page: str, attribute: str, **setting: Any) -> float:
-    """The number that a calculator shows, for a setting in the address."""
+    """The number that a calculator shows for a setting in the address."""
     text = dumped(f"{(site / page).as_uri()}/index.html#{urlencode(setting)}")
     found = re.search(rf'id="tool-answer" {attribute}="([^"]+)"', text)
     assert found, f"{page} shows no answer"

@@ -1,4 +1,4 @@
-"""The same pages by Zensical: both languages build strictly, load only what is there, and have the same headings."""
+"""The same pages built by Zensical: both languages build strictly, load only existing files, and have the same headings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.deep
 
 @pytest.fixture(scope="module")
 def built(shell, site: Path) -> Iterator[Path]:
-    """site/zensical, built as a user builds it: Zensical writes inside of the checkout only."""
+    """site/zensical, built with a user's command: Zensical writes only inside the checkout."""
     pytest.importorskip("zensical")
     (ROOT / "site").mkdir(exist_ok=True)
     with (ROOT / "site/.zensical.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another test run in this checkout would write to the same folder
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second test run in this checkout would write to the same folder
         said = shell("bash docs/zensical.sh")
         assert said.count("No issues found") == 2, said
         yield ROOT / "site/zensical"

@@ -1,13 +1,13 @@
 """Two uses of the same graders, test_00.py to test_07.py.
 
-A student names this folder, and what is judged is chapters/NN_name/exercise.py; failures are a few lines each:
+If a student names this folder, the graders judge chapters/NN_name/exercise.py. Each failure has a few lines:
 
     pytest tests/exercises -k 02
     bash tests/run.sh tests/exercises -k 02
 
-Where the folder is not named (`bash tests/run.sh`: all tests), or `--solved` is given, the graders are judged themselves,
-each test twice: [solved] must pass with the chapter's own code in the holes (solutions.py), and [shipped] must fail as the
-exercise is shipped, with the message of a hole. test_grader.py adds wrong answers, which must be found.
+If the folder is not named (`bash tests/run.sh`: all tests), or with `--solved`, the graders themselves are tested. Each
+test runs twice. [solved] must pass with the chapter's own code in the holes (solutions.py). [shipped] must fail on the
+shipped exercise with the message of a hole. test_grader.py adds wrong answers that the graders must reject.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tests.limits import limited
 
 HERE = Path(__file__).resolve().parent
 NOT_FOR_STUDENTS = "test_grader.py"
-PATIENCE_S = 120.0  # of our own code on ranks, on a busy machine; of a student's in this process
+PATIENCE_S = 120.0  # limit for our code on ranks, on a busy machine, and for a student's code in this process
 
 
 def in_time(seconds: float) -> AbstractContextManager[None]:
-    """Ends a block that does not come to its end. Ranks have a limit of their own; a loop in this process has none."""
+    """Interrupts a block that does not finish. Ranks have their own limit; a loop in this process has none."""
     return limited(seconds, TimeoutError(f"no answer in {seconds:g} s: it hangs"))
 
 
@@ -42,11 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not grading(config):
-        preload("tests.exercises.preloaded")  # each rank would import it anew, which takes seconds
+        preload("tests.exercises.preloaded")  # else each rank would import it, which takes seconds
 
 
 def grading(config: pytest.Config) -> bool:
-    """True where a student's exercises are judged: this folder, or a file of it that is for students, was named."""
+    """True if a student's exercises are judged: the command names this folder, or one of its files for students."""
     named = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     for_students = [path for path in named if HERE in (path, path.parent) and path.name != NOT_FOR_STUDENTS]
     return bool(for_students) and not config.getoption("--solved", False)
@@ -66,7 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """A test of an exercise as shipped passes when it fails with the message of a hole."""
+    """Reports a [shipped] test as passed if it fails with the message of a hole."""
     if grading(pyfuncitem.config):
         with in_time(PATIENCE_S):
             return (yield)

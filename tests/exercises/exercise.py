@@ -1,4 +1,4 @@
-"""What graders share: the exercise under judgement, comparisons that say what was expected and what came, and ranks."""
+"""Code that graders share: the judged exercise, comparisons that report expected and actual values, and ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLE = "is yours to write"  # what the message of each hole says
+HOLE = "is yours to write"  # part of the message of each hole
 
 
 class Exercise(NamedTuple):
-    """An exercise and whose answer to it is judged. Travels to the ranks, which load it again.
+    """An exercise and the answer to judge. It is sent to the ranks, which load the module again.
 
     Attributes:
-        number: of the chapter, two digits.
+        number: the chapter's, two digits.
         who: "yours" is chapters/NN_name/exercise.py, "solved" the chapter's own code (solutions.py), else a file.
-        timeout_s: of a case on ranks; a message is waited for half as long.
+        timeout_s: limit of a case on ranks; waiting for a message has half of it.
     """
 
     number: str
@@ -33,7 +33,7 @@ class Exercise(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """What holds the functions."""
+        """The module with the functions to judge."""
         return load(self.number, self.who)
 
 
@@ -59,7 +59,7 @@ def load(number: str, who: str) -> Any:
 
 
 def holes(path: Path) -> set[str]:
-    """Functions and classes of a file, in which something is left to write."""
+    """Functions and classes of a file that contain a hole."""
     return {node.name for node in ast.parse(path.read_text(encoding="utf-8")).body
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and "NotImplementedError" in ast.unparse(node)}  # fmt: skip
 
@@ -68,11 +68,11 @@ def holes(path: Path) -> set[str]:
 
 
 class Wrong(AssertionError):
-    """An answer that is not the expected one. The message is all that a student needs to read."""
+    """A wrong answer. The message is all that a student needs to read."""
 
 
 def check(good: bool, what: str, expected: object = None, came: object = None) -> None:
-    """Raises Wrong with what was looked at, what was expected and what came, unless `good`."""
+    """Raises Wrong with the subject, the expected and the actual value, unless `good`."""
     __tracebackhide__ = True
     if not good:
         rows = [f"  expected   {expected}", f"  came       {came}"] if expected is not None else []
@@ -80,9 +80,9 @@ def check(good: bool, what: str, expected: object = None, came: object = None) -
 
 
 def same(what: str, expected: Any, came: Any, tolerance: float = 0.0) -> None:
-    """Raises Wrong unless `came` is `expected`; of tensors and numbers within `tolerance`, relative to the largest.
+    """Raises Wrong unless `came` equals `expected`. Tensors and numbers have a `tolerance`, relative to the largest value.
 
-    Tolerances: the same fp32 numbers are added in another order, seen 1e-7.
+    Reason for the tolerances: another order of summation in fp32 gave differences of 1e-7.
     """
     __tracebackhide__ = True
     if isinstance(expected, Tensor):

@@ -1,4 +1,4 @@
-"""For exercises that are to be made of sends and receives: while it is entered, a collective says so."""
+"""For exercises that must use only sends and receives: inside the context, every collective raises Wrong."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def _refuse(name: str) -> Callable:
 
 @contextlib.contextmanager
 def only_point_to_point() -> Iterator[None]:
-    """dist.send, recv, isend, irecv, batch_isend_irecv and barrier are left."""
+    """Allows only dist.send, recv, isend, irecv, batch_isend_irecv and barrier."""
     with mock.patch.multiple(dist, **{name: _refuse(name) for name in COLLECTIVES}):
         yield

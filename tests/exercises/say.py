@@ -1,4 +1,4 @@
-"""What a student reads of a failure: which check, what was expected, what came, at which line. No traceback."""
+"""The report of a failure for a student: the check, the expected and the actual value, the line. No traceback."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from tests.exercises.exercise import HOLE, Wrong
 from tests.harness import RankFailure
 
-# Of a Python traceback, and of faulthandler's stack (there without the comma, the latest call first).
+# A line of a Python traceback or of faulthandler's stack. The latter has no comma and begins with the latest call.
 FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)')
 SECTION = re.compile(r"^---- rank (\d+) (raised|was here|printed)", re.MULTILINE)
 HEADLINE = re.compile(r"^  rank (\d+) (.+)$", re.MULTILINE)
 
 
 def short(error: BaseException, path: Path) -> str:
-    """The failure of a check in a few lines; `path` is the file that the student writes."""
+    """The failure of a check in a few lines; `path` is the student's file."""
     if isinstance(error, RankFailure):
         return _of_ranks(str(error), path)
     if isinstance(error, Wrong):
@@ -34,7 +34,7 @@ def _said(line: str, place: str) -> str:
 
 
 def _place(frames: list[tuple[str, int, str]], path: Path) -> str:
-    """The innermost line of the student's file among frames, the innermost last."""
+    """The innermost line of the student's file; the innermost frame is the last one."""
     for file, line, name in reversed(frames):
         if Path(file) == path:
             text = linecache.getline(file, line).strip()
@@ -44,7 +44,7 @@ def _place(frames: list[tuple[str, int, str]], path: Path) -> str:
 
 
 def _of_ranks(text: str, path: Path) -> str:
-    """The report of the harness (tests/harness/pool.py), a line or two for each thing that ranks say."""
+    """The report of the harness (tests/harness/pool.py), shortened to a line or two for each distinct message of ranks."""
     _, *parts = SECTION.split(text)
     left = {(rank, kind): body for rank, kind, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
     said: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
 """The calls of Horovod that exercise 03 uses, in a few lines on torch.distributed, with the traps of the real one.
 
-The real one averages in a thread of its own while backward is at work; this one does it all in synchronize(), which is when
-a program may look at the gradients either way.
+The real one averages in its own thread during backward. This one averages everything in synchronize(). With both, a program
+may read the gradients only after synchronize().
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def broadcast_parameters(named: Mapping[str, Tensor], root_rank: int = 0) -> Non
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
-    """The same for the optimizer's tensors. A fresh one makes them by a step with gradients of zero, as Horovod does."""
+    """The same for the optimizer's tensors. A new optimizer creates them in a step with zero gradients, as in Horovod."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not optimizer.state:
         for parameter in parameters:
@@ -37,8 +37,8 @@ class DistributedOptimizer:
     """An optimizer that averages gradients over the ranks.
 
     Attributes:
-        num_averages: how often it has.
-        norms: of the gradients that each step has seen.
+        num_averages: how often it has averaged.
+        norms: gradient norm at each step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, backward_passes_per_step: int) -> None:
@@ -60,7 +60,7 @@ class DistributedOptimizer:
         self.optimizer.zero_grad(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """Returns when all gradients are averages."""
+        """Averages all gradients over the ranks."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -70,7 +70,7 @@ class DistributedOptimizer:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """step() inside does not average."""
+        """Inside this context, step() does not average."""
         self._synchronizes = False
         try:
             yield

@@ -1,5 +1,7 @@
-"""The chapters' own code, in the place of each exercise's holes. No second copy: functions are taken by name, and of a
-train.py, which is one straight line, the statements of its loop. Wrappers change names and arguments alone.
+"""The chapters' own code as the answer to each exercise, without a second copy.
+
+Functions are taken by name. A train.py is one straight line, so statements are taken from its loop. Wrappers change only
+names and arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Names = dict[str, Any]
 
 
 def _compiled(nodes: list[ast.stmt], file: str) -> CodeType:
-    # This file's `from __future__ import annotations` holds in what it compiles: names in annotations need not be there.
+    # compile() inherits this file's `from __future__ import annotations`: names in annotations need not exist.
     return compile(ast.Module(nodes, type_ignores=[]), str(ROOT / "chapters" / file), "exec")
 
 
@@ -41,13 +43,13 @@ def in_loop(file: str, first: str, last: str) -> CodeType:
 
 
 def function(file: str, name: str, names: Names) -> Callable:
-    """A function of a file that cannot be imported here (it imports Horovod), with what it calls under `names`."""
+    """A function of a file that cannot be imported here (it imports Horovod); `names` has everything that it calls."""
     exec(_compiled([node for node in _body(file) if getattr(node, "name", "") == name], file), names)
     return names[name]
 
 
 def _run(micro_batches: list) -> Names:
-    """What the loop of a train.py calls by name."""
+    """The names that the loop of a train.py uses."""
     return {"torch": torch, "ranks": Ranks(), "autocast": optim.autocast, "clip_gradients": optim.clip_gradients, "step": 1,
             "scaler": optim.grad_scaler(torch.device("cpu"), "fp32"),
             "settings": SimpleNamespace(grad_accum=len(micro_batches), precision="fp32"),

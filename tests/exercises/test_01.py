@@ -32,7 +32,7 @@ def test_wait(exercise):
 def start():
     torch.manual_seed(0)
     model = Small()
-    del model.scale  # no buffers, as the exercise promises
+    del model.scale  # as the exercise promises, the model has no buffers
     model.scale = 1.0
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -70,7 +70,7 @@ def test_step(exercise, ranks):
             for rank, (_, after) in enumerate(results):
                 for name, weight in expected.items():
                     what = f"{num_ranks} ranks: {name} on rank {rank} after step {step + 1}"
-                    # Adam's first steps are the gradients' signs: where one is near zero, rounding shows
+                    # Adam's first steps are the gradients' signs: rounding can change the sign of one near zero
                     same(f"{what}, against one process", weight, after[step][name], 1e-4)
                     same_bits = torch.equal(after[step][name], results[0][1][step][name])
                     check(same_bits, f"{what} has other bits than the server's")

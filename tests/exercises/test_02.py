@@ -34,7 +34,7 @@ def reduce(rank, num_ranks, exercise, size):
 
 def test_ring(exercise, ranks):
     for num_ranks in (1, 2, 3, 4):
-        for size in (num_ranks, 4 * num_ranks + 1, 1, 100_000):  # 1: some chunks are empty; 100 000: a send does wait
+        for size in (num_ranks, 4 * num_ranks + 1, 1, 100_000):  # 1: some chunks are empty; 100 000: a send blocks
             what = f"ring of {num_ranks} ranks, {size} elements"
             results = on_ranks(ranks, num_ranks, reduce, exercise, size)
             expected = torch.stack([values(rank, size) for rank in range(num_ranks)]).sum(0)
@@ -42,6 +42,6 @@ def test_ring(exercise, ranks):
             for rank, (flat, sent) in enumerate(results):
                 same(f"{what}: the sum on rank {rank}", expected, flat, 1e-6)
                 check(torch.equal(flat, results[0][0]), f"{what}: rank {rank} has other bits than rank 0")
-                # all chunks but one in each round: in the first not the one after its own, in the second not the next
+                # each round sends all chunks but one: the first skips chunk rank + 1, the second chunk rank + 2
                 bytes_sent = 2 * sum(chunks) - chunks[(rank + 1) % num_ranks] - chunks[(rank + 2) % num_ranks]
                 same(f"{what}: bytes that rank {rank} says it has sent", bytes_sent, sent)

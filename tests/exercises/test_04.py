@@ -27,7 +27,7 @@ def model_and_adamw():
 
 
 def step(scaler, model, optimizer, grad):
-    """One step with these SCALED gradients; whether the weights changed."""
+    """Does one step with these SCALED gradients; returns whether the weights changed."""
     before = model.weight.detach().clone()
     model.weight.grad = torch.tensor(grad)
     scaler.unscale_(optimizer)
@@ -93,7 +93,7 @@ def test_order(exercise):
     model = One()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=FIRST, growth_interval=1)
-    scaler.scale(torch.zeros(()))  # it makes its tensors now
+    scaler.scale(torch.zeros(()))  # creates the scaler's tensors
     model.weight.grad = torch.tensor([3 * FIRST, 4 * FIRST])
     norm = exercise.module.finish_step(scaler, optimizer, model, 1.0)
     same("true gradients [3, 4]: the norm before clipping", 5.0, norm, 1e-5)

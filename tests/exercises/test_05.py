@@ -1,4 +1,4 @@
-"""Grades exercise 05: orders by a simulation of all ranks, layers on real processes against whole ones."""
+"""Grades exercise 05: orders by a simulation of all ranks, and split layers on real processes against whole ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_pipeline(exercise):
 
 
 class Whole(nn.Module):
-    """x W + b, as GPT-2's layers have it: weight (in, out)."""
+    """x W + b with the weight (in, out), as in GPT-2's layers."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()

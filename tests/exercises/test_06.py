@@ -1,4 +1,4 @@
-"""Grades exercise 06: pieces by hand and by covering everything once; ZeRO-1 on real processes against one process."""
+"""Grades exercise 06: pieces must equal examples and cover everything once; ZeRO-1 on ranks must equal one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_pieces(exercise):
     for (rank, num_ranks), expected in by_hand.items():
         came = [tuple(piece) for piece in pieces_of(dict(sizes), rank, num_ranks)]
         same(f"pieces of rank {rank} of {num_ranks}, sizes {sizes}", expected, came)
-    for num_ranks in (2, 5, 7, 16):  # with 16 some ranks own padding alone
+    for num_ranks in (2, 5, 7, 16):  # with 16 some ranks own only padding
         seen = sorted((name, start + n) for rank in range(num_ranks)
                       for name, start, number in pieces_of(dict(sizes), rank, num_ranks) for n in range(number))  # fmt: skip
         each = sorted((name, n) for name, size in sizes.items() for n in range(size))
@@ -60,6 +60,6 @@ def test_step(exercise, ranks):
             check(0 < state <= 2 * (size // num_ranks + 16), what, f"about {2 * size // num_ranks}", state)
             for name, weight in model.named_parameters():
                 where = f"{num_ranks} ranks: {name} on rank {rank} after {NUM_STEPS} steps"
-                # Adam's first steps are the gradients' signs: where one is near zero, rounding shows
+                # Adam's first steps are the gradients' signs: rounding can change the sign of one near zero
                 same(f"{where}, against one process", weight, weights[name], 1e-4)
                 check(torch.equal(weights[name], results[0][0][name]), f"{where} has other bits than on rank 0")

@@ -24,7 +24,7 @@ def test_next_use(exercise):
 
 
 def farthest(trace, moment, resident):
-    """By looking at all of the future, moment by moment."""
+    """The victim with the farthest next use, found by checking every future moment."""
     left = set(resident)
     for chunk in (trace * 3)[moment + 1 :]:
         if len(left) == 1:
@@ -34,7 +34,7 @@ def farthest(trace, moment, resident):
 
 
 def loads_in_chunks(victim: Callable) -> int:
-    """Chunks that come near in the third step of six layers, each a chunk of 4096 bytes, with near room for four."""
+    """Chunks loaded in the third step. There are six layers, each a chunk of 4096 bytes, and near has room for four."""
     plan, engine = technique("07_patrickstar", "chunk_plan"), technique("07_patrickstar", "own_engine")
     layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
     model = engine.ChunkedModel(layers, chunk_elems=32 * 32, near_bytes=4 * 4096)
@@ -63,7 +63,7 @@ def test_victim(exercise):
         resident = draw.sample(others, draw.randint(1, len(others)))
         same(f"trace {trace}, at moment {moment}, near are {resident}: who leaves?", farthest(trace, moment, resident),
              victim(list(trace), moment, list(resident)))  # fmt: skip
-    # six in forward, for AdamW has changed them all; in backward the four that forward has left near need not come
+    # Forward loads all six, because AdamW has changed them. Backward loads two: forward has left the other four near.
     what = "chunks.py with your victim, six layers, near room for four: loads of the third step"
     same(what, 6 + 2, loads_in_chunks(victim))
 
@@ -76,6 +76,6 @@ def test_loads(exercise):
         for room in range(1, num_chunks + 2):
             what = f"loads of a step, {num_chunks} chunks there and back, room for {room}"
             same(what, 2 * max(0, num_chunks - room), count(there_and_back, room))
-    # by hand; the least recently used leaving makes 6 and 4 of them
+    # counted by hand; LRU would need 6 and 4 loads
     same("loads of a step, trace 0 1 2 0 1 2, room for 2", 3, count([0, 1, 2, 0, 1, 2], 2))
     same("loads of a step, trace 0 3 2 3 0 2, room for 2", 2, count([0, 3, 2, 3, 0, 2], 2))

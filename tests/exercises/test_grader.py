@@ -1,4 +1,4 @@
-"""The graders are shown to fail: wrong answers that students give, and what they then read. And the rules of selection."""
+"""The graders reject typical wrong answers of students with the right message. Also tests the rules of selection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.exercises.solutions import SOLUTIONS
 
 NUMBERS = sorted(SOLUTIONS)
 
-# What two wrong answers of chapter 03 have in common: it is right.
+# The right part that two wrong answers of chapter 03 share.
 MICRO = """
 def micro(model, batch, num):
     loss = model(*batch) / num
@@ -27,7 +27,7 @@ def micro(model, batch, num):
     return loss.detach()
 """
 
-# (chapter, test, what is wrong, the answer, what the student reads of it)
+# (chapter, test, the mistake, the answer, words in the student's report)
 WRONG = [
     ("00", "test_loss", "in 16 bit", """
 def next_token_loss(logits, targets):
@@ -201,7 +201,7 @@ def test_a_wrong_answer_is_found_and_named(number, test, why, text, said, ranks,
     judge = getattr(importlib.import_module(f"tests.exercises.test_{number}"), test)
     wanted = {"ranks": ranks} if "ranks" in judge.__code__.co_varnames[: judge.__code__.co_argcount] else {}
     waits = "receive first" in why
-    with pytest.raises(Exception) as caught:  # noqa: B017  (whatever it is, the student reads what follows)
+    with pytest.raises(Exception) as caught:  # noqa: B017  (any exception: the report must explain it)
         judge(Exercise(number, str(file), 4.0 if waits else 60.0), **wanted)
     read = short(caught.value, file)
     for words in said:
@@ -222,7 +222,7 @@ def test_a_slip_is_named_with_its_line(tmp_path):
     assert short(caught.value, file) == "broken.py, line 1: invalid syntax"
 
 
-# ---- what is there
+# ---- every exercise is complete
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -269,7 +269,7 @@ def test_a_loop_without_end_is_ended_and_named(tmp_path):
 
 
 def test_a_number_names_one_chapter():
-    """-k is a substring of the name of a file, a function or a parameter: no function may have a number in its name."""
+    """-k matches parts of file, function and parameter names, so no function may have a number in its name."""
     files = sorted(Path(__file__).parent.glob("test_[0-9]*.py"))
     assert [path.name for path in files] == [f"test_{number}.py" for number in NUMBERS]
     for path in files:

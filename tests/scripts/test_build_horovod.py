@@ -1,4 +1,4 @@
-"""scripts/build_horovod.py without compiling: what it builds, when it has nothing to do, what it says where it cannot."""
+"""scripts/build_horovod.py without compiling: what it builds, when it has nothing to do, and its messages on failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPO = Path(__file__).parents[2]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The script as a module, with a cache of its own."""
+    """The script as a module, with its own cache."""
     monkeypatch.syspath_prepend(str(REPO / "scripts"))
     spec = importlib.util.spec_from_file_location("build_horovod", REPO / "scripts" / "build_horovod.py")
     module = importlib.util.module_from_spec(spec)
@@ -96,7 +96,7 @@ def test_why_a_build_failed_is_one_line(script, output: str, line: str) -> None:
 
 
 def test_it_unpacks_with_a_python_that_has_no_filters(script, monkeypatch, tmp_path: Path) -> None:
-    """Debian's 3.11.2."""
+    """Debian's Python 3.11.2 is one."""
     top = f"horovod-{script.VERSION}"
     with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as archive:
         archive.addfile(tarfile.TarInfo(f"{top}/setup.py"))

@@ -1,4 +1,4 @@
-"""constraints.txt, environment.yml and pyproject.toml say the same, and name all that an installation brings along."""
+"""constraints.txt, environment.yml and pyproject.toml agree, and pin every package that an installation needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pins(text: str) -> dict[str, str]:
 
 
 def needed(requirements: list[str], extras: set[str]) -> set[str]:
-    """Returns the names of all that the requirements bring along here, over any number of steps."""
+    """Returns the names of all packages that the requirements need here, directly or indirectly."""
     packaging = pytest.importorskip("packaging.requirements")
     found: dict[str, set[str]] = {}
     waiting = [(packaging.Requirement(text), extras) for text in requirements]
@@ -50,13 +50,13 @@ def direct_requirements() -> list[str]:
 
 
 def unpinned(requirements: list[str], pinned: dict[str, str]) -> set[str]:
-    # A CUDA build of torch brings libraries that it pins itself; the build that CI runs has none.
+    # A CUDA build of torch needs libraries and pins them itself; the build in CI needs none.
     pinned_by_torch = ("nvidia-", "cuda-", "triton")
     return {name for name in needed(requirements, set()) - set(pinned) if not name.startswith(pinned_by_torch)}
 
 
 PINNED = pins((REPO / "constraints.txt").read_text())
-# Elsewhere other versions may be installed, and those may need other things.
+# Another environment may have other versions, and those may need other packages.
 in_pinned_environment = pytest.mark.skipif(
     Path(sys.prefix).resolve() != (REPO / ".venv").resolve(), reason="an environment of the user's own"
 )
@@ -97,7 +97,7 @@ def test_a_loose_pin_is_refused(line):
 
 
 def test_conda_users_get_the_same():
-    """environment.yml takes the versions from constraints.txt and asks for the extras that tests/run.sh asks for."""
+    """environment.yml takes the versions from constraints.txt and installs the same extras as tests/run.sh."""
     yaml = pytest.importorskip("yaml")
     dependencies = yaml.safe_load((REPO / "environment.yml").read_text())["dependencies"]
     python = next(item for item in dependencies if isinstance(item, str) and item.startswith("python"))

@@ -1,4 +1,4 @@
-"""scripts/setup.sh as its callers see it, with a pip that only pretends; the real one runs in tests/run.sh itself."""
+"""scripts/setup.sh as its callers see it, with a fake pip; tests/run.sh runs the real one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.limits import HANGS_S, wait_until
 
 REPO = Path(__file__).parents[2]
 
-# Shadows the real modules through PYTHONPATH. Each call is noted; FAKE_PIP says how it goes.
+# Shadows the real modules through PYTHONPATH. Records each call; the variable FAKE_PIP sets the outcome.
 FAKE_PIP = """
 import os, signal, sys, time
 with open(os.environ["PIP_CALLS"], "a") as calls:
@@ -46,7 +46,7 @@ echo "$PYTHON" "$*"
 
 
 class Checkout:
-    """A copy of what setup.sh needs, in a folder with a space in its name, and programs that source it."""
+    """A copy of the files that setup.sh needs, in a folder with a space in its name, and programs that source it."""
 
     def __init__(self, folder: Path):
         self.root = folder / "a path with spaces" / "checkout"
@@ -95,11 +95,11 @@ def checkout(tmp_path):
 def test_the_first_start_makes_an_environment_and_the_second_is_one_line(checkout):
     status, lines, out = checkout.run("--nproc", "2")
     assert status == 0, lines
-    assert out == f"{checkout.venv}/bin/python --nproc 2"  # and the caller's flags are still the caller's
+    assert out == f"{checkout.venv}/bin/python --nproc 2"  # and the caller's flags are unchanged
     assert checkout.pip_calls() == ["install --progress-bar off -c constraints.txt -e ."]
     assert any(line.startswith(f"setup: making {checkout.venv} with torch") and "minutes" in line for line in lines)
 
-    (checkout.fakes / "torch").mkdir()  # what takes long in a start
+    (checkout.fakes / "torch").mkdir()  # the slow part of a start
     (checkout.fakes / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     status, lines, out = checkout.run("--nproc", "2")
     assert (status, lines) == (0, [f"setup: using {checkout.venv}"])
@@ -133,7 +133,7 @@ def test_extras_are_added_once_and_kept(checkout):
     checkout.run()
     assert [call.split()[-1] for call in checkout.pip_calls()] == [".", ".[dev,docs]"]
     (checkout.root / "constraints.txt").write_text("# others\n")
-    checkout.run()  # asks for no extras, but those that are there are brought up to date with the rest
+    checkout.run()  # asks for no extras, but updates the installed ones with the rest
     assert checkout.pip_calls()[-1].endswith(".[dev,docs]")
 
 
@@ -175,7 +175,7 @@ def test_an_update_that_cannot_reach_the_index_leaves_the_old_environment(checko
     checkout.run()
     (checkout.root / "constraints.txt").write_text("# others\n")
     assert checkout.run(FAKE_PIP="is offline")[0] == 2
-    assert checkout.run()[1][0].startswith("setup: updating")  # not made anew
+    assert checkout.run()[1][0].startswith("setup: updating")  # not created again
 
 
 def test_two_starts_at_once_install_once(checkout):
@@ -183,7 +183,7 @@ def test_two_starts_at_once_install_once(checkout):
     first = checkout.start(FAKE_PIP_WAITS_FOR=str(go))
     wait_until(checkout.pip_calls, "pip", lambda: first.poll() is None)
     second = checkout.start(FAKE_PIP_WAITS_FOR=str(go))
-    assert any("another start is making .venv; waiting" in line for line in second.stderr)  # reads until it comes
+    assert any("another start is making .venv; waiting" in line for line in second.stderr)  # reads until the line comes
     go.touch()
     assert not any("waiting" in start.communicate(timeout=HANGS_S)[1] for start in (first, second))
     assert [first.returncode, second.returncode] == [0, 0]
@@ -197,10 +197,10 @@ def test_a_killed_start_leaves_no_stale_lock(checkout):
     os.kill(int(parent.read_text()), signal.SIGKILL)
     assert start.wait(timeout=HANGS_S) == 2
     following = checkout.start()
-    assert any("waiting for it" in line for line in following.stderr)  # for the pip that is still running
+    assert any("waiting for it" in line for line in following.stderr)  # waits for the pip that is still running
     go.touch()
     said = following.communicate(timeout=HANGS_S)[1]
-    start.communicate(timeout=HANGS_S)  # pip held its pipes, too
+    start.communicate(timeout=HANGS_S)  # pip also held its pipes
     assert following.returncode == 0 and "half-made" in said
 
 
@@ -235,8 +235,8 @@ def test_no_python_is_one_line(checkout, tmp_path):
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """The module as it is in a checkout at `tmp_path`, which looks installed in the running environment."""
-    script = tmp_path / "scripts" / "setup_environment.py"  # a copy: all its paths are then below tmp_path
+    """The module in a checkout at `tmp_path`, which seems to be installed in the running environment."""
+    script = tmp_path / "scripts" / "setup_environment.py"  # a copy, so that all its paths are below tmp_path
     script.parent.mkdir()
     shutil.copy(REPO / "scripts" / script.name, script)
     monkeypatch.syspath_prepend(str(REPO / "scripts"))

@@ -1,4 +1,4 @@
-// The pipeline player: who computes what at which time, one unit at a time, with the bubble and the live micro-batches.
+// The pipeline player: which rank computes which work, one unit of time after another, with bubble and live micro-batches.
 "use strict";
 
 courseTools.start("bubble-tool", (root) => {
@@ -24,7 +24,7 @@ courseTools.start("bubble-tool", (root) => {
     return found;
   }
 
-  // The grid up to a time; what comes later is empty.
+  // The grid up to the time `now`; later cells are empty.
   function grid(events, p, span, now) {
     const width = LEFT + span * CELL + 4, height = TOP + p * ROW + 4;
     const picture = svg("svg", { class: "tool-grid", role: "img", style: `width:${width}px;height:${height}px`,

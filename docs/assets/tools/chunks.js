@@ -64,7 +64,7 @@
     return boards;
   }
 
-  /* Bytes near over time: chunks, what is no chunk on top, the budget; and a line at the frame that is shown. */
+  /* Near bytes over time: chunks, all other bytes on top of them, the budget, and a line at the current frame. */
   function drawTime(place, data, pick) {
     const height = 90, width = 1000, top = data.budget * 1.08;
     const x = (ms) => (ms / data.ms) * width, y = (bytes) => height - (bytes / top) * height;
@@ -91,7 +91,7 @@
     return (ms) => { for (const key of ["x1", "x2"]) cursor.setAttribute(key, x(ms)); };
   }
 
-  /* Near against its budget, a part per kind, and what each part is. */
+  /* A bar of near bytes against the budget, one part per kind, and its legend. */
   function drawBar(place, data) {
     const names = { ...data.kinds, activations: data.words.activations };
     const bar = make(place, "div", { class: "cs-bar" });

@@ -1,4 +1,4 @@
-// What the calculators share: texts by the page's language, the form of a job, its state in the address, numbers as text.
+// Code that the calculators share: texts in the page's language, the form of a job, its state in the address, number texts.
 "use strict";
 
 const courseTools = (() => {
@@ -94,7 +94,7 @@ const courseTools = (() => {
 
   // ---- the form
 
-  // Fields of a job; `whole` are numbers of at least `min`.
+  // Fields of a job. A number is whole unless its field has a `step`, and lies between `min` and `max`.
   const FIELDS = [
     { name: "model", label: say("模型", "model"), options: { ...Object.fromEntries(Object.keys(PRESETS).map((name) => [
       name, name === "small" ? say("small（124M）", "small (124M)") : name])), custom: say("自定义", "of your own") } },
@@ -116,7 +116,7 @@ const courseTools = (() => {
   const JOB = { model: "small", strategy: "ddp", precision: "O2", ranks: 4, micro_batches: 1, checkpointing: false,
     virtual_stages: 2, near_percent: 25, ...PRESETS.small };
 
-  // Reads the address behind #; what is wrong there is left at its default.
+  // Reads the address after #; an invalid value is replaced by its default.
   function from_address(fields, defaults) {
     const state = { ...defaults }, given = new URLSearchParams(location.hash.slice(1));
     const preset = PRESETS[given.get("model")];
@@ -141,7 +141,7 @@ const courseTools = (() => {
     history.replaceState(null, "", "#" + new URLSearchParams(words));
   }
 
-  // Puts a form into `root` and calls show(state) at once and after every change.
+  // Adds a form to `root` and calls show(state) immediately and after every change.
   function form(root, fields, defaults, show) {
     let state = from_address(fields, defaults);
     const inputs = {}, boxes = {};
@@ -201,7 +201,7 @@ const courseTools = (() => {
     refresh();
   }
 
-  // The ranks that differ: [{rank, name}].
+  // The ranks whose numbers differ: [{rank, name}].
   function ranks_of(job) {
     const p = job.ranks, last = p - 1, named = (rank) => ({ rank, name: say(`${rank} 号进程`, `rank ${rank}`) });
     if (job.strategy === "server" && p > 1) {
@@ -213,7 +213,7 @@ const courseTools = (() => {
     return [{ rank: 0, name: p > 1 ? say("每个进程", "every rank") : say("进程", "the rank") }];
   }
 
-  // The sentence on what no program of the course runs, or null.
+  // The reason why no program of the course runs the job, as a sentence; null if one does.
   function refused(job) {
     const reason = courseFormulas.refusal(job);
     return reason ? element("p", { class: "tool-refused", role: "alert" },

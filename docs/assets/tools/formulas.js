@@ -1,6 +1,6 @@
 // The formulas of docs/generate/arithmetic/formulas.py, function by function, under the same names;
-// tests/docs/test_tools.py holds them equal.
-// What each one means, and the paper it is from, is said there. All bytes are whole numbers below 2^53, so exact.
+// tests/docs/test_tools.py compares the two files.
+// formulas.py explains each formula and names its paper. All bytes are whole numbers below 2^53, so doubles are exact.
 "use strict";
 
 const courseFormulas = (() => {
@@ -13,7 +13,7 @@ const courseFormulas = (() => {
   const HOROVOD_FUSION_BYTES = 64 * 2 ** 20;
   const GIB = 2 ** 30;
 
-  // a / b by division alone may be rounded up to a whole number that it does not reach
+  // a / b alone may round up to the next whole number
   const floor_div = (number, divisor) => (number - (number % divisor)) / divisor;
   const ceil_div = (number, divisor) => floor_div(number + divisor - 1, divisor);
 

@@ -5,7 +5,7 @@ courseTools.start("memory-tool", (root) => {
   const { say, element, table, dot, bytes_text, KIND_NAMES } = courseTools, F = courseFormulas;
   const GPUS = [8, 16, 24, 40, 80];
 
-  // A stacked bar; widths in per cent of the largest.
+  // A stacked bar; widths are per cent of `largest`.
   function bar(found, largest) {
     const part = (kind, bytes, host) => element("span", {
       class: `tool-part kind-${kind}${host ? " tool-host" : ""}`, style: `width:${100 * bytes / largest}%`,

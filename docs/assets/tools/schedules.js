@@ -1,4 +1,4 @@
-// The schedules of chapters/05_model_parallel/schedules.py, under the same names; tests/docs/test_tools.py holds them equal.
+// The schedules of chapters/05_model_parallel/schedules.py, under the same names; tests/docs/test_tools.py compares them.
 // A work is {kind: "F" or "B", stage, micro}; an event is {rank, work, begin, end}.
 "use strict";
 
@@ -6,7 +6,7 @@ const courseSchedules = (() => {
   const NAMES = ["naive", "gpipe", "1f1b", "interleaved"];
   const key = (work) => `${work.kind} ${work.stage} ${work.micro}`;
 
-  // What each rank computes, in order; null for interleaved where p does not divide m.
+  // Each rank's works in order; null for interleaved if p does not divide m.
   function orders(name, p, m, v = 1) {
     if (name === "interleaved" && m % p) return null;
     const found = [];
@@ -39,7 +39,7 @@ const courseSchedules = (() => {
     return work.stage === last ? [own] : [own, { kind: "B", stage: work.stage + 1, micro: work.micro }];
   }
 
-  // When each work runs where transfers take no time.
+  // When each work runs if transfers take no time.
   function simulate(order, forward = 1, backward = 1) {
     const last = Math.max(...order.flat().map((work) => work.stage));
     const done = new Map(), at = order.map(() => 0), clock = order.map(() => 0), events = [];
@@ -63,7 +63,7 @@ const courseSchedules = (() => {
     return events.sort((a, b) => a.begin - b.begin || a.rank - b.rank);
   }
 
-  // Most forwards, at a time, whose backward is still to come.
+  // The most forwards at any time whose backward has not run yet.
   function peak_live(works) {
     let live = 0, peak = 0;
     for (const work of works) {

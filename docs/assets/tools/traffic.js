@@ -1,4 +1,4 @@
-// The traffic calculator: bytes that a rank sends and receives in a step, and their time beside that of the computation.
+// The traffic calculator: bytes that a rank sends and receives in a step, and their time next to the computation's.
 "use strict";
 
 courseTools.start("traffic-tool", (root) => {

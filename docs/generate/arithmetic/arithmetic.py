@@ -1,7 +1,7 @@
 """The arithmetic of a chapter's page: memory and traffic, worked for tiny and for 124M with formulas.py.
 
-A chapter is a list of rows. Numbers are those of the course's own defaults: tiny in fp32 as on a CPU, small in bf16 as on a
-GPU, each at its global batch and length.
+A chapter is a list of rows. The numbers are the course's defaults: tiny in fp32 as on a CPU, small in bf16 as on a GPU.
+Each preset has its default global batch and sequence length.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Words = Callable[[str], str]
 
 RANKS = (1, 2, 4, 8)
 MICROS = 8  # of chapter 05: enough for pipelines of eight ranks
-GPT2_VOCABULARY = 50257  # with it small is the 124M of the papers; the shipped vocabulary is smaller
+GPT2_VOCABULARY = 50257  # makes small the 124M of the papers; the shipped vocabulary is smaller
 MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy as a chapter has it.
+    """A strategy as a chapter runs it.
 
     Attributes:
-        label: English, looked up in zh.json.
-        strategy: of formulas.STRATEGIES.
-        precision: None: fp32 of tiny, 16 bit of small.
-        half: which 16 bit where the strategy has no bf16 of its own.
-        rank: 0, -1 for the last, or None for the one that holds, or sends, most.
-        changes: to the job.
+        label: in English; zh.json has the Chinese.
+        strategy: one of formulas.STRATEGIES.
+        precision: None means fp32 for tiny and 16 bit for small.
+        half: which 16-bit precision, for a strategy that has no bf16.
+        rank: 0, -1 for the last, or None for the rank that holds or sends the most.
+        changes: keys that the row changes in the job.
     """
 
     label: str
@@ -86,13 +86,13 @@ def job_of(row: Row, size: str, ranks: int) -> formulas.Job:
 
 
 def _of_rank(row: Row, job: formulas.Job, what: Callable[..., formulas.Bytes], size: Callable[..., int]) -> formulas.Bytes:
-    """`what` of the row's rank; where it names none, of the one for which `size` of it is the largest."""
+    """`what` of the row's rank. If the row names no rank, the largest one by `size`."""
     ranks = range(job["ranks"]) if row.rank is None else [row.rank % job["ranks"]]
     return max((what(job, rank) for rank in ranks), key=size)
 
 
 def bytes_text(num_bytes: int) -> str:
-    """Three digits, MiB below a GiB; 0 as 0."""
+    """Three digits, in MiB below 1 GiB, else in GiB; "0" for 0."""
     if num_bytes == 0:
         return "0"
     value, unit = (num_bytes / MIB, "MiB") if num_bytes < GIB else (num_bytes / GIB, "GiB")
@@ -100,10 +100,10 @@ def bytes_text(num_bytes: int) -> str:
 
 
 def chapter(words: Words, name: str) -> str:
-    """The fragment of a chapter.
+    """The fragment for a chapter's page.
 
     Raises:
-        SystemExit: a chapter that has no rows.
+        SystemExit: the chapter has no rows.
     """
     if name not in CHAPTERS:
         raise SystemExit(f"error: docs/generate/arithmetic/arithmetic.py has no rows for {name}")
@@ -117,7 +117,7 @@ def chapter(words: Words, name: str) -> str:
 
 
 def costs(words: Words, rows: list[Row]) -> str:
-    """Bytes a parameter by kind, before anything is divided by the ranks."""
+    """Bytes per parameter by kind, before any division by the number of ranks."""
     found: dict[str, list[object]] = {}
     for size in ("tiny", "small"):
         for row in rows:
@@ -148,7 +148,7 @@ def heading(words: Words, row: Row, size: str, name: str) -> str:
 
 
 def by_kind(words: Words, rows: list[Row], size: str, name: str) -> str:
-    """What a rank holds by kind, at two ranks: the default of the chapters."""
+    """Bytes that a rank holds by kind, at two ranks, the chapters' default."""
     ranks = 1 if name == "00_single" else 2
     found, on_host = [], False
     for row in rows:
@@ -168,7 +168,7 @@ def by_kind(words: Words, rows: list[Row], size: str, name: str) -> str:
 
 
 def by_ranks(words: Words, rows: list[Row], size: str, name: str) -> str:
-    """What a rank's device holds in all, at 1 to 8 ranks; a dash where the course's program refuses."""
+    """Bytes on a rank's device in total, at 1 to 8 ranks; a dash where the course's program refuses the job."""
     if name == "00_single":
         return ""
     found = []
@@ -184,7 +184,7 @@ def by_ranks(words: Words, rows: list[Row], size: str, name: str) -> str:
 
 
 def sent(words: Words, rows: list[Row], size: str) -> str:
-    """What a rank sends and receives in a step, by ranks."""
+    """Bytes that a rank sends and receives in a step, by number of ranks."""
     found = []
     for row in rows:
         cells = [words(row.label)]
@@ -202,5 +202,5 @@ def sent(words: Words, rows: list[Row], size: str) -> str:
 
 
 def _dot(words: Words, name: str, colour: str) -> str:
-    """A heading with the kind's colour before it (assets/tools/tools.css)."""
+    """A heading with a dot in the kind's colour before it (assets/tools/tools.css)."""
     return f'<span class="kind kind-{colour}"></span>{words(name)}'

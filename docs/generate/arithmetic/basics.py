@@ -1,4 +1,4 @@
-"""The tables of the basics: worked with formulas.py, or asked of torch."""
+"""The tables of the basics, computed with formulas.py or read from torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECIPES = {
     "fp32": ("ddp", "fp32"), "O1, autocast": ("ddp", "O1"), "O2, ZeRO: 16 bit with an fp32 master": ("ddp", "O2"),
     "pstar in bf16: the master is split": ("pstar", "bf16"), "O3, all in 16 bit": ("ddp", "O3"),
 }  # fmt: skip
-# What a block keeps for backward in fp32, in channels of 4 bytes; docs/programs/saved.py counts the same.
+# The activations that a block keeps for backward in fp32, in channels of 4 bytes. docs/programs/saved.py counts the same.
 KEPT = {
     "input of ln_1": 1, "input of the attention's first product": 1, "q, k and v": 3, "output of the attention": 1,
     "input of ln_2": 1, "input of the MLP's first product": 1, "input of GELU": 4, "output of GELU": 4,
@@ -24,7 +24,7 @@ KEPT = {
 
 
 def costs(words: Words) -> str:
-    """Bytes a parameter of each recipe, and of all parameters of two models."""
+    """Bytes per parameter for each recipe, and bytes of all parameters for two models."""
     rows = []
     for label, (strategy, precision) in RECIPES.items():
         cost = formulas.parameter_costs(strategy, precision)
@@ -36,14 +36,14 @@ def costs(words: Words) -> str:
 
 
 def kept(words: Words) -> str:
-    """What a block keeps, item by item."""
+    """The activations that a block keeps, item by item."""
     rows = [(words(what), number, 4 * number) for what, number in KEPT.items()]
     rows.append((words("in all"), sum(KEPT.values()), 4 * sum(KEPT.values())))
     return table([words(word) for word in ("kept for backward", "values", "bytes in fp32")], rows, right=2)
 
 
 def activations(words: Words) -> str:
-    """Activations of a step of one process, against the states, with and without checkpointing."""
+    """Activations of one process in a step, compared with the states, with and without checkpointing."""
     rows = []
     for size, name in zip(SIZES, ("tiny", "124M"), strict=True):
         for changes, how in (({}, "all kept"), ({"checkpointing": True}, "checkpointing")):
@@ -56,7 +56,7 @@ def activations(words: Words) -> str:
 
 
 def traffic(words: Words) -> str:
-    """Bytes that a rank sends, for n bytes of a whole; and worked for the gradients of tiny at four ranks."""
+    """Bytes that a rank sends for a tensor of n bytes, and the same worked for the gradients of tiny at four ranks."""
     n = 4 * formulas.num_parameters(job_of(Row("", "single"), "tiny", 1))
     rows = [
         ("broadcast", "n, or 0 at the end of the chain", n), ("reduce", "n, or 0 at the root", n),
@@ -71,7 +71,7 @@ def traffic(words: Words) -> str:
 
 
 def floats(words: Words) -> str:
-    """The formats of numbers, from torch.finfo."""
+    """The number formats, from torch.finfo."""
     import torch
 
     rows = []

@@ -1,19 +1,19 @@
 """The arithmetic of the course: bytes a rank holds, bytes it sends, seconds it waits. Pure functions of numbers.
 
-docs/assets/tools/formulas.js says the same function by function, for the calculators in the pages; tests/docs/test_tools.py
-holds the two together, tests/docs/test_formulas.py holds these to what the chapters' own programs count.
+docs/assets/tools/formulas.js has the same functions for the calculators in the pages. tests/docs/test_tools.py compares the
+two files. tests/docs/test_formulas.py compares these formulas with what the chapters' own programs count.
 
 A job is a dict of numbers and names, so that it travels as JSON:
 
     n_layer, n_embd, n_head, n_positions, vocab_size    the model, a GPT-2 with a tied head and an MLP of width 4 n_embd
-    strategy, precision                                 of STRATEGIES, and of precisions_of(strategy)
-    ranks                                               p, all of them given to the one strategy
+    strategy, precision                                 from STRATEGIES, and from precisions_of(strategy)
+    ranks                                               p; the one strategy uses all of them
     batch, seq_len, micro_batches                       the GLOBAL batch in sequences; m micro-batches make a step
-    checkpointing                                       True: a block keeps its input alone and is computed again
-    virtual_stages                                      of interleaved, v
-    near_percent                                        of pstar: the near budget, per cent of all ranks' model data
+    checkpointing                                       True: a block keeps only its input and is computed again
+    virtual_stages                                      v, for interleaved only
+    near_percent                                        for pstar only: near budget in per cent of all ranks' model data
 
-Bytes are whole numbers; what does not divide is rounded up where it is held and down where it is sent.
+Bytes are whole numbers. A division that leaves a remainder is rounded up for held bytes and down for sent bytes.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def outside_parameters(job: Job) -> int:
 
 
 def num_parameters(job: Job) -> int:
-    """All of them, as gpt2_chinese/model/config.py counts."""
+    """All parameters, counted as gpt2_chinese/model/config.py counts them."""
     return outside_parameters(job) + job["n_layer"] * block_parameters(job["n_embd"])
 
 
 def num_tensors(job: Job) -> int:
-    """Parameters counted as tensors: 12 in a block, 4 outside."""
+    """Parameter tensors: 12 in a block, 4 outside."""
     return 12 * job["n_layer"] + 4
 
 
@@ -65,8 +65,11 @@ def num_tensors(job: Job) -> int:
 
 
 def precisions_of(strategy: str) -> tuple[str, ...]:
-    """What the course offers: optimization levels O0 (here fp32) to O3 over replicas, autocast (O1) where a model is split
-    or served, and 16 bit with masters in ZeRO and pstar."""
+    """The precisions that the course offers for a strategy.
+
+    Replicas: optimization levels O0 (here fp32) to O3. A model that is split or served: autocast (O1). ZeRO and pstar:
+    16 bit with masters.
+    """
     if strategy in REPLICAS:
         return ("fp32", "O1", "O2", "O3")
     if strategy in ZERO or strategy == "pstar":
@@ -75,17 +78,17 @@ def precisions_of(strategy: str) -> tuple[str, ...]:
 
 
 def parameter_costs(strategy: str, precision: str) -> Bytes:
-    """Bytes a parameter when backward has ended: {parameters, gradients, masters, moments}.
+    """Bytes per parameter at the end of backward: {parameters, gradients, masters, moments}.
 
         fp32         4 + 4 +  8         the parameter is its own master
-        O1           6 + 4 +  8         fp32 weights and the 16-bit copies that products are made of
+        O1           6 + 4 +  8         fp32 weights and 16-bit copies for the matrix products
         O2, ZeRO     2 + 2 + 12         16 bit, an fp32 master, two fp32 moments
-        O3           2 + 2 +  4         all in 16 bit, the moments too
+        O3           2 + 2 +  4         everything in 16 bit, also the moments
         pstar bf16   2 + 2 + 10         the master split: its high half is the parameter
         pstar fp16   2 + 2 + 12
 
-    Micikevicius et al. 2018, section 3.1 (masters); Rajbhandari et al. 2020, section 3.1 (the 16 bytes). O2 and ZeRO turn
-    the 16-bit gradients into fp32 ones for the update, when the activations are gone: not counted here.
+    Micikevicius et al. 2018, section 3.1 (masters); Rajbhandari et al. 2020, section 3.1 (the 16 bytes). For the update, O2
+    and ZeRO convert the 16-bit gradients to fp32. These copies are not counted here: by then the activations are freed.
     """
     if precision == "fp32":
         return {"parameters": 4, "gradients": 4, "masters": 0, "moments": 8}
@@ -98,7 +101,7 @@ def parameter_costs(strategy: str, precision: str) -> Bytes:
 
 
 def value_bytes(precision: str) -> int:
-    """Of a value that matrix products are made of."""
+    """Bytes of one value in a matrix product."""
     return 4 if precision == "fp32" else 2
 
 
@@ -106,7 +109,10 @@ def value_bytes(precision: str) -> int:
 
 
 def refusal(job: Job) -> str:
-    """Why no program of the course runs the job: ranks, precision, length, batch, layers, heads, micros; '' if one does."""
+    """Why no program of the course runs the job, '' if one does.
+
+    The reason is ranks, precision, length, batch, layers, heads or micros.
+    """
     p, m, strategy = job["ranks"], job["micro_batches"], job["strategy"]
     split = strategy in PIPELINES or strategy == "tensor"
     if strategy == "single" and p != 1:
@@ -127,15 +133,16 @@ def refusal(job: Job) -> str:
 
 
 def stages_of(job: Job) -> int:
-    """v: stages of a rank."""
+    """v, the number of stages on a rank."""
     return job["virtual_stages"] if job["strategy"] == "interleaved" else 1
 
 
 def held_parameters(job: Job, rank: int) -> int:
-    """Parameters whose whole state this rank would hold, if nothing but the model were split.
+    """Parameters whose whole state this rank would hold if only the model were split.
 
-    Pipeline: its blocks, and at the ends what lies in none; the tied weight is in both. Tensor (Shoeybi et al. 2019,
-    section 3): matrices, their first biases and the vocabulary are cut; norms, positions and the biases after a sum are not.
+    Pipeline: its blocks; the first and the last rank also hold the parameters in no block, and both hold the tied weight.
+    Tensor (Shoeybi et al. 2019, section 3): matrices, their first biases and the vocabulary are cut. Norms, positions and
+    the biases after a sum are not.
     """
     c, p, strategy = job["n_embd"], job["ranks"], job["strategy"]
     if strategy in PIPELINES and p > 1:
@@ -152,7 +159,7 @@ def held_parameters(job: Job, rank: int) -> int:
 
 
 def sharded_parameters(job: Job) -> int:
-    """ZeRO: the p-th of every unit, a block or all that lies in none, padded until p divides it."""
+    """ZeRO: 1/p of every unit, padded until p divides it. A unit is a block, or all parameters in no block."""
     p = job["ranks"]
     return ceil_div(outside_parameters(job), p) + job["n_layer"] * ceil_div(block_parameters(job["n_embd"]), p)
 
@@ -163,15 +170,15 @@ def zero_stage(strategy: str) -> int:
 
 
 def near_budget(job: Job) -> int:
-    """pstar: what each rank may have near: a share of the model data of all ranks."""
+    """pstar: near bytes that each rank may use, a share of the model data of all ranks."""
     costs = parameter_costs("pstar", job["precision"])
     return job["near_percent"] * sum(costs.values()) * num_parameters(job) // 100
 
 
 def pstar_states(job: Job) -> Bytes:
-    """pstar: a rank owns a p-th of everything; near holds parameters first, gathered ones too, then gradients, then states.
+    """pstar: a rank owns 1/p of everything. Near is filled in this order: own parameters, gathered ones, gradients, states.
 
-    Fang et al. 2023 (PatrickStar), sections 5 and 8. Without the padding of chunks.
+    Fang et al. 2023 (PatrickStar), sections 5 and 8. The padding of chunks is not counted.
     """
     costs, total = parameter_costs("pstar", job["precision"]), num_parameters(job)
     own = ceil_div(total, job["ranks"])
@@ -189,15 +196,16 @@ def pstar_states(job: Job) -> Bytes:
 
 
 def no_bytes() -> Bytes:
-    """A ledger with nothing in it."""
+    """0 bytes for every kind."""
     return dict.fromkeys((*KINDS, *HOST_KINDS), 0)
 
 
 def zero_states(job: Job) -> Bytes:
-    """ZeRO: what is sharded, by stage; gradients as whole as they are when backward has ended.
+    """ZeRO: bytes of a rank; the stage decides what is sharded. Gradients are counted at the end of backward.
 
-    Rajbhandari et al. 2020, section 5; Ren et al. 2021 (ZeRO-Offload), section 3: states, and gradients as they are reduced,
-    lie in host memory, at stage 3 here parameters too. In fp32 the masters are the parameters unless those are elsewhere.
+    Rajbhandari et al. 2020, section 5; Ren et al. 2021 (ZeRO-Offload), section 3: host memory holds the states and the
+    reduced gradients, here at stage 3 also the parameters. In fp32 the parameters are the masters, unless the masters are
+    offloaded and the parameters are not.
     """
     costs, p, stage = parameter_costs(job["strategy"], job["precision"]), job["ranks"], zero_stage(job["strategy"])
     offload, own = job["strategy"].endswith("_offload"), sharded_parameters(job)
@@ -207,7 +215,7 @@ def zero_states(job: Job) -> Bytes:
     found["host_parameters" if offload and stage == 3 else "parameters"] = costs["parameters"] * parameters
     found["host_gradients" if offload and stage > 1 else "gradients"] = costs["gradients"] * gradients
     found["host_optimizer" if offload else "optimizer"] = (masters + costs["moments"]) * own
-    # At work: gradients of two units under way; at stage 3 also the parameters of two blocks and of what lies in none.
+    # Buffers: gradients of two units on their way; at stage 3 also the parameters of two blocks and those in no block.
     outside, block = outside_parameters(job), block_parameters(job["n_embd"])
     found["buffers"] = costs["gradients"] * (outside + block)
     if stage == 3:
@@ -216,11 +224,11 @@ def zero_states(job: Job) -> Bytes:
 
 
 def states(job: Job, rank: int = 0) -> Bytes:
-    """Bytes of a rank by kind, activations left out; host_... lies in host memory where there is a device.
+    """Bytes of a rank by kind, without activations. With a device, kinds called host_... are in host memory.
 
-    Buffers: a parameter server holds a message of each worker (Li et al. 2014), DDP one copy of the gradients in buckets
-    (Li et al. 2020, section 3.2), Horovod one fusion buffer (Sergeev and Del Balso 2018, section 4),
-    as large as chapter 03 makes it unless --fusion-mb is given.
+    Buffers: a parameter server holds a message of each worker (Li et al. 2014). DDP holds one copy of the gradients in
+    buckets (Li et al. 2020, section 3.2). Horovod holds one fusion buffer (Sergeev and Del Balso 2018, section 4), of the
+    size that chapter 03 uses without --fusion-mb.
     """
     strategy, p = job["strategy"], job["ranks"]
     if strategy == "pstar":
@@ -242,11 +250,13 @@ def states(job: Job, rank: int = 0) -> Bytes:
 
 
 def activation_costs(precision: str) -> Bytes:
-    """Bytes a token and channel that backward needs: in a block {whole, cut}, of its input alone, before and after blocks.
+    """Bytes per token and channel that backward needs.
+
+    {whole, cut}: in a block; input: a block's input alone; first, last: before and after the blocks.
 
     Korthikanti et al. 2022, section 4, equations 1 and 2: 10 + 24 in 16 bit without the attention matrix, which a fused
-    kernel never stores; tensor parallel cuts the 24. In fp32 all is twice as large. O1 and O2 keep the input of norms in
-    fp32, 2 bytes more for each of two; under O1 the residual path is fp32 too.
+    kernel never stores. Tensor parallelism cuts the 24. In fp32 everything is twice as large. O1 and O2 keep the inputs of a
+    block's two norms in fp32, 2 bytes more for each. Under O1 the residual path is also in fp32.
     """
     if precision == "fp32":
         return {"whole": 20, "cut": 48, "input": 4, "first": 4, "last": 8}
@@ -264,8 +274,11 @@ def micro_tokens(job: Job) -> int:
 
 
 def live_micro_batches(job: Job, rank: int) -> int:
-    """Forwards of a stage whose backward is still to come, at most: GPipe m (Huang et al. 2019, section 2.3), 1F1B p - rank
-    (Narayanan et al. 2021, section 2.2.1), interleaved more, each of a smaller stage (2.2.2)."""
+    """The most forwards of a rank whose backward has not run yet.
+
+    GPipe: m (Huang et al. 2019, section 2.3). 1F1B: p - rank (Narayanan et al. 2021, section 2.2.1). Interleaved: more, each
+    of a smaller stage (section 2.2.2).
+    """
     p, m, v, strategy = job["ranks"], job["micro_batches"], stages_of(job), job["strategy"]
     if strategy == "gpipe":
         return m
@@ -279,9 +292,10 @@ def live_micro_batches(job: Job, rank: int) -> int:
 def activations(job: Job, rank: int = 0) -> int:
     """Bytes of activations at the worst moment of a step.
 
-    Blocks keep what backward needs, or with checkpointing their inputs (Chen et al. 2016) while one block is computed anew.
-    At the loss there are logits and their gradient in the model's precision, log-probabilities and theirs in fp32; of other
-    live micro-batches the log-probabilities alone. The worst moment is the loss, or the backward of a recomputed block.
+    Blocks keep what backward needs. With checkpointing they keep their inputs, and one block at a time is computed again
+    (Chen et al. 2016). At the loss, logits and their gradient are in the model's precision, log-probabilities and theirs in
+    fp32. Other live micro-batches keep only log-probabilities. The worst moment is the loss or a recomputed block's
+    backward.
     """
     costs, tokens, strategy = activation_costs(job["precision"]), micro_tokens(job), job["strategy"]
     cuts, stages = (job["ranks"], 1) if strategy == "tensor" else (1, job["ranks"] if strategy in PIPELINES else 1)
@@ -298,24 +312,24 @@ def activations(job: Job, rank: int = 0) -> int:
 
 
 def memory(job: Job, rank: int = 0) -> Bytes:
-    """Bytes of a rank by kind. Their sum is a bound: gradients are whole when most activations are gone."""
+    """Bytes of a rank by kind. Their sum is an upper bound: gradients are complete only when most activations are freed."""
     found = states(job, rank)
     found["activations"] = activations(job, rank)
     return found
 
 
 def device_bytes(found: Bytes) -> int:
-    """Of what memory() returned, what lies on the device."""
+    """The device's part of what memory() returned."""
     return sum(found[kind] for kind in KINDS)
 
 
 def host_bytes(found: Bytes) -> int:
-    """Of what memory() returned, what lies in host memory."""
+    """The host memory's part of what memory() returned."""
     return sum(found[kind] for kind in HOST_KINDS)
 
 
 def usable_bytes(gpu_gib: int) -> int:
-    """Of a GPU's memory, what a program may count on: 1 GiB and 5 % are the driver's, the context's and the libraries'."""
+    """GPU memory that a program can use: the driver, the context and the libraries take 1 GiB and 5 %."""
     return gpu_gib * GIB * 95 // 100 - GIB
 
 
@@ -323,13 +337,16 @@ def usable_bytes(gpu_gib: int) -> int:
 
 
 def ring_bytes(num_bytes: int, p: int) -> int:
-    """What each rank sends, and receives, in an all-reduce: 2 (p - 1) / p. (Patarasuk and Yuan 2009, section 3.)"""
+    """Bytes that each rank sends, and receives, in an all-reduce: 2 (p - 1) / p. (Patarasuk and Yuan 2009, section 3.)"""
     return 2 * num_bytes * (p - 1) // p
 
 
 def tensor_bytes(job: Job) -> int:
-    """Tensor parallel: all-reduces of B T C, two forward and two backward a block (Shoeybi et al. 2019, section 3), one more
-    with checkpointing; one for the embedding, one for the head, and three numbers a token for the loss."""
+    """Tensor parallelism: all-reduces of B T C.
+
+    Each block has two in forward and two in backward (Shoeybi et al. 2019, section 3), and one more with checkpointing. The
+    embedding has one, the head has one, and the loss reduces three numbers per token.
+    """
     t, tokens = job["ranks"], micro_tokens(job)
     calls = (5 if job["checkpointing"] else 4) * job["n_layer"]
     own = calls * ring_bytes(value_bytes(job["precision"]) * tokens * job["n_embd"], t)
@@ -338,7 +355,7 @@ def tensor_bytes(job: Job) -> int:
 
 
 def boundaries(job: Job, rank: int) -> Bytes:
-    """Of one micro-batch: outputs that a pipeline's rank sends and receives forward; backward it is the other way round."""
+    """Outputs of one micro-batch that a pipeline's rank sends and receives in forward; backward swaps the two."""
     p, v = job["ranks"], stages_of(job)
     if p == 1:
         return {"sent": 0, "received": 0}
@@ -346,21 +363,23 @@ def boundaries(job: Job, rank: int) -> Bytes:
 
 
 def pstar_away(job: Job) -> int:
-    """pstar: elements of all parameters that near has no room for."""
+    """pstar: number of parameters for which near has no room."""
     room = near_budget(job) // parameter_costs("pstar", job["precision"])["parameters"]
     return max(0, num_parameters(job) - room)
 
 
 def traffic(job: Job, rank: int = 0) -> Bytes:
-    """Bytes a rank sends and receives in a step, by what they are: sent_gradients, sent_parameters, sent_activations, and
-    received_...; host_out, host_in: moved between a device and its host.
+    """Bytes that a rank sends and receives in a step, by kind.
+
+    Keys: sent_gradients, sent_parameters, sent_activations, and received_... for each; host_out and host_in for copies
+    between a device and its host.
 
         server    rank 0: (p - 1) times gradients in and weights out, fp32        Li et al. 2014
         ddp       2 (p - 1) / p of the gradients                                  Patarasuk and Yuan 2009
-        pipeline  B T C in fp32 at each boundary, there and back; the tied weight's gradient between the ends
+        pipeline  B T C in fp32 at each boundary, forward and backward; the tied weight's gradient between the two ends
         zero      gradients m times or once, parameters once or 2 m times,        Rajbhandari et al. 2020, section 7
-                  each (p - 1) / p; what lies in no block is gathered once a micro-batch
-        pstar     gradients once; parameters once, those without room near in every pass    Fang et al. 2023, section 7
+                  each (p - 1) / p; parameters in no block are gathered once per micro-batch
+        pstar     gradients once; parameters once, or in every pass without room near    Fang et al. 2023, section 7
     """
     strategy, p, m = job["strategy"], job["ranks"], job["micro_batches"]
     costs, total = parameter_costs(strategy, job["precision"]), num_parameters(job)
@@ -405,12 +424,12 @@ def traffic(job: Job, rank: int = 0) -> Bytes:
 
 
 def sent_bytes(found: Bytes) -> int:
-    """Of what traffic() returned, all that is sent."""
+    """The sum of all sent bytes that traffic() returned."""
     return found["sent_gradients"] + found["sent_parameters"] + found["sent_activations"]
 
 
 def received_bytes(found: Bytes) -> int:
-    """Of what traffic() returned, all that is received."""
+    """The sum of all received bytes that traffic() returned."""
     return found["received_gradients"] + found["received_parameters"] + found["received_activations"]
 
 
@@ -418,15 +437,18 @@ def received_bytes(found: Bytes) -> int:
 
 
 def step_flops(job: Job) -> int:
-    """Of a step over all ranks: forward 24 B T C^2 + 4 B T^2 C a block and 2 B T C V for the logits, backward twice as much,
-    the blocks once more with checkpointing. (Narayanan et al. 2021, appendix.)"""
+    """Flops of a step over all ranks.
+
+    Forward: 24 B T C^2 + 4 B T^2 C per block, and 2 B T C V for the logits. Backward: twice as much. With checkpointing the
+    blocks' forward runs once more. (Narayanan et al. 2021, appendix.)
+    """
     tokens, c = job["batch"] * job["seq_len"], job["n_embd"]
     blocks = job["n_layer"] * (24 * tokens * c**2 + 4 * tokens * job["seq_len"] * c)
     return (4 if job["checkpointing"] else 3) * blocks + 3 * 2 * tokens * c * job["vocab_size"]
 
 
 def bubble_fraction(strategy: str, p: int, m: int, v: int = 1) -> float:
-    """Share of the time that a pipeline's ranks wait: (p - 1) / (v m + p - 1); one micro-batch at a time: (p - 1) / p.
+    """Share of the time that a pipeline's ranks wait: (p - 1) / (v m + p - 1), or (p - 1) / p without overlap.
 
     Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
     """
@@ -435,7 +457,7 @@ def bubble_fraction(strategy: str, p: int, m: int, v: int = 1) -> float:
 
 
 def compute_seconds(job: Job, flops_per_s: float) -> float:
-    """Of a step, on ranks that each reach `flops_per_s`; a pipeline's bubble included."""
+    """Seconds of a step on ranks that each reach `flops_per_s`, including a pipeline's bubble."""
     seconds = step_flops(job) / (job["ranks"] * flops_per_s)
     if job["strategy"] in PIPELINES:
         seconds /= 1 - bubble_fraction(job["strategy"], job["ranks"], job["micro_batches"], stages_of(job))
@@ -443,5 +465,5 @@ def compute_seconds(job: Job, flops_per_s: float) -> float:
 
 
 def link_seconds(found: Bytes, bytes_per_s: float) -> float:
-    """Of what traffic() returned, over a link that carries `bytes_per_s` each way at once."""
+    """Seconds for what traffic() returned, over a link that carries `bytes_per_s` in both directions at the same time."""
     return max(sent_bytes(found), received_bytes(found)) / bytes_per_s

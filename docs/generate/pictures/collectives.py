@@ -2,7 +2,7 @@
 
     basics_NAME_LANGUAGE.svg    for the names of KINDS; basics_barrier_LANGUAGE.svg is a timeline
 
-The colour is that of what the collective most often carries in training.
+A picture has the colour of the data that the collective carries most often in training.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ KINDS = {
     "all_gather": "parameters", "scatter": "data", "reduce_scatter": "gradients", "all_to_all": "activations",
     "send_recv": "activations",
 }  # fmt: skip
-PLACED = ("gather", "all_gather", "scatter", "reduce_scatter")  # a single number is the rank's own piece of the whole
+PLACED = ("gather", "all_gather", "scatter", "reduce_scatter")  # a single number is the rank's piece of the whole
 CELL, HEIGHT, LEFT, RIGHT = 40, 30, 62, 268
 
 
 def rows_of(said: str) -> list[tuple[list[str], list[str]]]:
-    """What a collective's program printed -> (before, after) of each rank; no cells where nothing is defined."""
+    """Parses a collective's output into (before, after) of each rank; an undefined result has no cells."""
     found = re.findall(r"^rank (\d+): \[(.*)\] -> (?:\[(.*)\]|undefined)$", said, re.MULTILINE)
     if [int(rank) for rank, _, _ in found] != list(range(len(found))) or len(found) != len(said.splitlines()):
         raise SystemExit(f"error: no rows of ranks in what a program printed:\n{said}")
@@ -33,7 +33,7 @@ def rows_of(said: str) -> list[tuple[list[str], list[str]]]:
 
 
 def collective(words: Words, name: str, said: str) -> str:
-    """Each rank a line: its cells before, an arrow, its cells after."""
+    """One line per rank: its cells before, an arrow, its cells after."""
     drawing = Drawing(words, name.replace("_", "-"))
     drawing.text(LEFT + 2 * CELL, drawing.y + 10, words("before"), "middle", bold=True)
     drawing.text(RIGHT + 2 * CELL, drawing.y + 10, words("after"), "middle", bold=True)
@@ -54,7 +54,7 @@ def collective(words: Words, name: str, said: str) -> str:
 
 
 def barrier(words: Words, said: str) -> str:
-    """Each rank a lane: at work until it arrives, then waiting."""
+    """One lane per rank: it computes until it arrives, then it waits."""
     times = [float(time) for time in re.findall(r"arrives after ([\d.]+) s", said)]
     drawing = Drawing(words, "barrier")
     lanes = [words("rank {n}").format(n=rank) for rank in range(len(times))]

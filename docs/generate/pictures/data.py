@@ -1,4 +1,4 @@
-"""What the pictures take from the repository: bucket plan, schedules, chunk groups, evictions. So they cannot go stale."""
+"""Data for the pictures, computed by the repository's code so that no picture goes stale: buckets, schedules, evictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> Any:
 
 @cache
 def buckets() -> list[list[int]]:
-    """Numels in each bucket of chapter 02 at its default size, by its own function."""
+    """Numels in each bucket of chapter 02 at its default size, from the chapter's function."""
     folder = REPO / "chapters/02_ddp"
     text = (folder / "ddp.py").read_text(encoding="utf-8")
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
@@ -57,18 +57,18 @@ def schedules() -> ModuleType:
 
 @cache
 def groups() -> int:
-    """Groups of chunks that the engine plans for tiny on two ranks."""
+    """Number of chunk groups that the engine plans for tiny on two ranks."""
     from pstar import plan_engine
 
     return len(plan_engine(model, {"near_budget": "25%"}, 2).layout.groups)
 
 
 def slots_of(order: Sequence[int], room: int) -> tuple[list[list[int | None]], set[int]]:
-    """Which chunk is in which slot at each moment of a step that repeats, and the moments at which one is loaded."""
+    """The chunk in each slot at each moment of a repeating step, and the moments at which a chunk is loaded."""
     from pstar.schedule.schedule import Trace
 
     trace, slots = Trace(order), [None] * room
-    for _ in range(3):  # the first rounds fill the slots; then it repeats
+    for _ in range(3):  # the first rounds fill the slots; then the pattern repeats
         history, loads = [], set()
         for moment, chunk in enumerate(order):
             if chunk not in slots:

@@ -1,4 +1,4 @@
-"""The picture of the home page: the same model of four layers, and what each rank of each chapter holds of it, as SVG."""
+"""The picture of the home page as SVG: which parts of one four-layer model each rank of each chapter holds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ COLOURS = {"data": "#607d8b", "model parameters": "#3f51b5", "gradients": "#ef6c
 EMPTY, DARK = "#eeeeee", "#424242"
 WIDTH, FONT = 440, 14  # 14 units are more than 11 px on a phone of 390
 CELL, ROW = 13, 12
-LEFT, LINE = 112, 76  # where the ranks begin; from one chapter to the next
+LEFT, LINE = 112, 76  # x of the first rank; height of a chapter's line
 
 
 class Rank(NamedTuple):
-    """What a rank holds: rows of data, parameters, gradients and states; a letter a layer (in data, a sequence).
+    """The rows that a rank holds: data, parameters, gradients and states. One letter per layer (in data, per sequence).
 
-    # all of it   - at half the bytes   < its first half   > its second half   . not here
+    # all of it   - at half the bytes   < its first half   > its second half   . none of it
     """
 
     name: str
@@ -32,11 +32,11 @@ PARTS = {"#": (0, 0, 1, 1), "-": (0, 0.5, 1, 0.5), "<": (0, 0, 0.5, 1), ">": (0.
 
 
 def _replicas(first: str, second: str) -> list[Rank]:
-    """Two ranks that share the data; what they hold of parameters, gradients and states, one letter each."""
+    """Two ranks that share the data. `first` and `second`: a letter each for parameters, gradients and states."""
     return [Rank("0", ["##..", *(4 * held for held in first)]), Rank("1", ["..##", *(4 * held for held in second)])]
 
 
-# chapter, technique, what travels between its ranks, ranks
+# chapter, technique, what its ranks exchange, ranks
 PLANS = (
     ("00", "one process", "", [Rank("0", ["####"] * 4)]),
     ("01", "parameter server", "gradients, parameters", [Rank("server", ["##..", "####", "####", "####"]),
@@ -99,7 +99,7 @@ def write(words: Callable[[str], Callable[[str], str]], folder: Path) -> None:
 
 
 def _lines(text: str, longest: int = 13) -> list[str]:
-    """At most `longest` letters a line where there are blanks; Chinese is short."""
+    """Breaks text at blanks into lines of at most `longest` letters; Chinese is short and needs no break."""
     lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > longest:

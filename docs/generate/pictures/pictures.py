@@ -1,10 +1,10 @@
 """The pictures of the chapters as SVG: a small drawing kit; ranks.py and timelines.py draw with it.
 
     NN_name_LANGUAGE.svg        ranks, what each of them holds, and the messages between them
-    NN_name_time_LANGUAGE.svg   one step: what each rank computes when, and which messages travel meanwhile
+    NN_name_time_LANGUAGE.svg   one step: what each rank computes when, and which messages it sends at the same time
 
-A picture is 440 units wide with letters of 14, so that they are 11 px on a phone of 390. What does not fit is an error,
-not an ugly picture: widths of words are estimated from above.
+A picture is 440 units wide. Its letters have 14 units, which is 11 px on a phone 390 px wide. Text that does not fit raises
+an error. Widths of words are overestimated, so that text never overflows unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Words = Callable[[str], str]
 WIDTH, FONT, MARGIN = 440, 14, 6
 DARK, FAINT, LINE = "#212121", "#eeeeee", "#424242"
 COLOURS = {"parameters": "#3f51b5", "gradients": "#ef6c00", "states": "#2e7d32", "activations": "#8e24aa", "data": "#607d8b"}
-# What a rank computes has the colour of what it makes.
+# A computation has the colour of its result.
 COLOURS |= {"forward": COLOURS["activations"], "backward": COLOURS["gradients"], "update": COLOURS["states"], "idle": FAINT}
 MEANING = {
     "parameters": "model parameters", "gradients": "gradients", "states": "optimizer states", "activations": "activations",
@@ -32,13 +32,13 @@ FAMILIES = "system-ui, 'PingFang SC', 'Microsoft YaHei', 'Noto Sans CJK SC', 'No
 
 
 def width_of(text: str, bold: bool = False) -> float:
-    """Units that a text is wide, about, in one of the wider families."""
+    """The approximate width of a text in units, in one of the wider font families."""
     latin = 0.63 if bold else 0.57
     return sum(FONT if unicodedata.east_asian_width(c) in "WF" else latin * FONT for c in text)
 
 
 def wrapped(text: str, width: float) -> list[str]:
-    """Lines of a text: broken at blanks and between Chinese characters, none of which begins a line with a stop."""
+    """Breaks a text into lines, at blanks and between Chinese characters. No line begins with a stop."""
     pieces: list[str] = []
     for c in text:
         wide = unicodedata.east_asian_width(c) in "WF"
@@ -60,7 +60,7 @@ def _is_wide_end(text: str) -> bool:
 
 
 class Row(NamedTuple):
-    """What a rank holds: a label, and below it a bar of equal cells; 1: held, 0: held elsewhere, 2: here for a while."""
+    """One thing that a rank holds: a label above a bar of equal cells. 1: held, 0: held elsewhere, 2: held temporarily."""
 
     label: str
     kind: str
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 class Drawing:
-    """An SVG that grows downwards: `y` is where the next thing goes."""
+    """An SVG that grows downwards: `y` is the top of the next element."""
 
     def __init__(self, words: Words, title: str) -> None:
         self.words, self.y, self.title = words, 3.0, title
@@ -79,7 +79,7 @@ class Drawing:
     # ---- elements
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", colour: str = DARK, bold: bool = False) -> None:
-        """A line of text; (x, y) is on its middle line."""
+        """A line of text, centred vertically on y."""
         width = width_of(text, bold)
         left = {"start": x, "middle": x - width / 2, "end": x - width}[anchor]
         if left < -1 or left + width > WIDTH + 1:
@@ -104,7 +104,7 @@ class Drawing:
         self._parts.append(f'<rect {shape} fill="none" stroke="{colour}"{dashes}/>')
 
     def chevron(self, x: float, y: float, width: float, height: float, kind: str, text: str = "") -> None:
-        """A message that takes from x to x + width: a box with the point of an arrow, in the colour of what it carries."""
+        """A message from x to x + width: a box that ends in an arrowhead, in the colour of its content."""
         self._kinds[kind] = None
         tip = min(5.0, width / 2)
         points = [(x, y), (x + width - tip, y), (x + width, y + height / 2), (x + width - tip, y + height), (x, y + height)]
@@ -127,14 +127,14 @@ class Drawing:
     # ---- blocks
 
     def heading(self, text: str) -> None:
-        """A bold line, wrapped where it is long."""
+        """Bold text, wrapped if it is too long for one line."""
         for line in wrapped(text, 0.93 * (WIDTH - 2 * MARGIN)):
             self.text(MARGIN, self.y + 12, line, bold=True)
             self.y += 20
         self.y += 4
 
     def panel(self, x: float, width: float, title: str, rows: Sequence[Row]) -> list[float]:
-        """A rank from self.y downwards with what it holds; returns the middle of each bar. self.y stays."""
+        """Draws a rank and its rows from self.y downwards; returns the middle of each bar. Does not change self.y."""
         y = self.y + 28
         if width_of(title, bold=True) > width:
             raise ValueError(f"{self.title}: {title!r} does not fit over a panel of {width:.0f}")
@@ -157,7 +157,7 @@ class Drawing:
         return middles
 
     def messages(self, rows: Iterable[tuple[str, str, str]]) -> None:
-        """What travels: (content, way such as '0 → 1', sentence)."""
+        """The list of messages: (content, way such as '0 → 1', sentence)."""
         rows = list(rows)
         left = MARGIN + 34 + max((width_of(way, bold=True) for _, way, _ in rows), default=0)
         for kind, way, sentence in rows:
@@ -175,7 +175,7 @@ class Drawing:
             self.y += 20
 
     def legend(self) -> None:
-        """The colours that were used."""
+        """The colours used so far, each with its name."""
         x, self.y = MARGIN, self.y + 8
         for kind in sorted(self._kinds, key=lambda kind: list(MEANING).index(kind)):
             word = self.words(MEANING[kind])
@@ -199,12 +199,12 @@ class Drawing:
 
 
 class Timeline:
-    """Lanes of one panel over time, below what is drawn already.
+    """Lanes of one panel over time, drawn below the existing content.
 
     Args:
-        drawing: where.
+        drawing: the picture to draw into.
         lanes: (name, height) from top to bottom; an empty name is a heading without a lane.
-        until: units of time that the width holds.
+        until: the time at the right edge.
     """
 
     HEIGHT, LEFT = 24, 84
@@ -225,28 +225,28 @@ class Timeline:
         drawing.y += 6
 
     def at(self, time: float) -> float:
-        """The place of a time."""
+        """The x of a time."""
         return self.LEFT + self.scale * time
 
     def block(self, lane: str, begin: float, end: float, kind: str, text: str = "", light: bool = False) -> None:
-        """A rank computes; a number that is too wide for its box is left out."""
+        """Draws a computation; leaves out a number that is too wide for its box."""
         width = self.scale * (end - begin)
         text = "" if text.isdigit() and width_of(text) > width else text
         self.drawing.box(self.at(begin), self.top[lane], width, self.HEIGHT, kind, text, light)
 
     def message(self, lane: str, begin: float, end: float, kind: str, text: str = "") -> None:
-        """A message is under way."""
+        """Draws a message from `begin` to `end`."""
         self.drawing.chevron(self.at(begin), self.top[lane] + 1, self.scale * (end - begin), self.HEIGHT - 2, kind, text)
 
     def arrow(self, time: float, sender: str, receiver: str, both: bool = False) -> None:
-        """From lane to lane."""
+        """Draws an arrow from the sender's lane to the receiver's."""
         down = self.top[receiver] > self.top[sender]
         first = self.top[sender] + (self.HEIGHT if down else 0)
         last = self.top[receiver] + (0 if down else self.HEIGHT)
         self.drawing.arrow(self.at(time), first, self.at(time), last, both)
 
 
-# Chapter -> its function in ranks and, with _time, in timelines.
+# Chapter -> its function in ranks.py; timelines.py has the same name with _time.
 CHAPTERS = {
     "00_single": "single", "01_parameter_server": "parameter_server", "02_ddp": "ddp", "03_horovod": "horovod",
     "04_apex": "apex", "05_model_parallel": "model_parallel", "06_zero": "zero", "07_patrickstar": "patrickstar",
@@ -254,7 +254,7 @@ CHAPTERS = {
 
 
 def drawn(words: Words) -> dict[str, str]:
-    """Name without language -> SVG, of all chapters."""
+    """The pictures of all chapters: name without language -> SVG."""
     from docs.generate.pictures import ranks, timelines
 
     found = {chapter: getattr(ranks, name)(words) for chapter, name in CHAPTERS.items()}

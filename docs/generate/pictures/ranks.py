@@ -1,4 +1,4 @@
-"""Pictures of ranks, one function a chapter: what each rank holds, in bytes, and what travels between them."""
+"""Pictures of ranks, one function per chapter: what each rank holds, in bytes, and which messages it exchanges."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from docs.generate.pictures.data import buckets, groups, tiny
 from docs.generate.pictures.pictures import MARGIN, WIDTH, Drawing, Row, Words
 
-SEQUENCES = 12  # of the global batch of the captured runs
+SEQUENCES = 12  # in the global batch of the captured runs
 GAP = 40
 HALF = (WIDTH - 2 * MARGIN - GAP) / 2
 LEFT, RIGHT = MARGIN, MARGIN + HALF + GAP
-HALVES = ((1, 0), (0, 1))  # what each of two ranks holds of something that is cut in two
+HALVES = ((1, 0), (0, 1))  # the cells of two ranks that each hold one half
 
 def _data(rank: int, num_ranks: int = 2, words: Words = str) -> Row:
     share = SEQUENCES // num_ranks
@@ -21,7 +21,7 @@ def _data(rank: int, num_ranks: int = 2, words: Words = str) -> Row:
 
 def _states(words: Words, parameters: Sequence[int] = (1,), gradients: Sequence[int] = (1,), moments: Sequence[int] = (1,),
             ) -> list[Row]:  # fmt: skip
-    """fp32: 4, 4 and 8 bytes a parameter; bars are as long as bytes are many."""
+    """Rows in fp32: 4, 4 and 8 bytes per parameter. A bar's length is proportional to its bytes."""
     return [Row(words("parameters, 4 B"), "parameters", parameters, 0.5),
             Row(words("gradients, 4 B"), "gradients", gradients, 0.5),
             Row(words("Adam's moments, 8 B"), "states", moments)]  # fmt: skip
@@ -32,7 +32,7 @@ def _activations(words: Words) -> Row:
 
 
 def _two(drawing: Drawing, titles: Sequence[str], first: Sequence[Row], second: Sequence[Row]) -> list[float]:
-    """Two ranks side by side; the middles of the bars."""
+    """Draws two ranks side by side; returns the middle of each bar."""
     middles = drawing.panel(LEFT, HALF, titles[0], first)
     drawing.panel(RIGHT, HALF, titles[1], second)
     drawing.y = middles[-1] + 22

@@ -1,6 +1,6 @@
-"""Timelines, one function a chapter: what each rank computes in a step, and which messages travel meanwhile.
+"""Timelines, one function per chapter: what each rank computes in a step, and which messages travel at the same time.
 
-Orders come from the repository where it has them as data; lengths of time are schematic.
+Where the repository has an order as data, the picture uses it. Durations are schematic.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def parameter_server_time(words: Words) -> str:
 
 
 def ddp_time(words: Words) -> str:
-    """Chapter 02: buckets become ready as backward goes through the parameters, and travel one after another."""
+    """Chapter 02: buckets become ready during backward, and are sent one after another."""
     drawing = Drawing(words, words("One step, without and with overlap"))
     sizes = buckets()
     total, seconds, until = sum(map(sum, sizes)), 10.0, 61
@@ -87,7 +87,7 @@ def ddp_time(words: Words) -> str:
 
 
 def horovod_time(words: Words) -> str:
-    """Chapter 03: what both ranks have ready at a cycle of Horovod's thread is one message."""
+    """Chapter 03: in each cycle, Horovod's thread puts the gradients that both ranks have ready into one message."""
     drawing = Drawing(words, words("Horovod's thread beside backward"))
     names = _lanes(words, (0, "compute"), (0, "thread"), (1, "thread"), (1, "compute"))
     slow, num, cycle, until = 1.15, 8, 5.0, 62
@@ -143,7 +143,7 @@ def apex_time(words: Words) -> str:
 
 
 def model_parallel_time(words: Words) -> str:
-    """Chapter 05: its own schedules, at four ranks and eight micro-batches."""
+    """Chapter 05: the chapter's schedules, at four ranks and eight micro-batches."""
     table, ranks, micros = schedules(), 4, 8
     drawing = Drawing(words, words("Schedules of a pipeline"))
     plans = {name: (table.orders(name, ranks, micros, stages), stages)
@@ -169,7 +169,7 @@ def model_parallel_time(words: Words) -> str:
 
 
 def zero_time(words: Words) -> str:
-    """Chapter 06, stage 3, as the head of zero/stage3.py says: the next block is gathered while this one computes."""
+    """Chapter 06, stage 3: the next block is gathered while this one computes (see the docstring of zero/stage3.py)."""
     drawing = Drawing(words, words("ZeRO stage 3: messages beside the computation"))
     blocks, gather, forward, backward = tiny().n_layer, 2.6, 3.2, 6.4
     names = _lanes(words, (0, "compute"), (0, "messages"), (1, "messages"), (1, "compute"))
@@ -216,7 +216,7 @@ def zero_time(words: Words) -> str:
 
 
 def patrickstar_time(words: Words) -> str:
-    """Chapter 07: who is near when, by pstar's own rule for the victim (the farthest next use)."""
+    """Chapter 07: which chunk is near at which moment, by pstar's rule for the victim (the farthest next use)."""
     drawing = Drawing(words, words("Chunks come and go in one step"))
     num, room = 6, 3
     order = [*range(num), *reversed(range(num))]

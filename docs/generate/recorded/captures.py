@@ -1,11 +1,11 @@
-"""Every chapter as it ran: short, for real, on one corpus and with one set of flags, kept in docs/captured/ by git.
+"""A short real run of every chapter, on one corpus and with one set of flags; git tracks the results in docs/captured/.
 
     capture(names)      runs chapters and writes docs/captured/NN_name.json
-    captured(name)      what that file says: command, printed, losses, date, versions
+    captured(name)      the content of that file: command, output, losses, date, versions
     draw(folder)        curves_all.png, and for each chapter curve_NN_name.png: its losses over those of chapter 00
 
-A build only reads; `python -m docs.generate --capture-chapters [NN ...]` runs. tests/docs/test_captures.py holds that
-chapters still begin with the losses of their captures, and that the curves of all captures are one.
+A build only reads these files; `python -m docs.generate --capture-chapters [NN ...]` runs the chapters.
+tests/docs/test_captures.py checks that chapters still begin with the captured losses, and that all captured curves agree.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from docs.generate.recorded.measured import REPO, call, circumstances, write_who
 
 FOLDER = REPO / "docs" / "captured"
 
-# Shorter sequences and batches than the defaults, and a learning rate that suits them: a page needs the comparison, not a
-# low loss, and where training is unstable the roundings of two orders of summation grow apart.
+# Shorter sequences and smaller batches than the defaults, and a learning rate for them. A page needs the comparison, not a
+# low loss. In unstable training, the rounding differences of two orders of summation would grow.
 STEPS, WARMUP = 60, 10
 FLAGS = (f"--max-steps {STEPS} --warmup-steps {WARMUP} --lr 0.0005 --seq-len 64 --batch-size 12 --eval-every {STEPS} "
          "--valid-data data/valid/webtext.json --device cpu")  # fmt: skip
-# What a chapter needs besides, so that its curve is that of 00 in fp32 and its technique is at work.
+# Extra flags of a chapter, so that it uses its technique and its curve equals chapter 00's in fp32.
 OWN_FLAGS = {"04_apex": "--opt-level O0", "05_model_parallel": "--grad-accum 4"}
 CHAPTERS = ("00_single", "01_parameter_server", "02_ddp", "03_horovod", "04_apex", "05_model_parallel", "06_zero",
             "07_patrickstar")  # fmt: skip
@@ -43,12 +43,12 @@ def flags_of(chapter: str) -> str:
 
 
 def command_of(chapter: str) -> str:
-    """The captured run of a chapter as a reader would type it."""
+    """The command of a chapter's captured run, as a reader would type it."""
     return f"bash chapters/{chapter}/train.sh {flags_of(chapter)}"
 
 
 def run(chapter: str, flags: str) -> dict[str, Any]:
-    """{losses, said} of a chapter that runs now; the paths of this machine are taken out of what it said."""
+    """Runs a chapter; returns {losses, said}. `said` is its output without this machine's paths."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "runs" / chapter
         program = [sys.executable, f"chapters/{chapter}/train.py", *flags.split(), "--output-dir", str(output)]
@@ -60,10 +60,10 @@ def run(chapter: str, flags: str) -> dict[str, Any]:
 
 
 def capture(wanted: Iterable[str] = ()) -> None:
-    """Runs the chapters whose number or name is given, all without one, and writes what they did.
+    """Runs the chapters with the given numbers or names, by default all, and writes their results.
 
     Raises:
-        SystemExit: a name that is no chapter, a run that failed.
+        SystemExit: a name is not a chapter's, or a run failed.
     """
     chosen = [name_of(one) for one in wanted] or list(CHAPTERS)
     for chapter in chosen:
@@ -86,7 +86,7 @@ def captured(chapter: str) -> dict[str, Any]:
     """The captured run of a chapter.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: the chapter has no captured run.
     """
     path = FOLDER / f"{chapter}.json"
     if not path.exists():
@@ -95,11 +95,11 @@ def captured(chapter: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-# ---- what the pages take from them
+# ---- what the pages use
 
 
 def block(words: Callable[[str], str], chapter: str) -> str:
-    """A block to unfold: the command, what it printed, and under which circumstances."""
+    """A collapsible block: the command, its output, and the circumstances of the run."""
     found = captured(chapter)
     line = words("Captured on {date}: Python {python}, torch {torch}, {cores} CPU cores.").format(**found)
     inside = f"```bash\n{found['command']}\n```\n\n```text\n{found['said'].strip()}\n```\n\n{line}\n"
@@ -108,7 +108,7 @@ def block(words: Callable[[str], str], chapter: str) -> str:
 
 
 def largest_difference(chapter: str) -> float:
-    """Of a chapter's losses from those of chapter 00, relative, over all steps."""
+    """The largest relative difference of a chapter's losses from chapter 00's, over all steps."""
     pairs = zip(captured(BASE)["losses"], captured(chapter)["losses"], strict=True)
     return max(abs(a - b) / abs(a) for a, b in pairs)
 
@@ -119,7 +119,7 @@ def shown_steps() -> list[int]:
 
 
 def summary_rows(said: str) -> list[tuple[str, str]]:
-    """(name, value) of the table that chapter 07 prints at its end: the chunk memory."""
+    """(name, value) of each row of the table of chunk memory, which chapter 07 prints at its end."""
     _, _, end = said.partition("\nDone.\n")
     table = end.partition("\n\n")[2].partition("\n\n")[0]
     rows = re.findall(r"^  (\S.*?)  +(\S.*)$", table, re.MULTILINE)
@@ -129,7 +129,7 @@ def summary_rows(said: str) -> list[tuple[str, str]]:
 
 
 def draw(folder: Path) -> None:
-    """The curves as pictures, English labels only so that no font is needed; those that are there and newer stay."""
+    """Draws the curves, with English labels only so that no font is needed. Keeps pictures newer than their sources."""
     files = [FOLDER / f"{chapter}.json" for chapter in CHAPTERS]
     pictures = {f"curve_{chapter}.png": (BASE, chapter) for chapter in CHAPTERS[1:]}
     pictures |= {f"curve_{BASE}.png": (BASE,), "curves_all.png": CHAPTERS, "loss_00_07.png": (BASE, CHAPTERS[-1])}
@@ -141,7 +141,7 @@ def draw(folder: Path) -> None:
 
 
 def _draw(chapters: Sequence[str], target: Path) -> None:
-    """The first curve thick, the others thin on top of it, dashes of different phase so that all of them are seen."""
+    """Draws the first curve thick and the others thin on top, with dashes of different phase so that all are visible."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,7 +161,7 @@ def _draw(chapters: Sequence[str], target: Path) -> None:
     axes.set(xlabel="step", ylabel="training loss, nats per token", xlim=(0, STEPS + 1))
     axes.spines[["top", "right"]].set_visible(False)
     whole = [pyplot.Line2D([], [], color=COLOURS[chapter], linewidth=8 if chapter == BASE else 2.5) for chapter in chapters]
-    handles = {"handles": whole, "labels": chapters} if others > 1 else {}  # of such long dashes a sample would show a gap
+    handles = {"handles": whole, "labels": chapters} if others > 1 else {}  # a sample of long dashes shows a gap
     axes.legend(**handles, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92), labelspacing=0.3)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=160, metadata={"Software": None})

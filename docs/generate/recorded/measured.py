@@ -1,7 +1,7 @@
-"""What a build runs: programs asked for their --help, and chapter 07 with a profile, again only when its sources change.
+"""The programs that a build runs: --help of the chapters, and chapter 07 with a profile if its sources have changed.
 
-    draw_profile(folder) a run of chapter 07 with a profile, as `pstar trace` draws it; profile() is the file itself
-    help_of(chapter)     what --help prints
+    draw_profile(folder) pictures that `pstar trace` draws of a run of chapter 07; profile() is the profile's path
+    help_of(chapter)     the output of --help
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[3]
-# What commands of pages name, and what that imports.
+# Folders that the pages' commands name or import.
 SHARED = ("cache", "chapters", "data", "gpt2_chinese", "pstar", "durable", "scripts", "benchmarks")
 GENERATED = REPO / "docs" / "_generated"
 
 PROFILED = "07_patrickstar"
-# Activations as large as half the chunks, and memory that both cannot have at once.
+# The activations are half as large as the chunks, and the memory is too small for both together.
 PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-len 64 --chunk-size 100000 "
                  "--near-budget 100% --near-memory 24MiB --device cpu")  # fmt: skip
 PROFILE_STEPS = "1-2"
@@ -38,20 +38,23 @@ SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "durable/**/*.py", "data/**/
 
 
 def circumstances() -> dict[str, Any]:
-    """What a number from a run must be read with."""
+    """The facts that a reader needs to judge a number from a run: date, cores, versions."""
     return {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(),
             "torch": importlib.metadata.version("torch").partition("+")[0]}  # fmt: skip
 
 
 def reader_in(folder: Path) -> dict[str, str]:
-    """Makes a folder look like the repository, with runs/ and whatever else is written in it its own; its environment."""
+    """Makes a folder look like the repository, and returns the environment for it.
+
+    Links lead to the repository's sources. runs/ and everything else that a command writes is the folder's own.
+    """
     for entry in SHARED:
         (folder / entry).symlink_to(REPO / entry)
     return environment(PYTHON=sys.executable, OMP_NUM_THREADS="1", GPT2_CHINESE_CACHE=str(folder / "tokens"), COLUMNS="100")
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """In which a command finds this Python, its programs and this repository, and prints UTF-8."""
+    """An environment in which a command finds this Python, its programs and this repository, and prints UTF-8."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PATH": programs, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **variables}
@@ -65,20 +68,20 @@ def _hash_of_sources() -> str:
 
 
 def profile_commands() -> list[str]:
-    """A run with a profile and what draws it, as a reader would type them."""
+    """The commands of a run with a profile and of its drawing, as a reader would type them."""
     run = f"bash chapters/{PROFILED}/train.sh {PROFILE_FLAGS}"
     return ["mkdir -p runs", f"{run} --profile runs/profile.json --output-dir runs/profiled",
             f"pstar trace runs/profile.json --steps {PROFILE_STEPS} --out runs/trace"]  # fmt: skip
 
 
 def profile() -> Path:
-    """The profile that profile_commands write; they run again only when a source has changed."""
+    """The path of the profile that profile_commands write; runs them again only if a source has changed."""
     draw_profile(GENERATED / "figures")
     return PROFILE
 
 
 def draw_profile(target: Path) -> None:
-    """Runs profile_commands, keeps the profile and puts the two pictures into the folder; unless no source changed."""
+    """Runs profile_commands if a source has changed; keeps the profile and puts the two pictures into the folder."""
     key, key_file = _hash_of_sources(), GENERATED / "profile.key"
     kept = [PROFILE, *(target / name for name in PICTURES)]
     if key_file.exists() and key_file.read_text() == key and all(path.exists() for path in kept):
@@ -97,12 +100,12 @@ def draw_profile(target: Path) -> None:
 
 
 def help_of(chapter: str) -> str:
-    """What a chapter's --help prints, 100 columns wide."""
+    """The output of a chapter's --help, 100 columns wide."""
     return call([sys.executable, f"chapters/{chapter}/train.py", "--help"], {"COLUMNS": "100"})
 
 
 def call(command: list[str], variables: dict[str, str]) -> str:
-    """Runs a command in the repository; returns its stdout, or raises with what it said."""
+    """Runs a command in the repository; returns its stdout, or raises SystemExit with its output."""
     done = subprocess.run(command, cwd=REPO, env=environment(**variables), capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -111,7 +114,7 @@ def call(command: list[str], variables: dict[str, str]) -> str:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Of several builds in one checkout one writes at a time; the next one finds what that made."""
+    """Lets one build in a checkout write at a time; the next one finds the first one's files."""
     GENERATED.mkdir(parents=True, exist_ok=True)
     with (GENERATED / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -119,7 +122,7 @@ def alone() -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, and leaves one that is equal untouched (mkdocs serve watches times)."""
+    """Writes a file completely or not at all. Does not touch an equal file, because mkdocs serve watches times."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

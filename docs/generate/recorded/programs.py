@@ -1,9 +1,9 @@
-"""Runs docs/programs as their first lines say; what they print is on the pages, and in the pictures of the collectives.
+"""Runs docs/programs with the commands in their first lines, for the pages and the pictures of the collectives.
 
-    outputs()                         name -> what a program printed, kept until a program, a package or torch changes
+    outputs()                         name -> output of a program, kept until a program, a package or torch changes
     python docs/generate/recorded/programs.py FOLDER NAME...   with the repository in PYTHONPATH
-                                      runs programs one after the other in this process and writes what each prints into
-                                      FOLDER/NAME.RANK; under torchrun all ranks do, so that a dozen programs cost one start
+                                      runs programs one after the other in this process and writes each output into
+                                      FOLDER/NAME.RANK. Under torchrun every rank does so: a dozen programs cost one start.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from docs.generate.recorded.measured import GENERATED, REPO, environment, write_
 
 PROGRAMS = REPO / "docs" / "programs"
 STORE = GENERATED / "programs.json"
-OWN_PROCESS = ("launcher", "start_cost", "peak")  # they start processes, or ask what their own has used
+OWN_PROCESS = ("launcher", "start_cost", "peak")  # they start processes, or measure their own process
 
 
 def names() -> list[str]:
-    """All programs."""
+    """The names of all programs."""
     return sorted(path.stem for path in PROGRAMS.glob("*.py"))
 
 
 def command_of(name: str) -> str:
-    """How a reader starts a program: the only line of its docstring."""
+    """The command with which a reader starts a program: the only line of its docstring."""
     command = ast.get_docstring(ast.parse((PROGRAMS / f"{name}.py").read_text(encoding="utf-8")))
     if not command or "\n" in command or f"docs/programs/{name}.py" not in command:
         raise SystemExit(f"error: the first line of docs/programs/{name}.py is not the command that starts it")
@@ -45,7 +45,7 @@ def command_of(name: str) -> str:
 
 
 def outputs() -> dict[str, str]:
-    """What each program printed; runs all of them when one has changed, or what they import."""
+    """The output of each program; runs all of them if one has changed, or a package that they import."""
     digest = hashlib.sha256(f"{sys.version} {importlib.metadata.version('torch')}".encode())
     packages = [path for name in ("gpt2_chinese", "pstar", "durable") for path in sorted((REPO / name).glob("**/*.py"))]
     for path in [Path(__file__), *sorted(PROGRAMS.glob("*.py")), *packages]:
@@ -60,7 +60,7 @@ def outputs() -> dict[str, str]:
 
 
 def run_all() -> dict[str, str]:
-    """Runs every program: those of torchrun under one start of it, most others in one process."""
+    """Runs every program: all torchrun programs in one start of torchrun, most others in one process."""
     together: dict[str, list[str]] = {}
     said = {}
     for name in names():
@@ -78,13 +78,13 @@ def run_all() -> dict[str, str]:
 
 
 def _in_order(said: str) -> str:
-    """Lines of several ranks, which come in any order, by rank."""
+    """Sorts the lines of several ranks by rank; they arrive in any order."""
     return "".join(sorted(said.splitlines(keepends=True))) if said.startswith("rank ") else said
 
 
 def _start(command: list[str]) -> str:
-    """What a command prints; raises SystemExit with it when the command fails."""
-    # unbuffered, Python writes a line and its end apart, and between them comes what another rank prints
+    """Returns what a command prints; raises SystemExit with its output if it fails."""
+    # unbuffered, Python writes a line and its newline separately, and another rank's output could come between them
     env = environment(PYTHONUNBUFFERED="", OMP_NUM_THREADS="1")
     done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, encoding="utf-8", timeout=600)
     if done.returncode:
@@ -93,7 +93,7 @@ def _start(command: list[str]) -> str:
 
 
 def main(folder: str, *group: str) -> None:
-    """Runs programs in this process. Each group of ranks meets in a file of its own: torchrun's store is for one meeting."""
+    """Runs programs in this process. Each program has its own file as rendezvous: torchrun's store serves only one."""
     import torch.distributed as dist
 
     join, rank = dist.init_process_group, int(os.environ.get("RANK", 0))

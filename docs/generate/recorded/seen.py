@@ -1,11 +1,11 @@
-"""What the commands of the production pages really print: each is run, in this order, in one folder; kept by git.
+"""Runs the commands of the production pages, in this order and in one folder; git tracks their real output.
 
     python -m docs.generate.recorded.seen [NAME ...]
                                       runs all, or these and what they need, and writes docs/captured/seen.json; two minutes
-    block(name)                       for a page: the command and what it printed, with its status where that is not 0
+    block(name)                       for a page: the command and its output, with its status if that is not 0
 
-A page says `--8<-- "seen/NAME.md"`. Where a command needs something to go wrong (a rank that stops, a byte that is
-inverted) that is the `before` or `during` of the list.
+A page includes `--8<-- "seen/NAME.md"`. Some commands need a fault, such as a stopped rank or an inverted byte. In SEEN
+their `before` or `during` causes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST = 40  # lines of a block
 
 @dataclass(frozen=True)
 class Seen:
-    """One command: what must end with which status, and what is done before it, or by a shell beside it."""
+    """One command, its expected status, and shell lines that run before it or at the same time."""
 
     command: str
     status: int = 0
@@ -43,7 +43,7 @@ SHORT = "--max-steps 20 --warmup-steps 5 --batch-size 12 --seq-len 64 --device c
 MINE = "--train-data mine/text/train --valid-data mine/text/valid --vocab mine/vocab.txt"
 ERROR = r"^error:|not finite|^interrupted"
 LONG = "--max-steps 4000 --batch-size 12 --seq-len 64 --eval-every 4000 --device cpu"
-# Python reads it at its start, and finds no Horovod.
+# Python imports this file at its start, and then finds no Horovod.
 HIDE = """import importlib.util as u
 f = u.find_spec
 u.find_spec = lambda name, *more: None if name.startswith("horovod") else f(name, *more)
@@ -100,7 +100,7 @@ SEEN = {
 
 @cache
 def seen(name: str) -> dict[str, Any]:
-    """{command, status, said} of a name, and when and where all of them ran. Raises SystemExit when it never ran."""
+    """{command, status, said} of a name. Raises SystemExit if it never ran."""
     stored = json.loads(STORE.read_text(encoding="utf-8"))
     if name not in stored["commands"]:
         raise SystemExit(f"error: {name} was never run: python -m docs.generate.recorded.seen {name}")
@@ -108,14 +108,14 @@ def seen(name: str) -> dict[str, Any]:
 
 
 def block(name: str) -> str:
-    """The command as a user types it and what it printed, as text."""
+    """The command as a user types it, followed by its output, as text."""
     found = seen(name)
     status = f"\n(status {found['status']})" if found["status"] else ""
     return f"$ {found['command']}\n{found['said']}{status}"
 
 
 def where_and_when() -> dict[str, Any]:
-    """date, cores, python, torch of the runs."""
+    """The date, cores, python and torch of the runs."""
     return json.loads(STORE.read_text(encoding="utf-8"))["circumstances"]
 
 
@@ -123,7 +123,7 @@ def where_and_when() -> dict[str, Any]:
 
 
 def run(names: list[str]) -> None:
-    """Runs the commands and stores what they print."""
+    """Runs the commands and stores their output."""
     stored = json.loads(STORE.read_text(encoding="utf-8"))["commands"] if STORE.exists() else {}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +155,7 @@ def _one(one: Seen, base: Path, environment: dict[str, str]) -> dict[str, Any]:
         (base / "without" / "sitecustomize.py").write_text(HIDE)
         environment = environment | {"PYTHONPATH": f"{base / 'without'}{os.pathsep}{environment['PYTHONPATH']}"}
     subprocess.run(["bash", "-ec", one.before], cwd=base, env=environment, check=True, stdout=subprocess.DEVNULL)
-    line = one.command if "=" in one.command.split()[0] else f"exec {one.command}"  # that $P is the program's
+    line = one.command if "=" in one.command.split()[0] else f"exec {one.command}"  # so that $P is the program's process id
     process = subprocess.Popen(["bash", "-c", line], cwd=base, env=environment, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)  # fmt: skip
     if one.during:
@@ -168,7 +168,7 @@ def _one(one: Seen, base: Path, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def _clean(said: str, base: Path, keep: str) -> str:
-    """Without paths of this machine, without the set-up's own line, at most LONGEST lines."""
+    """The output without this machine's paths and the set-up's line, at most LONGEST lines."""
     for path in (str(base.resolve()), str(base), str(REPO)):
         said = said.replace(f"{path}/", "")
     said = said.replace(f"{Path(sys.executable).parent}/", "")
@@ -181,7 +181,7 @@ def _clean(said: str, base: Path, keep: str) -> str:
 
 
 def write_raw(folder: Path) -> None:
-    """An untidy corpus, made from the shipped one: JSON lines with copies, a broken line, odd characters; a text file."""
+    """Makes an untidy corpus from the shipped one: JSON lines with copies, a broken line, odd characters; a text file."""
     folder.mkdir(parents=True)
     texts = [text for part in ("train", "valid") for text in
              json.loads((REPO / "data" / part / "webtext.json").read_text(encoding="utf-8"))]  # fmt: skip

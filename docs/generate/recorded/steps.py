@@ -1,7 +1,7 @@
-"""One training step of the profile as JSON, which docs/assets/tools/chunks.js shows frame by frame: blocks in their tiers.
+"""One training step of the profile as JSON; docs/assets/tools/chunks.js shows frame by frame which block is in which tier.
 
-A frame is what happens to one block: it is copied in, goes far, is made, or is dropped. Bytes near are those of the chunks
-and, on top, the most that anything else takes until the next frame.
+A frame is one event of one block: it is copied in, copied far, created or dropped. The bytes near are those of the chunks,
+plus the peak of everything else until the next frame.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORDS = {
 
 
 def view(words: Callable[[str], str]) -> str:
-    """The place for the view, with its data in it: nothing is fetched."""
+    """The view's HTML element. It contains its data, so the page fetches nothing."""
     from pstar.profile.recording import load_profile
 
     content = step(load_profile(measured.profile()), STEP)
@@ -45,7 +45,7 @@ def view(words: Callable[[str], str]) -> str:
 def step(recording: Recording, number: int) -> dict[str, Any]:
     """{budget, tiers, kinds, blocks: [[kind, group, bytes]], held: [[block, tier]], ms, stages: [[name, ms, ms]], frames}.
 
-    frames: [{ms, said, block, moves: [[block, tier, 1 or 0]], near, other}], the first without a block: the begin.
+    frames: [{ms, said, block, moves: [[block, tier, 1 or 0]], near, other}]. The first is the begin and has no block.
     """
     from pstar.profile.timeline import cut, in_order, stages, tier_order
 
@@ -87,9 +87,9 @@ def step(recording: Recording, number: int) -> dict[str, Any]:
 
 
 def _together(events: list[BlockEvent]) -> list[list[BlockEvent]]:
-    """Events in the order of time; a block's two that follow each other and are one move are one frame.
+    """Groups events into frames, in the order of time. Two consecutive events of a block that are one move share a frame.
 
-    A block enters one tier and leaves another: it moved. Nothing else is put together.
+    A block moves when it enters one tier and then leaves another. All other events have a frame of their own.
     """
     frames: list[list[BlockEvent]] = []
     for event in events:
@@ -103,7 +103,7 @@ def _together(events: list[BlockEvent]) -> list[list[BlockEvent]]:
 
 
 def _what(before: set[str], after: set[str], stage: str) -> str:
-    """Which of WORDS says what happened to a block that was in some tiers and is in others now."""
+    """The key in WORDS for a block that was in the tiers `before` and is in the tiers `after`."""
     if not after:
         return "gone"
     if "near" in after - before:
@@ -114,7 +114,7 @@ def _what(before: set[str], after: set[str], stage: str) -> str:
 
 
 def _other(recording: Recording, begin: float, end: float) -> int:
-    """The most bytes near that were no chunks between two moments."""
+    """The peak of near bytes that do not belong to chunks, between two moments."""
     inside = [sample.num_bytes for sample in recording.non_model if begin < sample.at < end]
     before = [sample.num_bytes for sample in recording.non_model if sample.at <= begin]
     return max([*inside, *before[-1:]], default=0)

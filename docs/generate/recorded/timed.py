@@ -37,17 +37,17 @@ def commands(chapter: str) -> list[str]:
 
 
 def here(command: str) -> str:
-    """A command with the folder that it would take by itself, in the repository, spelled out: the same one below `.`."""
+    """A command with its default folder as a flag: without it, the command would write to the repository, not below `.`."""
     found = re.match(r"bash chapters/(\w+)/(train|generate)\.sh", command)
     flag = {"train": "--output-dir", "generate": "--model"}[found[2]] if found else ""
     return command if flag in command else f"{command} {flag} runs/{found[1]}"
 
 
 def run(chapters: list[str]) -> None:
-    """Runs the commands of chapters and stores their seconds; what went before them is warm: environment and token cache.
+    """Runs the commands of chapters and stores their seconds. The environment and the token cache exist before.
 
     Raises:
-        SystemExit: a command that fails or takes too long.
+        SystemExit: a command fails or takes too long.
     """
     known = stored() if STORE.exists() else {}
     for chapter in chapters:
@@ -56,7 +56,7 @@ def run(chapters: list[str]) -> None:
             environment = reader_in(base)
             seconds = {}
             for number, command in enumerate(commands(chapter)):
-                if number == 0:  # the token cache
+                if number == 0:  # fills the token cache
                     _call(f"{here(command)} --max-steps 1 --warmup-steps 0 --output-dir runs/first", base, environment)
                 begin = time.perf_counter()
                 _call(here(command), base, environment)
@@ -78,12 +78,12 @@ def _call(command: str, base: Path, environment: dict[str, str]) -> None:
 
 
 def stored() -> dict[str, Any]:
-    """Chapter -> circumstances of its runs, and seconds by command."""
+    """Chapter -> circumstances of its run, and seconds of each command."""
     return json.loads(STORE.read_text(encoding="utf-8"))["chapters"]
 
 
 def line(words: Callable[[str], str], chapter: str) -> str:
-    """What the commands of a chapter took, in their order; raises SystemExit when they have changed since."""
+    """The seconds of a chapter's commands, in their order; raises SystemExit if the commands have changed since."""
     found = stored().get(chapter, {"seconds": {}})
     if list(found["seconds"]) != commands(chapter):
         renew = f"python -m docs.generate.recorded.timed {chapter[:2]}"

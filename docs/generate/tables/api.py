@@ -1,4 +1,4 @@
-"""The API reference: what pstar exports, as its docstrings say it. The docstrings are English in both languages."""
+"""The API reference: what pstar exports, with its docstrings. The docstrings are English in both languages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-# Every exported name, in an order for reading.
+# Every exported name, in reading order.
 GROUPS = {
     "Train": ("initialize_engine", "Engine"),
     "Configure and plan": ("load_config", "Config", "plan_engine", "Plan"),
@@ -23,7 +23,7 @@ ENTRY = re.compile(r"^([\w.]+(?:, [\w.]+)*): (.*)")
 
 
 def reference(words: Callable[[str], str], module: ModuleType | None = None) -> str:
-    """All of it, in Markdown. Raises SystemExit for an exported name that GROUPS does not place, and the reverse."""
+    """The whole reference in Markdown. Raises SystemExit if GROUPS and the exported names differ."""
     if module is None:
         import pstar as module
     placed = {name for names in GROUPS.values() for name in names}
@@ -58,7 +58,7 @@ def entry(name: str, thing: Any) -> list[str]:
 
 
 def signature(node: ast.FunctionDef, name: str) -> str:
-    """As the source has it, without self or cls; an argument a line where one line is too short; of a property, its type."""
+    """The signature in the source without self or cls; for a property its type. A long one has one argument per line."""
     node = _Unquoted().visit(node)
     arguments, returns = node.args, f" -> {ast.unparse(node.returns)}" if node.returns else ""
     decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
@@ -76,10 +76,10 @@ def signature(node: ast.FunctionDef, name: str) -> str:
 
 
 class _Unquoted(ast.NodeTransformer):
-    """Annotations in quotes without them."""
+    """Removes the quotes of quoted annotations."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
-        """Called by visit."""
+        """Removes the quotes of one argument's annotation."""
         if isinstance(node.annotation, ast.Constant) and isinstance(node.annotation.value, str):
             node.annotation = ast.parse(node.annotation.value, mode="eval").body
         return node
@@ -114,7 +114,7 @@ def markdown(doc: str) -> str:
             lines.append(f"- {names}: {found[2]}")
         else:
             lines.append(f"- {line.strip()}" if line.strip() else "")
-    return re.sub(r"(?<![`\w])(__\w+__)(?![`\w])", r"`\1`", "\n".join(lines))    # else Markdown would make it bold
+    return re.sub(r"(?<![`\w])(__\w+__)(?![`\w])", r"`\1`", "\n".join(lines))    # Markdown would make __name__ bold
 
 
 def _said(node: Any, name: str) -> str:

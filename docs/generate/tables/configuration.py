@@ -11,7 +11,7 @@ Row = tuple[str, str, str, str]
 
 
 def rows(cls: type, prefix: str = "") -> Iterator[Row]:
-    """(key, type, default, sentence) of every field; an object's own keys follow it."""
+    """(key, type, default, sentence) of every field; the keys of an object follow the object."""
     from pstar.config import sentences
 
     types, default, said = get_type_hints(cls), cls(), sentences(cls)
@@ -27,14 +27,14 @@ def rows(cls: type, prefix: str = "") -> Iterator[Row]:
 
 
 def type_text(kind: Any) -> str:
-    """`int | str` -> 'int, str'; a tuple as what JSON has for it."""
+    """`int | str` -> 'int, str'; a tuple becomes the JSON type for it."""
     if get_origin(kind) is tuple:
         return f"[{', '.join(item.__name__ for item in get_args(kind))}]"
     return ", ".join("null" if item is type(None) else item.__name__ for item in get_args(kind) or (kind,))
 
 
 def reference(words: Callable[[str], str]) -> str:
-    """A table of the keys that stand alone, then one for each object of the configuration, below its name."""
+    """A table of the keys outside any object, then one table per object of the configuration, below its name."""
     from pstar.config import Config
 
     found = list(rows(Config))

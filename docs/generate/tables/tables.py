@@ -17,7 +17,7 @@ from docs.generate.tables import configuration, terms
 
 Words = Callable[[str], str]
 
-# Every entry of the repository and its one purpose; tests/docs holds it complete.
+# Every entry of the repository and its one purpose; tests/docs checks that none is missing.
 TREE = {
     "chapters/": "one program a folder: the same training, each time shared in another way",
     "gpt2_chinese/": "what all chapters share: model, corpus, vocabulary, the run; knows no parallelism",
@@ -55,7 +55,7 @@ COURSE = {
     "08_param_efficient": ("gradient checkpointing, LoRA, int8 and int4 base weights", "torchrun"),
 }
 
-# The sentence of the table of profiles: a number that one profile keeps whole.
+# The example sentence for the table of profiles. Its number is one token in one profile only.
 PROFILED = "2019年，今天天气很好。"
 
 # What the rows of chapter 07's closing table mean.
@@ -72,7 +72,7 @@ MEMORY = {
     "reduce": "received when gradients are reduced, in the last step",
 }
 
-# The baseline and the engine, which the tables of losses hold side by side.
+# The baseline and the engine, which the tables of losses compare.
 COMPARED = ("00_single", "07_patrickstar")
 
 
@@ -84,12 +84,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int = 0)
 
 
 def exists(chapter: str) -> bool:
-    """Whether a chapter of the course is written."""
+    """Whether a chapter of the course exists."""
     return (REPO / "chapters" / chapter / "train.py").exists()
 
 
 def chapters(words: Words, link: str = "chapters/{}.md") -> str:
-    """The course. `link` is the address of a chapter's page, {} its name."""
+    """The table of chapters. `link` is the address of a chapter's page, {} stands for the chapter's name."""
     rows = []
     for name, (technique, launcher) in COURSE.items():
         here = exists(name)
@@ -99,13 +99,13 @@ def chapters(words: Words, link: str = "chapters/{}.md") -> str:
 
 
 def result(words: Words, text: str) -> str:
-    """A committed result of benchmarks/: the facts it was measured with, and its table; what is prose there stays there."""
+    """The facts and the table of a committed result in benchmarks/, without its prose."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     return "\n".join([*_facts(words, text), "", _head(words, rows[0]), *rows[1:], ""])
 
 
 def results(words: Words, name: str, text: str) -> str:
-    """The same with every table of the result, each below its heading where it has one; name is for the headings' ids."""
+    """The facts and all tables of a result, each below its heading if it has one; `name` is part of the headings' ids."""
     lines = _facts(words, text)
     for before, line in pairwise(["", *text.splitlines()]):
         if line.startswith("## "):
@@ -133,7 +133,7 @@ def tree(words: Words) -> str:
 
 
 def circumstances(words: Words) -> str:
-    """One sentence on how the numbers of the captured runs came about."""
+    """One sentence on how the numbers of the captured runs were measured."""
     return words("Measured on {date}: {steps} steps, Python {python}, torch {torch}, {cores} CPU cores.").format(
         **captures.captured(COMPARED[1]), steps=captures.STEPS) + "\n"  # fmt: skip
 
@@ -207,8 +207,8 @@ def arithmetic(words: Words) -> str:
 def loads(words: Words) -> str:
     """Loads per step of a forward and a backward pass over n equal chunks, by running pstar's own schedule on numbers.
 
-    In the last row the room shrinks in forward, as activations fill it, and is whole again for the update of all chunks,
-    for which a few of them want three blocks of states each.
+    In the last row activations take more of the room during forward. The update of all chunks has the full room again, and a
+    few chunks need three blocks of states each for it.
     """
     from pstar.schedule.schedule import POLICIES, count_loads
 
@@ -231,18 +231,18 @@ def loads(words: Words) -> str:
 
 
 def planned(words: Words) -> str:
-    """What `pstar plan` says of a model that is too large for the memory of a laptop."""
+    """The output of `pstar plan` for a model that is too large for a laptop's memory."""
     return _asked("plan", "--model", "xl", "--machine", "cpu2")
 
 
 def paper(words: Words) -> str:
-    """What it says of the machines of the paper."""
+    """The output of `pstar plan` for the machines of the paper."""
     return _asked("plan", "--paper")
 
 
 @functools.cache
 def _asked(*arguments: str) -> str:
-    """A command of pstar, and what it printed: the same in both languages."""
+    """A command of pstar and its output, the same in both languages."""
     from pstar.cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -261,7 +261,7 @@ def loop(words: Words) -> str:
 
 
 def schedules(words: Words) -> str:
-    """Chapter 05's schedules of four ranks and eight micro-batches, as its own program prints them."""
+    """Chapter 05's schedules of four ranks and eight micro-batches, as the chapter's program prints them."""
     program, said = REPO / "chapters/05_model_parallel/schedules.py", []
     for name in ("naive", "gpipe", "1f1b", "interleaved"):
         command = [sys.executable, str(program), name, "4", "2" if name == "naive" else "8"]
@@ -270,7 +270,7 @@ def schedules(words: Words) -> str:
 
 
 def profiles(words: Words) -> str:
-    """One sentence under both profiles of one vocab.txt: tokens and ids."""
+    """One sentence with both profiles of one vocab.txt: tokens and ids."""
     from gpt2_chinese.vocabulary.profiles import PROFILES
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
@@ -289,7 +289,7 @@ def tried(words: Words) -> str:
 
 
 def glossary(words: Words) -> str:
-    """All terms, by their English names; each row has an anchor, and the name in the page's language comes first."""
+    """All terms, sorted by English name. Each row has an anchor and begins with the name in the page's language."""
     language = 0 if words("meaning") == "meaning" else 1
     rows = []
     for term in sorted(terms.terms(), key=lambda term: term["en"].lower()):

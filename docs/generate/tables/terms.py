@@ -1,4 +1,4 @@
-"""The glossary, docs/glossary.json: its terms with their anchors, and what pages must not call a term instead."""
+"""The glossary, docs/glossary.json: its terms with their anchors, and the words that pages must not use for a term."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def anchor(term: dict[str, Any]) -> str:
 
 
 def discouraged(text: str) -> list[str]:
-    """What a Chinese page calls by another name than the glossary's: 'token 的译名是 token，不是 令牌' and so on."""
+    """Complaints about words in a Chinese page that are not the glossary's: 'token 的译名是 token，不是 令牌' and so on."""
     prose = re.sub(r"^( *)(`{3,}).*?^\1\2", "", text, flags=re.MULTILINE | re.DOTALL)
     return [f"{word}: the glossary says {term['zh']} for {term['en']}"
             for term in terms() for word in term.get("avoid", ()) if word in prose]  # fmt: skip
