@@ -103,7 +103,7 @@ def nothing_arrives(rank, num_ranks):
         return train(rank, num_ranks, None)
 
 
-def test_without_its_messages_it_is_red(ranks):
+def test_the_oracle_fails_when_workers_push_zeros(ranks):
     results = ranks(2).run(nothing_arrives)
     is_red(lambda: assert_follows(results))
 
@@ -122,7 +122,7 @@ def weights_stay_where_they_are(rank, num_ranks):
         return train(rank, num_ranks, None)
 
 
-def test_without_the_pull_it_is_red(ranks):
+def test_the_oracle_fails_when_workers_ignore_pulled_weights(ranks):
     results = ranks(2).run(weights_stay_where_they_are)
     is_red(lambda: assert_follows(results))
     losses = oracle()["losses"]

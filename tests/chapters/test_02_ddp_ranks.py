@@ -103,7 +103,7 @@ def without_collective(rank, num_ranks, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_its_collective_each_is_red(ranks, kind):
+def test_the_oracle_fails_when_gradients_are_not_reduced(ranks, kind):
     results = ranks(2).run(without_collective, kind)
     is_red(lambda: assert_follows(results))
 

@@ -78,7 +78,7 @@ def test_it_resumes_and_chapter_00_goes_on_with_it(ranks, finished, tmp_path: Pa
 
 
 @needs_horovod
-def test_without_the_collective_it_is_red(finished, tmp_path: Path) -> None:
+def test_the_weights_check_fails_without_horovods_collective(finished, tmp_path: Path) -> None:
     chapter = Chapter("03_horovod", tmp_path)
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(WRAPPER)

@@ -119,7 +119,7 @@ def test_every_stage_is_one_process(ranks, stage: int, offload: str, num_ranks: 
 
 @pytest.mark.parametrize("stage, without", [(1, "reduce-scatter"), (2, "reduce-scatter"), (3, "reduce-scatter"),
                                             (1, "all-gather"), (2, "all-gather"), (3, "all-gather")])  # fmt: skip
-def test_without_a_collective_it_is_red(ranks, stage: int, without: str) -> None:
+def test_the_oracle_fails_without_reduce_scatter_or_all_gather(ranks, stage: int, without: str) -> None:
     results = ranks(2).run(train, plan(stage), 1, without)
     is_red(lambda: assert_follows(results))
 
@@ -145,7 +145,7 @@ def test_the_formulas_are_those_of_the_paper() -> None:
         assert ledger.sent_formula([0, 64_000_000], stage, 64, 2) == times * 2 * 64_000_000 * 63 // 64
 
 
-def test_few_are_whole_at_a_time(ranks) -> None:
+def test_stage_3_holds_few_whole_units_at_a_time(ranks) -> None:
     result = ranks(2).run(train, plan(3))[0]
     outside, block = result["numels"][0], result["numels"][1]
     assert result["whole"][1] <= 4 * (outside + 2 * block + 6)

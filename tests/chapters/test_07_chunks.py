@@ -346,7 +346,7 @@ def test_the_states_of_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_is_near_is_counted_and_never_more_than_the_budget(accumulate: int) -> None:
+def test_near_tensors_are_counted_and_stay_within_the_budget(accumulate: int) -> None:
     """After each operation on chunks the bytes of all near tensors, counted one by one, are what the books say."""
     kind, looked = chunks.Chunks, [0]
 
@@ -413,17 +413,17 @@ def test_a_chunk_in_use_that_is_evicted_is_seen() -> None:
 
 
 @pytest.mark.parametrize("wrong", [min, lambda resident, key: list(resident)[-1]], ids=["nearest use", "last"])
-def test_another_victim_than_the_farthest_next_use_is_red(wrong) -> None:
+def test_evicting_another_chunk_than_the_farthest_next_use_is_noticed(wrong) -> None:
     with mock.patch.object(plan, "max", wrong, create=True), pytest.raises(AssertionError, match="bytes copied near in"):
         assert_as_pstar("25%", 1, 2000)
 
 
-def test_gradients_that_are_not_summed_over_micro_batches_are_red() -> None:
+def test_missing_sums_over_micro_batches_are_noticed() -> None:
     with mock.patch.object(chunks, "_put", lambda place, value, add: place.copy_(value)), pytest.raises(AssertionError):
         assert_as_pstar("50%", 3, CHUNK)
 
 
-def test_a_near_copy_that_stays_after_the_update_is_red() -> None:
+def test_a_stale_near_copy_after_the_update_is_noticed() -> None:
     with mock.patch.object(chunks.Chunks, "end_step", lambda data: data.schedule.end_step()), pytest.raises(AssertionError):
         assert_as_pstar("50%", 1, CHUNK)
 
@@ -488,12 +488,12 @@ def test_it_resumes_its_own_pstar_s_and_chapter_00_s_runs(ranks, tmp_path: Path)
     (("--chunk-size", "big"), "--chunk-size big is not a number of elements"),
     (("--backend", "torch"), "--backend"),
 ])
-def test_what_contradicts_it_is_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
+def test_wrong_flags_with_backend_own_are_refused_in_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
     given = Chapter(NAME, tmp_path).command("--backend", "own", *flags)[2:]
     assert line in settings_error(NAME, "engine_settings", capsys, *given)
 
 
-def test_that_line_comes_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_backend_own_refuses_two_processes_before_torch_is_loaded(tmp_path: Path) -> None:
     given = Chapter(NAME, tmp_path).command("--backend", "own", "--nproc", 2)[1:]
     program = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {given!r}; runpy.run_path(sys.argv[0])"
     environment = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'chapters' / NAME)!r}); {program}"]

@@ -64,7 +64,7 @@ def test_a_second_call_says_that_the_run_is_complete(finished) -> None:
     assert finished[0].train(*STEPS).startswith("This run is complete: 10 steps")
 
 
-def test_it_says_where_it_goes_on(finished, tmp_path: Path) -> None:
+def test_a_resumed_run_prints_its_checkpoint_and_next_step(finished, tmp_path: Path) -> None:
     assert "step_000005, next is step 6" in interrupted(finished[0], tmp_path).train(*STEPS)
 
 
@@ -109,7 +109,7 @@ def test_what_it_refuses_is_one_line_before_a_process_starts(tmp_path: Path) -> 
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
     (("--train-data", "nowhere.json"), "nowhere.json"),
 ])
-def test_what_else_it_refuses(capsys, tmp_path: Path, flags, line: str) -> None:
+def test_wrong_flags_are_refused_before_anything_is_written(capsys, tmp_path: Path, flags, line: str) -> None:
     given = Chapter("07_patrickstar", tmp_path).command(*flags)[2:]
     assert line in settings_error("07_patrickstar", "engine_settings", capsys, *given)
     assert not (tmp_path / "run").exists()

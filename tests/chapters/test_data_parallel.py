@@ -53,7 +53,7 @@ def test_the_program_follows_the_curve(tmp_path: Path, curve, name, nproc, flags
     ("02_ddp", 2, ("--backend", "torch", "--grad-accum", 4)),
     ("02_ddp", 1, ()),
 ])  # fmt: skip
-def test_in_living_ranks_it_does_too(ranks, tmp_path: Path, curve, name, nproc, flags) -> None:
+def test_the_chapters_follow_the_curve_in_ranks_of_a_pool(ranks, tmp_path: Path, curve, name, nproc, flags) -> None:
     chapter = Chapter(name, tmp_path)
     train(ranks, nproc, chapter, *FLAGS, *flags)
     assert_follows(chapter.metrics(), curve, name, nproc)

@@ -232,7 +232,7 @@ def test_what_is_given(case: str, folder: Path, capfd: pytest.CaptureFixture[str
     refuses(folder, flags, line, capfd, chapter)
 
 
-def test_what_looks_odd_and_is_right(folder: Path) -> None:
+def test_unusual_but_valid_inputs_are_accepted(folder: Path) -> None:
     """A byte order mark, carriage returns, a link to a file, digits in full width: no reason to refuse."""
     Path("marked.json").write_bytes(b"\xef\xbb\xbf" + GOOD.replace(", ", ",\r\n").encode())
     Path("link.json").symlink_to("marked.json")

@@ -106,7 +106,7 @@ def test_without_a_mutation_the_check_is_green(ranks):
 
 
 @pytest.mark.parametrize("what", CURVE)
-def test_the_curve_goes_red(ranks, what):
+def test_each_mutation_breaks_the_curve(ranks, what):
     with pytest.raises(AssertionError):    # a rank that raises is one as well
         assert_follows(ranks(2).run(mutated_case, what, timeout=20))
 
@@ -293,7 +293,7 @@ def borrowed_case(rank: int, num_ranks: int, what: str, mutated: bool):
 
 @pytest.mark.parametrize("mutated", [False, True])
 @pytest.mark.parametrize("what", BORROWED)
-def test_borrowing_goes_red(ranks, what, mutated):
+def test_mutations_of_borrowing_are_noticed(ranks, what, mutated):
     expected = pytest.approx(borrowing_oracle(BORROWED[what][3]), rel=1e-5)
     try:
         found = ranks(2).run(borrowed_case, what, mutated)[0]

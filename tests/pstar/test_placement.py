@@ -185,7 +185,7 @@ def test_states_that_are_streamed_come_and_go_every_step():
     assert all(model._chunks.tiers.update_tier(group.index) == NEAR for group in model.layout.groups)
 
 
-def test_more_than_near_and_far_together(tmp_path):
+def test_model_data_larger_than_near_and_far_go_to_disk(tmp_path):
     """The whole model data are more than both: the rest is on disk, and every step reads and writes it."""
     model, optimizer = toy.build(near_budget="min", far_budget="30%", disk_path=str(tmp_path), default_chunk_size=5_000)
     assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]

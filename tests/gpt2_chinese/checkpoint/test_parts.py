@@ -92,7 +92,7 @@ def test_metadata_of_an_early_python_311_are_read(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", [".metadata", "state.json"])
-def test_a_folder_that_is_none_is_refused_in_one_line(folder: Path, name: str) -> None:
+def test_a_checkpoint_without_metadata_or_state_is_refused_in_one_line(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(UserError, match=f"cannot be read: .*{name}"):
         read_parts(folder)

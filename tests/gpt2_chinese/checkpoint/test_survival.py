@@ -194,7 +194,7 @@ def test_two_hundred_flips_and_cuts_are_never_loaded(tmp_path: Path, write, caps
         ([], "missing or unreadable"),
     ],
 )
-def test_manifests_that_vouch_for_nothing(tmp_path: Path, manifest, said: str) -> None:
+def test_incomplete_or_foreign_manifests_count_as_damage(tmp_path: Path, manifest, said: str) -> None:
     path = written(tmp_path, 2)
     if "files" in manifest:
         entries = json.loads((path / "manifest.json").read_text())["files"]
@@ -261,7 +261,7 @@ def mounted(tmp_path: Path, options: str):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     with mounted(tmp_path, "size=3m") as folder:
         kept = written(folder, 1)
         with pytest.raises(RunError, match=rf"no room to write {folder}: 5\.0 MB needed, 3\.\d MB free"):
@@ -270,7 +270,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
         assert find.newest_complete(folder) == kept
 
 
-def test_a_disk_that_fills_up_meanwhile(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_save_leaves_older_checkpoints_whole(tmp_path: Path) -> None:
     with mounted(tmp_path, "size=20m,nr_inodes=14") as folder:  # room for bytes, not for files
         kept = written(folder, 1)
         with pytest.raises(OSError, match="[Nn]o space left"):

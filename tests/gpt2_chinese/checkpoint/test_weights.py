@@ -259,7 +259,7 @@ def test_configurations_that_the_model_cannot_be_are_refused(theirs, folder: Pat
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", "null", '{"n_layer": ' + "9" * 5000 + "}", "\ud800"])
-def test_a_configuration_that_is_none(theirs, folder: Path, text: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(theirs, folder: Path, text: str) -> None:
     write(state(theirs), folder, "safetensors")
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match="config"):
@@ -278,7 +278,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("case", INDEXES)
-def test_indexes_that_are_none(theirs, folder: Path, case: str) -> None:
+def test_wrong_indexes_of_weights_are_refused(theirs, folder: Path, case: str) -> None:
     content, line = INDEXES[case]
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=line):
@@ -330,7 +330,7 @@ def poison(folder: Path, target: Path, kind: str) -> None:
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-def test_the_payload_works(folder: Path, tmp_path: Path) -> None:
+def test_an_unsafe_load_runs_the_payload(folder: Path, tmp_path: Path) -> None:
     """Read without care the file is written: otherwise the tests below would prove nothing."""
     poison(folder, tmp_path / "written", "zip")
     torch.load(folder / "pytorch_model.bin", weights_only=False)

@@ -259,7 +259,7 @@ def test_what_was_left_by_a_kill_after_the_last_write_is_removed(tmp_path: Path)
     assert content(tmp_path / "cache") == whole
 
 
-def test_what_somebody_has_prepared_is_read_by_those_who_may_not_write_there(
+def test_a_prepared_cache_is_read_without_permission_to_write(
     cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = load_tokens(corpus, vocab)
@@ -303,7 +303,7 @@ def test_in_a_shared_cache_anyone_goes_on_with_what_another_user_left(
     assert others.read_text() == "not to be written" and not parts.exists()
 
 
-def test_one_makes_it_where_a_disk_locks_only_files_that_are_open_for_writing(
+def test_one_builder_makes_the_cache_on_disks_that_lock_only_writable_files(
     cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As NFS does for two machines, which are threads here: it has no locks on folders, each machine has its own."""

@@ -173,7 +173,7 @@ def test_output_to_a_file(say, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_a_text_that_ends_at_once_is_said(folder: Path, tmp_path: Path, capsys) -> None:
+def test_a_sample_that_ends_at_once_is_reported(folder: Path, tmp_path: Path, capsys) -> None:
     """A model that has learned nothing but the end of a document: the last layer norm points to the end's embedding."""
     model, vocabulary = load_model(folder)
     with torch.no_grad():

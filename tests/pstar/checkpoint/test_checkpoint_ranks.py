@@ -96,7 +96,7 @@ def test_what_two_ranks_saved_goes_on_anywhere(ranks, saved, num_ranks, config):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_and_back(ranks, tmp_path, num_ranks):
+def test_two_ranks_resume_the_checkpoint_of_another_number_of_ranks(ranks, tmp_path, num_ranks):
     path = str(tmp_path / "checkpoint")
     through = ranks(num_ranks).run(save, SHARDED, path)
     results = ranks(2).run(resume, SMALL, path)

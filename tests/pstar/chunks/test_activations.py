@@ -239,7 +239,7 @@ def test_without_room_in_far_activations_stay_near():
         del loss
 
 
-def test_what_does_not_go():
+def test_small_tensors_parameters_and_views_of_buffers_are_not_offloaded():
     far = Tier(FAR, torch.device("cpu"))
     offload = Offload(far, Ledger(), torch.device("cpu"))
     large = torch.zeros(LEAST_BYTES // 4 * 10)

@@ -277,7 +277,7 @@ def test_the_first_output_that_is_not_finite_is_named_once(where, said, near):
 @pytest.mark.parametrize("keys", [{"gradient_accumulation_steps": 2}, {"offload_activations": True},
                                   {"overlap_update": True}, {"far_states": "stream"}, {"near_memory": "2MiB"},
                                   {"eviction_policy": "lru"}], ids=str)
-def test_borrowing_goes_with_what_else_the_engine_can_do(keys):
+def test_borrowing_works_with_other_options_of_the_engine(keys):
     pattern = "a penalty over model.parameters() in the loop"
     if "gradient_accumulation_steps" not in keys:
         losses, weights = plain_run(pattern)
@@ -344,7 +344,7 @@ NOT_ASKING = {
 
 
 @pytest.mark.parametrize("read", NOT_ASKING)
-def test_who_does_not_ask_for_a_parameters_bytes_is_refused_in_one_line(read):
+def test_reads_that_do_not_ask_for_a_parameters_bytes_are_refused_in_one_line(read):
     model, _ = toy.build(lambda: DoesNotAsk(read), near_budget="min", default_chunk_size=300)
     with pytest.raises(pstar.StateError, match=NOT_ASKING[read][1]) as caught:
         model.backward(model(rows(0)))

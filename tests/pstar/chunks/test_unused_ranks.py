@@ -96,7 +96,7 @@ def over_gloo_case(rank: int, num_ranks: int):
         shared_memory.available = available
 
 
-def test_over_a_process_group_they_are_found_before_the_update(ranks):
+def test_different_parameters_on_ranks_are_found_over_a_process_group(ranks):
     with pytest.raises(RankFailure, match=r"the ranks use different parameters: collective \d+ of the step was a reduction "
                                           r"of unit \d+ on rank 0 and a reduction of unit \d+ on rank 1"):
         ranks(2).run(over_gloo_case)
@@ -171,7 +171,7 @@ def test_two_gradients_in_one_backward_are_refused_without_the_key(ranks):
         ranks(2).run(twice_case, False)
 
 
-def test_one_rank_takes_the_key_and_changes_nothing():
+def test_find_unused_parameters_changes_nothing_on_one_rank():
     losses, weights, _ = toy.oracle(3)
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000, find_unused_parameters=True)
     assert toy.train(model, optimizer, 3) == losses

@@ -299,7 +299,7 @@ def test_scale_and_skip_are_read_when_the_kernel_runs():
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-def test_squared_norm_is_the_same_whoever_adds(dtype):
+def test_squared_norm_is_the_same_in_every_implementation_and_number_of_threads(dtype):
     threads = torch.get_num_threads()
     for numel in (0, 1, 255, 256, 257, 8_192, 8_193, 3_000_017 if dtype == FP32 else 100_003):
         grad = shifted(torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype), 1)

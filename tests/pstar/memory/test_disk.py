@@ -181,7 +181,7 @@ def test_gaps_that_lie_apart_hold_one_extent(tmp_path):
     tier.close()
 
 
-def test_mistakes_are_loud(tmp_path):
+def test_wrong_calls_of_the_disk_tier_raise(tmp_path):
     tier, other = DiskTier(tmp_path), DiskTier(tmp_path)
     extent, foreign = tier.allocate(10, torch.float32, "param"), other.allocate(10, torch.float32, "param")
     tensor = torch.zeros(10)

@@ -101,7 +101,7 @@ def test_the_least_recently_used_leaves_and_a_pinned_one_never():
         store.drop(("param", 0))
 
 
-def test_far_gives_up_duplicates_before_it_gives_up():
+def test_far_drops_duplicates_before_it_raises():
     store, _ = make(near=200, far=80)
     store.create(("param", 0), 20, torch.float32, FAR).fill_(7)
     store.ensure(("param", 0), NEAR)                # a copy in both tiers

@@ -71,7 +71,7 @@ def test_auto_is_what_the_speeds_say(measured, found, where):
 
 
 @pytest.mark.parametrize("where", ["host", "stream"])
-def test_what_is_asked_for_is_not_measured(measured, where):
+def test_explicit_far_states_are_not_measured(measured, where):
     calls = measured(SLOW_LINK if where == "stream" else GPU)
     model, _ = toy.build(**on_a_slow_link(**ROOM, far_states=where))
     assert model.far_states == where and not calls and ("as far_states says" in dict(model.memory_plan())["far states"])
