@@ -114,7 +114,7 @@ def test_the_law_of_the_curve(ranks, curve, tmp_path, case):
     assert_same(chapter.metrics(), curve(layers, steps), steps)
 
 
-# ---- each collective is missed
+# ---- each missing collective is noticed
 
 
 def broken(rank: int, num_ranks: int, flags: list[str], what: str) -> None:

@@ -1,6 +1,6 @@
-"""Chapter 07 as a program: what it prints and leaves, resuming anywhere, and what it refuses.
+"""Chapter 07 as a program: its output and files, resuming anywhere, and its refusals.
 
-Where only the numbers count, it runs in ranks that are alive already: a start takes longer than ten steps.
+Tests of numbers alone run it in ranks that already run: a start takes longer than ten steps.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_a_configuration_file_says_what_flags_say(ranks, tmp_path: Path) -> None
             flags = ("--config", tmp_path / "c.json")
         train(ranks, 1, chapter, "--max-steps", 3, *flags)
         curves.append(chapter.losses())
-    assert curves[1] == curves[2] != curves[0], "the shipped file says the defaults; other betas make another curve"
+    assert curves[1] == curves[2] != curves[0], "the shipped file holds the defaults; other betas give another curve"
 
 
 @pytest.mark.parametrize("text, flags, line", [

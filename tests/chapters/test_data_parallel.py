@@ -1,4 +1,4 @@
-"""Chapters 01 and 02 as programs: the law of the curve, what they leave, refuse and survive."""
+"""Chapters 01 and 02 as programs: the law of the curve, their files, refusals and lost ranks."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_what_01_refuses(capsys, tmp_path, flags, line) -> None:
 ])  # fmt: skip
 def test_a_dead_or_hanging_rank_ends_the_job_and_is_named(tmp_path: Path, name, number, rank, line) -> None:
     chapter = Chapter(name, tmp_path)
-    patience_s = 5 if number == signal.SIGSTOP else 300  # a dead rank is noticed without
+    patience_s = 5 if number == signal.SIGSTOP else 300  # a dead rank is noticed before the timeout
     said = end_a_rank(chapter, 3, rank, number, "--timeout-s", patience_s, "--seq-len", SMALL["n_positions"] // 2)
     assert line in said and "Traceback" not in said, said
-    # who hangs is killed by the others: torchrun would wait for it, and then name the one that ended first
+    # the other ranks kill a rank that hangs: torchrun would wait for it, then name the rank that ended first
     assert f"rank {rank} failed with status -9 (SIGKILL)" in said, said

@@ -80,7 +80,7 @@ def test_the_files_are_plain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["flip model.safetensors", "cut optimizer.safetensors", "remove state.json",
                                   "remove manifest.json", "flip config.json", "cut manifest.json"])  # fmt: skip
-def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str) -> None:
     model, optimizer = made()
     step(model, optimizer, 0)
     older, newer = save(tmp_path, 5, model, optimizer), save(tmp_path, 10, model, optimizer)
