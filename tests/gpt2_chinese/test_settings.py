@@ -25,7 +25,7 @@ CONTRACT = [
 
 @dataclass
 class Parallel(Settings):
-    """As a chapter with a technique has it."""
+    """Settings like those of a chapter with a technique."""
 
     nproc: int = flag(2, "Processes on this machine.")
     stage: int = flag(3, "What is sharded.", choices=(1, 2, 3))

@@ -133,7 +133,7 @@ print("saved")
 
 
 def test_a_save_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    """Saves step 2 again and again, killed at each point in turn: what has been there whole is so ever after."""
+    """Saves step 2 again and again, killed at each point in turn: a complete checkpoint stays complete."""
     for number in (1, 2):
         step_folder.save(tmp_path, number, {"a": torch.zeros(5)}, {}, {"model": {}})
     program = (

@@ -1,4 +1,4 @@
-"""Formats of corpora: each as a golden case, from the examples of the corpora's own pages invented; and cleaning."""
+"""Formats of corpora: a golden case for each, invented after the examples of the corpora's own pages; and cleaning."""
 
 from __future__ import annotations
 
