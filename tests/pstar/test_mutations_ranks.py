@@ -44,7 +44,7 @@ def keep_own(self, piece, flat):
 
 
 def add_without_dividing(self, piece, flat):
-    """The sum: somebody forgot the mean."""
+    """Reduces to the sum in place of the mean."""
     parts = flat.view(self.num_ranks, -1).clone()
     total = self.sum(parts.view(-1)).view_as(parts)
     piece.copy_(total[self.rank])
@@ -197,12 +197,12 @@ def test_sums_in_another_order_change_bits(ranks, mutated):
 
 
 def without_wrap(self, key, moment):
-    """What is not touched again in this step is never needed again."""
+    """A key that is not touched again in this step counts as never needed again."""
     return next((position for position in self.positions.get(key, ()) if position > moment), NEVER)
 
 
 def wrap_too_early(self, key, moment):
-    """The next step's moments are taken for this one's."""
+    """Takes the next step's moments for this step's."""
     positions = self.positions.get(key, [NEVER])
     return next((position for position in positions if position > moment), positions[0])
 

@@ -327,7 +327,7 @@ def test_paths_that_cannot_be_used(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written(tmp_path):
-    if os.geteuid() == 0:    # who may write everywhere, except where nobody may
+    if os.geteuid() == 0:    # root may write everywhere, except on a read-only system
         with mounted(tmp_path, "ro,size=1m") as folder:
             refused(folder)
     else:

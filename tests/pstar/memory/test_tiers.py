@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Views:
-    """Hears which blocks leave near; nobody keeps a view of them."""
+    """Records which blocks leave near; no user keeps a view of them."""
 
     def __init__(self):
         self.left = []
@@ -176,7 +176,7 @@ print(int(kept), (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) /
 
 
 def test_freed_memory_is_kept_for_the_next_step():
-    """Without it the C library keeps memory or not, as it falls; what it costs where it does not is seen by forcing it."""
+    """By default the C library may or may not keep freed memory. One variable makes it return memory, to show the cost."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     faults = {}
     for mode, forced in (("keep", {}), ("leave", {"MALLOC_MMAP_THRESHOLD_": "65536"})):
