@@ -1,4 +1,4 @@
-"""Ways to break an input, decided by a seed; and the judgement of what a reader makes of it."""
+"""Ways to break an input, decided by a seed; and the check that a reader ends in time, well or with a clear error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.limits import limited
 
 SECONDS = 60  # a case takes milliseconds, on a busy machine a second
 DEEP = "[" * 20_000 + "]" * 20_000
-DEEP_MARK = "@deep@"  # json.dumps could not write it
+DEEP_MARK = "@deep@"  # json.dumps cannot write it
 SNIPPETS = [
     *(b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\\ud800", b"\\", b'"', b"[", b"]", b"{", b"}", b",", b":", b"\n", b"\r"),
     *(b"\x1b[2J", b"NaN", b"-Infinity", b"1e999", b"-1", b"9" * 5000, b"null", b"true", DEEP.encode()),

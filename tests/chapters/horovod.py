@@ -17,7 +17,7 @@ def _version() -> str | None:
         return None
 
 
-# tests/run.sh builds it; only where it could not be built, which tests/run.sh says, these tests are skipped
+# tests/run.sh builds Horovod; where the build fails, it prints so, and these tests are skipped
 needs_horovod = pytest.mark.skipif(_version() is None, reason="Horovod is not built: bash scripts/build_horovod.sh")
 
 

@@ -1,9 +1,9 @@
-"""A chapter's own train.py inside ranks that are alive already: many flags, each at the cost of a run but not of a start.
+"""A chapter's own train.py inside ranks that already run: a test of one more flag starts no process.
 
-The program runs whole and unchanged (settings, data, loop, evaluation, checkpoint, final/); only launch() is replaced: it
-hands out the ranks that are there, of a `RankPool` or of one horovodrun, and nothing is generated from the trained model
-at the end. That the launchers start it as well, and that it generates, is tested elsewhere, once a chapter. Beside what the
-program writes, each rank reports what its optimizer did and saw.
+The program runs unchanged: settings, data, loop, evaluation, checkpoint, final/. Only launch() is replaced: it hands out
+the existing ranks of a `RankPool` or of one horovodrun. No text is generated from the trained model at the end. Other
+tests, one for each chapter, start the program by its launcher and generate text. In addition, each rank reports the steps
+of its optimizer and the gradients that it received.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Stays(Ranks):
     """Ranks that outlive the program."""
 
     def close(self) -> None:
-        """Leaves the group to whoever made it.
+        """Leaves the process group to its maker.
 
-        DTensor remembers how it sharded an operation, together with the mesh, whose groups are named by a counter that
-        starts anew with each case: it must forget, or the next program would reduce over a group that is gone.
+        DTensor caches how it sharded an operation, together with the mesh. A counter names the mesh's groups and restarts
+        with each case. So the cache must be cleared, or the next program would reduce over a group that no longer exists.
         """
         _clear_sharding_prop_cache()
 

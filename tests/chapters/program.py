@@ -17,7 +17,7 @@ from tests.limits import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
-VALID = ROOT / "data" / "valid" / "comments.json"  # to evaluate on all that is shipped takes as long as ten steps
+VALID = ROOT / "data" / "valid" / "comments.json"  # evaluating all shipped texts takes as long as ten steps
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Chapter:
         return self.folder / "run"
 
     def command(self, *flags: object) -> list[str]:
-        """The command line of a small run on the shipped texts, with some of those for validation."""
+        """The command line of a small run on the shipped texts, validated on one file of them."""
         config = self.folder / "config.json"
         config.write_text(json.dumps(SMALL))
         program = str(ROOT / "chapters" / self.name / "train.py")
@@ -55,7 +55,7 @@ class Chapter:
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
 
     def num_rows(self) -> int:
-        """The lines of metrics.jsonl that are whole, 0 before there is one."""
+        """The number of complete lines of metrics.jsonl; 0 while the file does not exist."""
         metrics = self.output / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
@@ -65,7 +65,7 @@ class Chapter:
 
 
 def environment() -> dict[str, str]:
-    """That of the tests, with this checkout first and one thread a process."""
+    """The environment of the tests, with this checkout first and one thread a process."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 
 
@@ -79,13 +79,13 @@ def run(command: list[str], status: int = 0) -> str:
 
 
 def wait_for_rows(chapter: Chapter, process: subprocess.Popen[Any], number: int = 1, log: Path | None = None) -> None:
-    """Returns when a program that runs has written so many rows of metrics; `log` is what it says meanwhile."""
+    """Waits until the running program has written `number` rows of metrics; `log` is the file with its output."""
     wait_until(lambda: chapter.num_rows() >= number, lambda: f"{number} rows\n{log.read_text() if log else chapter}",
                lambda: process.poll() is None)  # fmt: skip
 
 
 def ranks_below(launcher: int) -> dict[int, int]:
-    """{rank: process} of the ranks that a launcher has started. Numbers of processes need not rise: they begin anew."""
+    """{rank: process} of the ranks that a launcher has started. Process numbers need not rise: they wrap around."""
     table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
     found = {}
     for pid in (int(pid) for pid, parent in map(str.split, table) if int(parent) == launcher):
@@ -111,7 +111,7 @@ def end_a_rank(chapter: Chapter, num_ranks: int, rank: int, number: int, *flags:
 
 
 def free_port() -> int:
-    """A port that nobody uses, of those that the system gives to nobody by itself: it stays free until it is used."""
+    """A free port that the system never assigns by itself, so it stays free until it is used."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as tried:

@@ -39,7 +39,7 @@ def technique(chapter: str, module: str) -> ModuleType:
     if known is not None and Path(folder) not in Path(known.__file__).parents:
         for name in [name for name in sys.modules if name.partition(".")[0] == root]:
             del sys.modules[name]  # a file of the same name in another folder, benchmarks/zero.py for example
-    # First in the path while it is imported, and last afterwards: what the module imports late must be found too.
+    # First in the path while it is imported, and last afterwards: the module's late imports must be found too.
     sys.path.insert(0, folder)
     try:
         return importlib.import_module(module)
@@ -50,7 +50,7 @@ def technique(chapter: str, module: str) -> ModuleType:
 
 
 def settings_error(chapter: str, module: str, capsys: Any, *flags: object) -> str:
-    """What a chapter's program says to these flags before it does anything; asserts that it is one line, and status 2."""
+    """Returns the error that a chapter's program prints for these flags; asserts one line and status 2."""
     program = str(ROOT / "chapters" / chapter / "train.py")
     with pytest.raises(SystemExit) as end:
         resolve(technique(chapter, module).Settings.from_command_line(program, "", [str(flag) for flag in flags]))
@@ -78,7 +78,7 @@ class Small(nn.Module):
 
 
 class Odd(Small):
-    """Has a layer that only some ranks use, those that set `uses`, and one that nobody does."""
+    """One layer is used only by ranks that set `uses`, another one by no rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Chapter 00 as a program: what it prints, what it leaves, and that it goes on where it stopped.
+"""Chapter 00 as a program: its output, its files, and that it resumes where it stopped.
 
-Where only the numbers count, it runs in a rank that is alive already: a start takes longer than ten steps.
+Tests of numbers alone run it in a rank that already runs: a start takes longer than ten steps.
 """
 
 from __future__ import annotations

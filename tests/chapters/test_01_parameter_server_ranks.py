@@ -1,4 +1,5 @@
-"""Chapter 01's technique on ranks: synchronous it is one process's curve, asynchronous its staleness keeps the bound."""
+"""Chapter 01's technique on ranks: the synchronous mode follows one process's curve, the asynchronous mode keeps the
+bound on staleness."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def test_the_law_of_the_curve(ranks, bound, num_micros, num_ranks):
 
 
 def nothing_arrives(rank, num_ranks):
-    """Workers push zeros: what would be the curve if the server forgot them."""
+    """Workers push zeros, as if the server ignored their gradients."""
     pack = server_module.Messages.pack_gradients
 
     def zeros(messages, loss, version):
@@ -103,13 +104,13 @@ def nothing_arrives(rank, num_ranks):
         return train(rank, num_ranks, None)
 
 
-def test_without_its_messages_it_is_red(ranks):
+def test_the_oracle_fails_when_workers_push_zeros(ranks):
     results = ranks(2).run(nothing_arrives)
     is_red(lambda: assert_follows(results))
 
 
 def weights_stay_where_they_are(rank, num_ranks):
-    """Workers push, but what they pull is thrown away: the weights of the start stay theirs."""
+    """Workers push, but discard the pulled weights and keep those of the start."""
     pull = server_module.ParameterServer.pull
 
     def forgetful(server, scaler=None):
@@ -122,7 +123,7 @@ def weights_stay_where_they_are(rank, num_ranks):
         return train(rank, num_ranks, None)
 
 
-def test_without_the_pull_it_is_red(ranks):
+def test_the_oracle_fails_when_workers_ignore_pulled_weights(ranks):
     results = ranks(2).run(weights_stay_where_they_are)
     is_red(lambda: assert_follows(results))
     losses = oracle()["losses"]
@@ -133,7 +134,7 @@ def test_without_the_pull_it_is_red(ranks):
 def test_bytes_through_the_server_are_the_formula_s(ranks):
     gradients = sum(p.nbytes for p in Small().parameters())
     for num_ranks in (2, 4):
-        scalars = ranks(num_ranks).run(train, None)[0]["scalars"][1:]  # the first has the first pull in it as well
+        scalars = ranks(num_ranks).run(train, None)[0]["scalars"][1:]  # the first row also counts the first pull
         assert all(row["server_bytes"] == row["formula_bytes"] for row in scalars)
         assert scalars[0]["formula_bytes"] == pytest.approx(2 * (num_ranks - 1) * gradients, rel=0.01)
 
@@ -145,7 +146,7 @@ def test_asynchronous_a_slow_worker_is_overtaken_within_the_bound(ranks, bound, 
     server, slow, fast = results
     assert server["optimizer_steps"] == num_steps
     worst = max(max(each) for each in server["staleness"])
-    assert worst == bound, "a worker that is as slow as may be runs into the bound, and not past it"
+    assert worst == bound, "the slowest worker reaches the bound and does not exceed it"
     assert fast["took_part"] == num_steps and slow["took_part"] == num_steps // (bound + 1)
     assert all(loss == loss for loss in server["losses"])
     for result in results[1:]:  # all met at the last step

@@ -1,4 +1,5 @@
-"""Chapter 02's technique on ranks: every variant and backend is one process's curve, and each is seen to fail without it."""
+"""Chapter 02's technique on ranks: every variant and backend follows one process's curve; its test fails without the
+collective."""
 
 from __future__ import annotations
 
@@ -84,10 +85,10 @@ def test_accumulation_is_reduced_once_a_step(ranks, kind):
 
 
 def without_collective(rank, num_ranks, kind):
-    """The same training, in which gradients stay at home."""
+    """The same training, but gradients are not reduced."""
     done = SimpleNamespace(wait=lambda: None)
     real = dist.all_reduce
-    small = 10  # the loss, hashes and checks go on being reduced: they are what must show it
+    small = 10  # losses, hashes and checks are still reduced: they must show the fault
 
     def silent(tensor, *args, **kwargs):
         return done if tensor.numel() > small and tensor.dtype == torch.float32 else real(tensor, *args, **kwargs)
@@ -103,7 +104,7 @@ def without_collective(rank, num_ranks, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_its_collective_each_is_red(ranks, kind):
+def test_the_oracle_fails_when_gradients_are_not_reduced(ranks, kind):
     results = ranks(2).run(without_collective, kind)
     is_red(lambda: assert_follows(results))
 
@@ -144,7 +145,7 @@ def unused(rank, num_ranks, kind):
         replica = ddp.TorchReplica(model, dist.group.WORLD, 2000, find_unused_parameters=True)
     else:
         replica = ddp.OwnReplica(model, dist.group.WORLD, kind, 2000)
-    for _ in range(2):  # twice: the second step must find clean books
+    for _ in range(2):  # two steps: the second one must begin with reset records
         model.zero_grad()
         replica(*rows(1, rank, num_ranks)).backward()
         replica.wait()
@@ -261,7 +262,7 @@ def test_one_flipped_bit_is_found_and_its_rank_named(ranks):
 
 
 def logged(rank, num_ranks, step, among):
-    """What Run.log says on a rank when rank 1 holds other weights than rank 0."""
+    """The message of Run.log on a rank when rank 1 holds other weights than rank 0."""
     model, _ = build(rank)
     run = Run.__new__(Run)
     run.settings, run.ranks = SimpleNamespace(check_sync=10), Ranks(rank, num_ranks, group=dist.group.WORLD)
@@ -284,7 +285,7 @@ def test_a_run_compares_replicas_every_few_steps_after_the_row_is_written(ranks)
 
 
 class Slow(torch.autograd.Function):
-    """Backward takes a while, so that what runs beside it can be told from what runs after."""
+    """Backward takes long enough to tell communication during it from communication after it."""
 
     @staticmethod
     def forward(ctx, x):

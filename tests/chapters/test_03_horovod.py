@@ -1,4 +1,5 @@
-"""Chapter 03 as a program, under the real horovodrun with real processes: what it says, leaves, refuses and survives."""
+"""Chapter 03 as a program, under the real horovodrun with real processes: its output, its files, its refusals and lost
+ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.limits import HANGS_S, wait_until
 
 STEPS = ("--max-steps", 8, "--save-every", 4, "--eval-every", 8, "--lr", "1e-2", "--clip-grad-norm", 0.3)
 
-# Stands for train.py in the ranks: takes Horovod's collective away, then runs the chapter's program as it is.
+# Runs in the ranks in place of train.py: removes Horovod's collective, then runs the chapter's unchanged program.
 WRAPPER = '''
 import contextlib, os, runpy, sys
 program, *flags = sys.argv[1:]
@@ -78,7 +79,7 @@ def test_it_resumes_and_chapter_00_goes_on_with_it(ranks, finished, tmp_path: Pa
 
 
 @needs_horovod
-def test_without_the_collective_it_is_red(finished, tmp_path: Path) -> None:
+def test_the_weights_check_fails_without_horovods_collective(finished, tmp_path: Path) -> None:
     chapter = Chapter("03_horovod", tmp_path)
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(WRAPPER)
@@ -108,7 +109,7 @@ def start(chapter: Chapter, *flags: object) -> subprocess.Popen:
 
 
 def assert_no_rank_is_left(chapter: Chapter) -> None:
-    """Soon: the launcher does not wait until the system has cleared up what it killed."""
+    """Waits: the launcher ends before the system has removed the processes that it killed."""
     wait_until(lambda: rank_pids(chapter.output) == {}, "the end of all ranks")
 
 
@@ -146,7 +147,7 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
 
 @needs_horovod
 def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, tmp_path: Path) -> None:
-    lost = 0  # the hardest one: another process must go on with the files
+    lost = 0  # the hardest case: another process must continue the files
     flags = ("--max-steps", 120, "--eval-every", 120, "--save-every", 120, "--seq-len", 16)
     chapter = Chapter("03_horovod", tmp_path / "elastic")
     chapter.folder.mkdir()

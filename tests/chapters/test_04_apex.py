@@ -1,4 +1,4 @@
-"""Chapter 04 as a program, and its five mistakes: what is printed is what the tests look at."""
+"""Chapter 04 as a program, and its five mistakes: the tests read the printed lines."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_mistake_2_two_steps_a_batch() -> None:
 @needs_horovod
 def test_mistake_3_clipping_before_synchronising() -> None:
     lines = lines_of(run(horovodrun(2, MISTAKES / "clip_before_synchronize.py")))
-    assert max(abs(norm - 1) for norm in numbers(lines["wrong"])) > 0.1, lines  # a race: each number is another
+    assert max(abs(norm - 1) for norm in numbers(lines["wrong"])) > 0.1, lines  # a race: the numbers vary
     assert numbers(lines["right"]) == pytest.approx([1.0] * 5, abs=1e-3)
 
 

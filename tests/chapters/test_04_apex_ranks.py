@@ -129,7 +129,7 @@ def test_at_o0_the_curve_is_that_of_one_process(ranks, num_ranks: int, backend: 
             assert report["norms"] == pytest.approx(norms, rel=1e-3)
 
 
-def test_without_the_collective_the_law_is_red(ranks) -> None:
+def test_the_curve_differs_when_gradients_are_not_reduced(ranks) -> None:
     losses, _ = oracle(50)
     for report in ranks(2).run(train, plan(50), 0, True):
         assert report["losses"] != pytest.approx(losses, rel=1e-4)

@@ -114,7 +114,7 @@ def test_the_law_of_the_curve(ranks, curve, tmp_path, case):
     assert_same(chapter.metrics(), curve(layers, steps), steps)
 
 
-# ---- each collective is missed
+# ---- each missing collective is noticed
 
 
 def broken(rank: int, num_ranks: int, flags: list[str], what: str) -> None:
@@ -137,7 +137,7 @@ def broken(rank: int, num_ranks: int, flags: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("what, flags", [
     ("f", ("--tp", 2)), ("g", ("--tp", 2)), ("tied", ()), ("norms", ("--tp", 2, "--sequence-parallel"))])  # fmt: skip
-def test_without_it_the_curve_is_another(ranks, curve, tmp_path, what, flags):
+def test_the_curve_differs_without_one_of_the_collectives(ranks, curve, tmp_path, what, flags):
     chapter, model = chapter_in(tmp_path, NAME, 4)
     given = chapter.command(*flags_of(12), *model, *flags, "--nproc", 2)[2:]
     ranks(2).run(broken, given, what, timeout=HANGS_S)

@@ -38,7 +38,7 @@ def test_live_activations_and_the_bubble_are_those_of_the_papers(name, p, m, v):
 
 
 def walk(programs: list[list], delays: dict | None = None) -> None:
-    """Runs programs on queues that hold nothing: a send or receive leaves the queue of its pair when both stand in front."""
+    """Runs programs on unbuffered queues: a send and its receive complete when both are first in the queue of their pair."""
     p = len(programs)
     last = max(what.stage for program in programs for what in program if isinstance(what, schedules.Work))
     queues = {(a, b): (deque(), deque()) for a in range(p) for b in range(a + 1, p)}

@@ -152,7 +152,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 
 def test_what_it_says(tmp_path: Path) -> None:
-    """As a user starts it, two processes; the closing table, and no word of warning."""
+    """Starts it as a user does, on two processes: it prints the closing table and no warning."""
     said = Chapter("06_zero", tmp_path).train("--max-steps", 3, "--offload", "optimizer", "--save-every", 3)
     for words in ("stage 3 by zero/stage3.py", "in host memory: optimizer", "model states", "by the formula", "host moments",
                   "whole at a time", "sent in a step", "moved in a step", "06_zero/generate.sh"):

@@ -54,7 +54,7 @@ class WithUnused(Small):
 
 def train(rank: int, num_ranks: int, settings: SimpleNamespace, micros: int = 1, without: str = "", kind: type = Small
           ) -> dict[str, Any]:  # fmt: skip
-    """A few steps; `without` names a collective that is taken away. Weights are the masters, whole."""
+    """A few steps; `without` names a collective that is taken away. The returned weights are the whole masters."""
     torch.manual_seed(0 if kind is Small else 7)
     model = kind()
     if kind is WithUnused:
@@ -110,7 +110,7 @@ def test_every_stage_is_one_process(ranks, stage: int, offload: str, num_ranks: 
     results = ranks(num_ranks).run(train, plan(stage, offload), micros)
     assert_follows(results)
     assert results[0]["norms"][0] == pytest.approx(oracle()["norms"][0], rel=1e-5), "of the same weights: the global norm"
-    for result in results:  # padding, less than p elements a unit, may lie on the last rank, which then has fewer moments
+    for result in results:  # the last rank may hold padding (less than p elements a unit), and then has fewer moments
         assert sum(result["states"].values()) == pytest.approx(sum(result["formula"].values()), rel=0.02)
     assert results[0]["states"] == results[0]["formula"], "to the byte"
     sent = ledger.sent_formula(results[0]["numels"], stage, num_ranks, 4, micros)
@@ -119,7 +119,7 @@ def test_every_stage_is_one_process(ranks, stage: int, offload: str, num_ranks: 
 
 @pytest.mark.parametrize("stage, without", [(1, "reduce-scatter"), (2, "reduce-scatter"), (3, "reduce-scatter"),
                                             (1, "all-gather"), (2, "all-gather"), (3, "all-gather")])  # fmt: skip
-def test_without_a_collective_it_is_red(ranks, stage: int, without: str) -> None:
+def test_the_oracle_fails_without_reduce_scatter_or_all_gather(ranks, stage: int, without: str) -> None:
     results = ranks(2).run(train, plan(stage), 1, without)
     is_red(lambda: assert_follows(results))
 
@@ -145,7 +145,7 @@ def test_the_formulas_are_those_of_the_paper() -> None:
         assert ledger.sent_formula([0, 64_000_000], stage, 64, 2) == times * 2 * 64_000_000 * 63 // 64
 
 
-def test_few_are_whole_at_a_time(ranks) -> None:
+def test_stage_3_holds_few_whole_units_at_a_time(ranks) -> None:
     result = ranks(2).run(train, plan(3))[0]
     outside, block = result["numels"][0], result["numels"][1]
     assert result["whole"][1] <= 4 * (outside + 2 * block + 6)
@@ -165,7 +165,7 @@ def test_what_is_moved_by_offload_is_counted(ranks) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_that_no_rank_uses_is_left_alone(ranks, stage: int) -> None:
-    """Weight decay would change it; one that some ranks use follows the mean."""
+    """Weight decay must not change it; a parameter that some ranks use follows the mean."""
     for result in ranks(2).run(train, plan(stage), 1, "", WithUnused):
         assert torch.equal(result["weights"]["never"], torch.ones(3)) and result["updates"]["never"] == 0
         assert not torch.equal(result["weights"]["sometimes"], torch.ones(5)) and result["updates"]["sometimes"] == STEPS

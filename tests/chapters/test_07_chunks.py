@@ -130,9 +130,9 @@ def test_a_step_that_differs_from_the_trace_is_not_run_on_it() -> None:
     schedule.touch(1)
     assert schedule.victim([0, 2]) == 0, "next uses are 5 and 2"
     schedule.touch(1)  # the trace said 2
-    assert schedule.victim([0, 2]) == 2, "nothing is known any more: 2 was used longest ago"
+    assert schedule.victim([0, 2]) == 2, "the trace is no longer valid: 2 was used longest ago"
     schedule.end_step()
-    assert schedule.trace == [0, 1, 1], "what was done is what is expected next"
+    assert schedule.trace == [0, 1, 1], "this step is the trace of the next one"
 
 
 # ---- the same bits and the same loads as pstar --------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def follows_torch(module: nn.Module, plain: nn.Module, model, optimizer, data, a
         assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     weights, moments = model.data.gather_state()
     for name, parameter in plain.named_parameters():
-        if not name.endswith("c_attn.bias"):  # the softmax takes no notice of the keys' bias: its gradient is rounding alone
+        if not name.endswith("c_attn.bias"):  # the softmax ignores the keys' bias: its gradient is only rounding
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=1e-5)
         assert (f"step.{name}" in moments) == (parameter in reference.state), f"{name}: updated, or left alone"
 
@@ -233,7 +233,7 @@ def test_it_follows_torch_s_adamw(accumulate: int) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_is_not_used_or_frozen_is_left_alone(frozen: bool) -> None:
-    """A layer that one of two micro-batches uses, one that none does, and a frozen one, in chunks with others."""
+    """One layer is used by one of two micro-batches, one by none, one is frozen; all share chunks with others."""
     modules = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -269,7 +269,7 @@ def test_state_goes_on_in_other_chunks() -> None:
     state = model.data.gather_state()
     torch.manual_seed(1)
     model, optimizer = into_chunks(GPT2LMHeadModel(gpt2().config), least_bytes(1000), 1000)
-    model(*tokens(1))  # what is near now is out of date when the state comes
+    model(*tokens(1))  # near copies are out of date once the state is loaded
     model.data.load_state(*state)
     losses += steps_of(model, optimizer, 1, 3, first=4)
     assert_equal_runs((losses, model.data.gather_state()), expected)
@@ -304,7 +304,7 @@ class Tower(nn.Sequential):
 
 @pytest.mark.parametrize("num, room", [(2, 1), (4, 1), (4, 2), (6, 4), (6, 6)])
 def test_loads_of_chunks_in_memory_are_the_formula_s(num: int, room: int) -> None:
-    """2 (n - C) where nothing changes the chunks; n + (n - C) after an update far, for then forward finds none near."""
+    """2 (n - C) loads where nothing changes the chunks; n + (n - C) after an update far: forward then finds none near."""
     module = Tower(num)
     model, optimizer = into_chunks(module, room * 4096, 32 * 32)
     data, x = model.data, torch.randn(2, 32).requires_grad_()
@@ -320,7 +320,7 @@ def test_loads_of_chunks_in_memory_are_the_formula_s(num: int, room: int) -> Non
         optimizer.zero_grad()
         model.backward(model(x))
         optimizer.step()
-        assert data.near.used_bytes == 0, "what was near is out of date"
+        assert data.near.used_bytes == 0, "near copies are out of date"
     assert data.moved_bytes == {"far to near": (2 * num - room) * 4096, "near to far": num * 4096}
 
 
@@ -346,8 +346,8 @@ def test_the_states_of_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_is_near_is_counted_and_never_more_than_the_budget(accumulate: int) -> None:
-    """After each operation on chunks the bytes of all near tensors, counted one by one, are what the books say."""
+def test_near_tensors_are_counted_and_stay_within_the_budget(accumulate: int) -> None:
+    """After each operation on chunks, the bytes of all near tensors add up to `near.used_bytes`."""
     kind, looked = chunks.Chunks, [0]
 
     def looking(operation):
@@ -409,21 +409,21 @@ def test_a_chunk_in_use_never_leaves() -> None:
 def test_a_chunk_in_use_that_is_evicted_is_seen() -> None:
     model, _ = into_chunks(Three(), 2 * 128, 32)
     with mock.patch.object(chunks.Chunk, "may_leave", property(lambda chunk: chunk.is_near)):
-        assert model().isnan(), "no error, but numbers that nobody takes for right ones"
+        assert model().isnan(), "no error, but NaN, which no reader takes for a result"
 
 
 @pytest.mark.parametrize("wrong", [min, lambda resident, key: list(resident)[-1]], ids=["nearest use", "last"])
-def test_another_victim_than_the_farthest_next_use_is_red(wrong) -> None:
+def test_evicting_another_chunk_than_the_farthest_next_use_is_noticed(wrong) -> None:
     with mock.patch.object(plan, "max", wrong, create=True), pytest.raises(AssertionError, match="bytes copied near in"):
         assert_as_pstar("25%", 1, 2000)
 
 
-def test_gradients_that_are_not_summed_over_micro_batches_are_red() -> None:
+def test_missing_sums_over_micro_batches_are_noticed() -> None:
     with mock.patch.object(chunks, "_put", lambda place, value, add: place.copy_(value)), pytest.raises(AssertionError):
         assert_as_pstar("50%", 3, CHUNK)
 
 
-def test_a_near_copy_that_stays_after_the_update_is_red() -> None:
+def test_a_stale_near_copy_after_the_update_is_noticed() -> None:
     with mock.patch.object(chunks.Chunks, "end_step", lambda data: data.schedule.end_step()), pytest.raises(AssertionError):
         assert_as_pstar("50%", 1, CHUNK)
 
@@ -488,12 +488,12 @@ def test_it_resumes_its_own_pstar_s_and_chapter_00_s_runs(ranks, tmp_path: Path)
     (("--chunk-size", "big"), "--chunk-size big is not a number of elements"),
     (("--backend", "torch"), "--backend"),
 ])
-def test_what_contradicts_it_is_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
+def test_wrong_flags_with_backend_own_are_refused_in_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
     given = Chapter(NAME, tmp_path).command("--backend", "own", *flags)[2:]
     assert line in settings_error(NAME, "engine_settings", capsys, *given)
 
 
-def test_that_line_comes_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_backend_own_refuses_two_processes_before_torch_is_loaded(tmp_path: Path) -> None:
     given = Chapter(NAME, tmp_path).command("--backend", "own", "--nproc", 2)[1:]
     program = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {given!r}; runpy.run_path(sys.argv[0])"
     environment = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'chapters' / NAME)!r}); {program}"]

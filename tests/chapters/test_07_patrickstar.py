@@ -1,6 +1,6 @@
-"""Chapter 07 as a program: what it prints and leaves, resuming anywhere, and what it refuses.
+"""Chapter 07 as a program: its output and files, resuming anywhere, and its refusals.
 
-Where only the numbers count, it runs in ranks that are alive already: a start takes longer than ten steps.
+Tests of numbers alone run it in ranks that already run: a start takes longer than ten steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_a_second_call_says_that_the_run_is_complete(finished) -> None:
     assert finished[0].train(*STEPS).startswith("This run is complete: 10 steps")
 
 
-def test_it_says_where_it_goes_on(finished, tmp_path: Path) -> None:
+def test_a_resumed_run_prints_its_checkpoint_and_next_step(finished, tmp_path: Path) -> None:
     assert "step_000005, next is step 6" in interrupted(finished[0], tmp_path).train(*STEPS)
 
 
@@ -109,7 +109,7 @@ def test_what_it_refuses_is_one_line_before_a_process_starts(tmp_path: Path) -> 
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
     (("--train-data", "nowhere.json"), "nowhere.json"),
 ])
-def test_what_else_it_refuses(capsys, tmp_path: Path, flags, line: str) -> None:
+def test_wrong_flags_are_refused_before_anything_is_written(capsys, tmp_path: Path, flags, line: str) -> None:
     given = Chapter("07_patrickstar", tmp_path).command(*flags)[2:]
     assert line in settings_error("07_patrickstar", "engine_settings", capsys, *given)
     assert not (tmp_path / "run").exists()
@@ -128,7 +128,7 @@ def test_a_configuration_file_says_what_flags_say(ranks, tmp_path: Path) -> None
             flags = ("--config", tmp_path / "c.json")
         train(ranks, 1, chapter, "--max-steps", 3, *flags)
         curves.append(chapter.losses())
-    assert curves[1] == curves[2] != curves[0], "the shipped file says the defaults; other betas make another curve"
+    assert curves[1] == curves[2] != curves[0], "the shipped file holds the defaults; other betas give another curve"
 
 
 @pytest.mark.parametrize("text, flags, line", [

@@ -1,4 +1,4 @@
-"""Chapters 01 and 02 as programs: the law of the curve, what they leave, refuse and survive."""
+"""Chapters 01 and 02 as programs: the law of the curve, their files, refusals and lost ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_program_follows_the_curve(tmp_path: Path, curve, name, nproc, flags
     ("02_ddp", 2, ("--backend", "torch", "--grad-accum", 4)),
     ("02_ddp", 1, ()),
 ])  # fmt: skip
-def test_in_living_ranks_it_does_too(ranks, tmp_path: Path, curve, name, nproc, flags) -> None:
+def test_the_chapters_follow_the_curve_in_ranks_of_a_pool(ranks, tmp_path: Path, curve, name, nproc, flags) -> None:
     chapter = Chapter(name, tmp_path)
     train(ranks, nproc, chapter, *FLAGS, *flags)
     assert_follows(chapter.metrics(), curve, name, nproc)
@@ -94,8 +94,8 @@ def test_what_01_refuses(capsys, tmp_path, flags, line) -> None:
 ])  # fmt: skip
 def test_a_dead_or_hanging_rank_ends_the_job_and_is_named(tmp_path: Path, name, number, rank, line) -> None:
     chapter = Chapter(name, tmp_path)
-    patience_s = 5 if number == signal.SIGSTOP else 300  # a dead rank is noticed without
+    patience_s = 5 if number == signal.SIGSTOP else 300  # a dead rank is noticed before the timeout
     said = end_a_rank(chapter, 3, rank, number, "--timeout-s", patience_s, "--seq-len", SMALL["n_positions"] // 2)
     assert line in said and "Traceback" not in said, said
-    # who hangs is killed by the others: torchrun would wait for it, and then name the one that ended first
+    # the other ranks kill a rank that hangs: torchrun would wait for it, then name the rank that ended first
     assert f"rank {rank} failed with status -9 (SIGKILL)" in said, said

@@ -113,7 +113,7 @@ def test_the_first_loss_is_hugging_faces(ranks, folder, wanted, first, tmp_path:
 
 @pytest.mark.deep
 @needs_horovod
-def test_horovod_begins_there_too(folder, wanted, first, tmp_path: Path) -> None:
+def test_horovod_starts_at_hugging_faces_loss(folder, wanted, first, tmp_path: Path) -> None:
     chapter = Begun("03_horovod", tmp_path)
     train_under_horovod(2, [(chapter, ("--init-from", folder, "--max-steps", 2))])
     assert chapter.losses()[0] == pytest.approx(wanted, abs=1e-5)
@@ -150,7 +150,7 @@ def test_a_run_of_ours_is_begun_from(ranks, tmp_path: Path, source: str) -> None
     assert losses[0] == losses[1] and losses[0][0] < before.losses()[0]
 
 
-def test_what_contradicts_it_is_one_line(folder, tmp_path: Path, capsys) -> None:
+def test_wrong_inputs_with_init_from_are_refused_in_one_line(folder, tmp_path: Path, capsys) -> None:
     chapter, other = Begun("02_ddp", tmp_path), tmp_path / "vocab.txt"
     other.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n好\n")
     for flags, line in (

@@ -89,7 +89,7 @@ def test_ranks_without_a_shared_disk_are_told_so_in_one_line(tmp_path: Path) -> 
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    """Started as always, and by a launcher that comes straight to the ranks; the first one loses nothing by it."""
+    """Refuses a second run started as usual, and one whose ranks were started by hand; the first run goes on undisturbed."""
     first, second = (Chapter(name, tmp_path) for name in ("00_single", "02_ddp"))
     process = subprocess.Popen(first.command("--max-steps", 100_000, "--eval-every", 100_000), env=environment(),
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     command = chapter.command("--max-steps", 100_000, "--near-budget", "min", "--nproc", nproc)
-    # A terminal sends SIGINT to the whole foreground group; a group of its own stands for it.
+    # A terminal sends SIGINT to the whole foreground group; a separate group simulates it.
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
     wait_for_rows(chapter, process)
@@ -123,7 +123,7 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
 
 
 def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    """They would train on, and the next start of the same command beside them, in the same folder."""
+    """Otherwise they would train on, and the next start would write to the same folder at the same time."""
     chapter = Chapter("07_patrickstar", tmp_path)
     command = chapter.command("--max-steps", 100_000, "--near-budget", "min")
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

@@ -87,7 +87,8 @@ def behind(rank: int, num_ranks: int, chapter: Chapter, flags: list[str], meetin
 
 
 def test_asynchronous_ranks_agree_where_they_have_met(ranks, tmp_path):
-    """Rank 1 is behind at the beginning of each step that evaluates or saves: who agreed there would wait for ever."""
+    """Rank 1 is behind at the beginning of each step that evaluates or saves: an agreement at that moment would wait for
+    ever."""
     chapter = Chapter("01_parameter_server", tmp_path)
     flags = ("--mode", "async", "--staleness", 3, "--slow-worker-s", 0.01, "--eval-every", 6, "--save-every", 8)
     given = chapter.command(*FLAGS, *flags, "--nproc", 3)[2:]

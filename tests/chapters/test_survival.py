@@ -1,4 +1,4 @@
-"""Programs that are killed, told to stop, or have no room: what was saved stays, and the curve goes on as if nothing was.
+"""Programs that are killed, stopped or out of disk space: saved steps stay, and the curve goes on as if uninterrupted.
 
 KILL_ROUNDS=25 runs as many rounds of SIGKILL with one process, and as many with two; two each without it. The quick command
 kills at every change of the disk instead, one after the other (tests/gpt2_chinese/checkpoint/test_survival.py).
@@ -72,7 +72,8 @@ def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int) ->
     seen = 0
     for number in range(ROUNDS):
         process = started(chapter, *flags, rows=1)
-        # By saves, not by time, so that a busy machine is killed as late as an idle one; then anywhere in the next step.
+        # Kills come after a number of saves, not of seconds, on a busy machine as on an idle one; then anywhere in the next
+        # step.
         wanted = seen + draw.randint(2, 12)
 
         def saved() -> int:
@@ -126,7 +127,8 @@ def test_a_signal_saves_and_ends_with_status_0(tmp_path: Path, name: str, nproc:
 
 
 def has_heard(pid: int, *ranks: int) -> bool:
-    """Whether a program has noted SIGTERM: then it does not catch the next one; a launcher has told its ranks by a file."""
+    """Whether a program has handled SIGTERM: then it does not catch the next one; a launcher has made its ranks' stop
+    file."""
     if not ranks:
         caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
         return not int(caught, 16) >> signal.SIGTERM - 1 & 1

@@ -31,7 +31,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path: Path, per_pr
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_kill_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_write_flushed_replaces_a_leftover_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     left = tmp_path / "x.bin.tmp"
     left.write_bytes(b"longer than what comes")
@@ -69,7 +69,7 @@ def test_the_first_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_boxes_are_the_run_in_order(shape, data):
+def test_boxes_cover_a_run_of_elements_in_order(shape, data):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     start = data.draw(st.integers(0, whole.numel() - 1))
     numel = data.draw(st.integers(1, whole.numel() - start))

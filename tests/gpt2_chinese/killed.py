@@ -1,6 +1,7 @@
-"""Kills before a change of the disk, counted and not timed: the same moments on every machine, and each of them.
+"""Kills a process before a given change of the disk. Changes are counted, not timed, so a test reaches each of them on
+every machine.
 
-For a process of its own, which has imported what it runs and has no threads: `killed_before` forks it.
+Call it in a separate process that has imported its modules and has no threads: `killed_before` forks.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def killed_before(number: int, function: Callable[[], object]) -> bool:
-    """Runs function in a child that is killed before its number-th change of the disk, 0: not; whether it was killed.
+    """Runs function in a child that is killed before its number-th change of the disk (0: never). Returns whether it was.
 
-    Raises AssertionError where the child ends in another way than by coming to its end.
+    Raises AssertionError if the child ends in any other way than by the kill or by returning.
     """
     child = os.fork()
     if child == 0:

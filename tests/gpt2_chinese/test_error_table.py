@@ -46,7 +46,7 @@ def tokenizer(**changed: object) -> str:
     return json.dumps({"version": "1.0", "added_tokens": [], "model": model})
 
 
-# What stands in the file x: bytes, text, or a function that makes it. Then the flag it is given to, and the line.
+# The content of the file x: bytes, text, or a function that makes it. Then the flag that names x, and the line.
 FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     # -- a corpus
     "a pipe": (os.mkfifo, "train-data", r"cannot read corpus x: it is a pipe or a device; write .* to a file first"),
@@ -232,7 +232,7 @@ def test_what_is_given(case: str, folder: Path, capfd: pytest.CaptureFixture[str
     refuses(folder, flags, line, capfd, chapter)
 
 
-def test_what_looks_odd_and_is_right(folder: Path) -> None:
+def test_unusual_but_valid_inputs_are_accepted(folder: Path) -> None:
     """A byte order mark, carriage returns, a link to a file, digits in full width: no reason to refuse."""
     Path("marked.json").write_bytes(b"\xef\xbb\xbf" + GOOD.replace(", ", ",\r\n").encode())
     Path("link.json").symlink_to("marked.json")
@@ -247,7 +247,7 @@ def test_what_looks_odd_and_is_right(folder: Path) -> None:
     assert settings.train_tokens.ids.tolist() == settings.valid_tokens.ids.tolist()
 
 
-COMMANDS = {  # of the programs beside the chapters: a command line, its one line
+COMMANDS = {  # programs other than the chapters: a command line and its one line
     "tokens without a corpus": ("-m gpt2_chinese.tokens", "the following arguments are required: --corpus"),
     "tokens of nothing": ("-m gpt2_chinese.tokens --corpus none.json", "none.json"),
     "a profile that is none": ("-m gpt2_chinese.tokens --corpus corpus.json --vocab-profile x",

@@ -34,7 +34,7 @@ def nothing_is_said(capfd: pytest.CaptureFixture[str]):
 
 
 def mixed(ended: dict[str, int]) -> bool:
-    """Both ends were reached often: the mutations are neither harmless nor all alike."""
+    """Both success and refusal occurred often: the mutations are neither harmless nor all alike."""
     return min(ended.values()) >= 0.05 * sum(ended.values())
 
 

@@ -25,7 +25,7 @@ CONTRACT = [
 
 @dataclass
 class Parallel(Settings):
-    """As a chapter with a technique has it."""
+    """Settings like those of a chapter with a technique."""
 
     nproc: int = flag(2, "Processes on this machine.")
     stage: int = flag(3, "What is sharded.", choices=(1, 2, 3))
@@ -77,7 +77,7 @@ def test_a_chapters_own_flags() -> None:
         (["--epochs", 0.1, "--max-steps", 50], 10),
     ],
 )
-def test_whichever_ends_first(tmp_path: Path, flags: list, steps: int) -> None:
+def test_the_smaller_of_epochs_and_max_steps_decides(tmp_path: Path, flags: list, steps: int) -> None:
     settings = parse("--output-dir", tmp_path, *flags)
     assert settings.max_steps == steps and settings.warmup_steps == min(50, steps // 10)
 
@@ -170,13 +170,13 @@ def test_one_line_and_status_2(case: str, files: Path, capsys: pytest.CaptureFix
     assert not (files / "run").exists(), "nothing is written before all is checked"
 
 
-def test_one_process_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chapter_00_refuses_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--nproc", 2)
     assert "--nproc 2: 00_single is one process" in capsys.readouterr().err
 
 
-def test_only_rank_0_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_1_prints_no_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stop:

@@ -40,7 +40,7 @@ PSTAR_ROWS = {
     "runtime": 10,
     "__init__": 11,
 }
-# The same inside a folder. What a folder's own face, __init__, gives others, its files do not ask it for.
+# The same inside a folder. Files of a folder do not import from its face, __init__.
 FOLDER_ROWS = {
     "pstar/chunks": {
         "activation_offload": 0,
@@ -60,7 +60,8 @@ FOLDER_ROWS = {
         "__init__": 6,
     },
 }
-# Objects of pstar are given what they call when they are made. These Python itself asks of an object, not of its class.
+# Objects of pstar get their callables in the constructor. Exceptions: Python itself reads these from the object, not from
+# its class.
 ASKED_OF_AN_OBJECT = {"__reduce_ex__"}
 # Pure functions of numbers: files, and folders with all that is in them.
 PSTAR_WITHOUT_TORCH = ("errors", "config", "layout", "schedule", "profile", "numerics.loss_scaler", "planner.gpt_shape",
@@ -314,8 +315,8 @@ def folders_out_of_order(repo: Path) -> list[str]:
 
 
 def wired_from_outside(repo: Path) -> list[str]:
-    """No module of pstar assigns a callable to an attribute of an object other than its own `self`: what an object calls it
-    is given when it is made, and so calls go down as imports do."""
+    """No module of pstar assigns a callable to an attribute of an object other than its own `self`: an object gets its
+    callables in its constructor, so calls go down as imports do."""
     files = python_files(repo, "pstar")
     trees = {file: ast.parse((repo / file).read_text(), str(file)) for file in files}
     methods = set().union(*(_functions(tree) for tree in trees.values())) if trees else set()

@@ -29,7 +29,7 @@ def test_the_repository_keeps_to_the_floor_plan(check):
 
 
 def test_the_checks_have_something_to_read():
-    """Each part that is there is seen, so that no rule holds only because it looked in the wrong place."""
+    """Each part of the repository is found: no rule may hold only because it looked in the wrong place."""
     for folder in ("durable", "gpt2_chinese", "pstar", "tests", "scripts"):
         assert floor_plan.code_files(REPO, folder), folder
     for chapter in (REPO / "chapters").glob("[0-9][0-9]_*"):

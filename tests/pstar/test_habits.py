@@ -78,7 +78,7 @@ def test_a_view_of_a_parameter_that_a_module_returned_outlives_its_chunk():
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_where_nobody_keeps_a_view_every_near_buffer_is_used_again(prefetch, monkeypatch):
-    """Also none that a copy looked at: with a slow link the worker has let go of a buffer before anybody takes it."""
+    """Also buffers that a copy read: with a slow link the worker releases a buffer before the next user takes it."""
     found, shared = [], Tier.shared
     monkeypatch.setattr(Tier, "shared", staticmethod(lambda buffer: found.append(shared(buffer)) or found[-1]))
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000, prefetch=prefetch, simulated_link=3e7)

@@ -181,7 +181,7 @@ def test_lazy_start_makes_the_same_weights_and_never_holds_the_model() -> None:
 
     recipe.replay(wanted, take)
     assert sorted(made) == sorted(expected)
-    assert torch.equal(torch.get_rng_state(), state), "the random generator stands where a plain start leaves it"
+    assert torch.equal(torch.get_rng_state(), state), "the random generator has the state after a plain start"
     assert recipe.peak_bytes < sum(param.nbytes for param in plain.parameters()) / 8
     compare(Deep, deep_inputs, lambda out: out)
 

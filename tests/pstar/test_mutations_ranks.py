@@ -44,7 +44,7 @@ def keep_own(self, piece, flat):
 
 
 def add_without_dividing(self, piece, flat):
-    """The sum: somebody forgot the mean."""
+    """Reduces to the sum in place of the mean."""
     parts = flat.view(self.num_ranks, -1).clone()
     total = self.sum(parts.view(-1)).view_as(parts)
     piece.copy_(total[self.rank])
@@ -106,7 +106,7 @@ def test_without_a_mutation_the_check_is_green(ranks):
 
 
 @pytest.mark.parametrize("what", CURVE)
-def test_the_curve_goes_red(ranks, what):
+def test_each_mutation_breaks_the_curve(ranks, what):
     with pytest.raises(AssertionError):    # a rank that raises is one as well
         assert_follows(ranks(2).run(mutated_case, what, timeout=20))
 
@@ -197,12 +197,12 @@ def test_sums_in_another_order_change_bits(ranks, mutated):
 
 
 def without_wrap(self, key, moment):
-    """What is not touched again in this step is never needed again."""
+    """A key that is not touched again in this step counts as never needed again."""
     return next((position for position in self.positions.get(key, ()) if position > moment), NEVER)
 
 
 def wrap_too_early(self, key, moment):
-    """The next step's moments are taken for this one's."""
+    """Takes the next step's moments for this step's."""
     positions = self.positions.get(key, [NEVER])
     return next((position for position in positions if position > moment), positions[0])
 
@@ -293,7 +293,7 @@ def borrowed_case(rank: int, num_ranks: int, what: str, mutated: bool):
 
 @pytest.mark.parametrize("mutated", [False, True])
 @pytest.mark.parametrize("what", BORROWED)
-def test_borrowing_goes_red(ranks, what, mutated):
+def test_mutations_of_borrowing_are_noticed(ranks, what, mutated):
     expected = pytest.approx(borrowing_oracle(BORROWED[what][3]), rel=1e-5)
     try:
         found = ranks(2).run(borrowed_case, what, mutated)[0]

@@ -107,7 +107,8 @@ def test_loads_of_a_step_equal_the_maths(n, room, prefetch):
 @pytest.mark.parametrize("keys", [{"near_budget": near} for near in ("20%", "25%", "30%", "45%", "80%")]
                          + [{"near_memory": "2500KiB"}, {"near_memory": "3500KiB"}], ids=str)
 def test_looking_ahead_moves_nothing_more(keys, prefetch):
-    """Ten small layers, with one micro-step and with two: each direction of the link carries what it carries without."""
+    """Ten small layers, with one micro-step and with two: each direction of the link carries the same bytes as without
+    prefetch."""
     tables = []
     for ahead in (0, prefetch):
         for num_micros in (1, 2):
@@ -120,8 +121,8 @@ def test_looking_ahead_moves_nothing_more(keys, prefetch):
 
 @pytest.mark.parametrize("near", ["min", "25%", "45%", "60%"])
 def test_what_was_updated_far_comes_back_while_the_rest_is_updated_and_no_more_than_without(near):
-    """Into free room, in the order of need: groups that are done travel during the update, and a step moves what it moves
-    without looking ahead."""
+    """Updated groups come near during the update, into free room, in the order of need. A step moves the same bytes as
+    without prefetch."""
     tables, early = [], {}
     for prefetch in (0, 1):
         model, optimizer = toy.build(near_budget=near, default_chunk_size=5_000, prefetch=prefetch)
@@ -185,7 +186,7 @@ def test_states_that_are_streamed_come_and_go_every_step():
     assert all(model._chunks.tiers.update_tier(group.index) == NEAR for group in model.layout.groups)
 
 
-def test_more_than_near_and_far_together(tmp_path):
+def test_model_data_larger_than_near_and_far_go_to_disk(tmp_path):
     """The whole model data are more than both: the rest is on disk, and every step reads and writes it."""
     model, optimizer = toy.build(near_budget="min", far_budget="30%", disk_path=str(tmp_path), default_chunk_size=5_000)
     assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
@@ -295,7 +296,7 @@ def test_a_profile_is_written_and_drawn(tmp_path):
 
 
 def test_a_profile_shows_chunks_and_the_rest_below_near_memory_at_all_times(tmp_path):
-    """From the first step on that knows the peaks: chunks have left when activations are reported."""
+    """From the first step that knows the peaks, chunks have left before activations are reported."""
     path, most = tmp_path / "profile.json", 1100 * 1024
     model, optimizer = toy.build(near_budget="100%", near_memory=most, default_chunk_size=5_000, profile=str(path))
     toy.train(model, optimizer, STEPS)
@@ -328,8 +329,8 @@ def watch_copies(model: pstar.Engine) -> list[tuple[str, torch.dtype, str]]:
 @pytest.mark.parametrize("near", ["min", "25%", "40%"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sums_over_micro_steps_never_cross_the_link(bf16, near, prefetch):
-    """What is updated far is summed there, in fp32: each micro-step's gradients leave in the dtype of the parameters, no
-    sum ever comes back, and all is bitwise what it is with everything near."""
+    """Gradients of groups updated far are summed there, in fp32. Those of each micro-step leave in the dtype of the
+    parameters, and no sum ever comes back. The result equals that with everything near, bit for bit."""
     keys = {"gradient_accumulation_steps": 3, "default_chunk_size": 5_000, "bf16": {"enabled": bf16}}
     runs = {}
     for budget in (near, "100%"):

@@ -1,4 +1,5 @@
-"""Placement never changes a number on several ranks either: two ranks give the bits of DDP whatever is where and when."""
+"""Placement never changes a number on several ranks either: two ranks give the bits of DDP wherever and whenever blocks
+move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures that nobody prepared for the engine: plain PyTorch's bits at the least that works near."""
+"""Architectures written for plain PyTorch: its bits, at the smallest near budget that works."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_the_files_are_plain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["flip model.safetensors", "cut optimizer.safetensors", "remove state.json",
                                   "remove manifest.json", "flip config.json", "cut manifest.json"])  # fmt: skip
-def test_a_damaged_one_is_passed_over_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str) -> None:
     model, optimizer = made()
     step(model, optimizer, 0)
     older, newer = save(tmp_path, 5, model, optimizer), save(tmp_path, 10, model, optimizer)
@@ -132,8 +132,8 @@ print("saved")
 """
 
 
-def test_killed_anywhere_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
-    """Saves step 2 again and again, killed at each point in turn: what has been there whole is so ever after."""
+def test_a_save_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    """Saves step 2 again and again, killed at each point in turn: a complete checkpoint stays complete."""
     for number in (1, 2):
         step_folder.save(tmp_path, number, {"a": torch.zeros(5)}, {}, {"model": {}})
     program = (
@@ -160,7 +160,7 @@ def test_killed_anywhere_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> No
     assert {folder.name for folder in tmp_path.iterdir()} == {"step_000001", "step_000002"}, "no leftovers"
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_has_no_newest_one(tmp_path: Path) -> None:
     assert newest_complete(tmp_path / "none") is None
     (tmp_path / "step_000007.tmp123").mkdir()
     (tmp_path / "step_abc").mkdir()

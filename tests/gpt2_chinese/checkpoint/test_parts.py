@@ -79,7 +79,7 @@ class Reached:
 
 
 def test_metadata_of_an_early_python_311_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian 12's, say: it pickles a member of an enum as getattr(its class, its name), and no other getattr is let in."""
+    """Debian 12's, for example, pickles an enum member as getattr(its class, its name); no other getattr is allowed."""
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     dcp.save(dict(TENSORS), checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "state.json").write_text(json.dumps({"steps": {"a.weight": 3, "b": 0}}))
@@ -92,7 +92,7 @@ def test_metadata_of_an_early_python_311_are_read(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", [".metadata", "state.json"])
-def test_a_folder_that_is_none_is_refused_in_one_line(folder: Path, name: str) -> None:
+def test_a_checkpoint_without_metadata_or_state_is_refused_in_one_line(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(UserError, match=f"cannot be read: .*{name}"):
         read_parts(folder)

@@ -121,7 +121,8 @@ print(f"states {len(states)} kills {kills}")
 
 
 def test_a_kill_before_every_change_of_the_disk(tmp_path: Path) -> None:
-    """And from all that such kills leave, until nothing new comes: what is found is whole, and nothing is in its way."""
+    """Kills again from every state that a kill leaves, until no new state comes. The checkpoint found is always complete,
+    and leftovers never stop a save."""
     command = [sys.executable, "-c", EVERY_KILL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -138,7 +139,7 @@ def test_two_hundred_kills_while_saving(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     last = int(done.stdout.split()[-1])
     assert last >= ROUNDS, f"the kills came before the saves: {done.stdout}"
-    assert "damaged" not in done.stdout, "what a kill leaves is never under the name of a checkpoint"
+    assert "damaged" not in done.stdout, "a kill never leaves a damaged folder under the name of a checkpoint"
 
 
 def written(folder: Path, step: int, value: float = 1.0) -> Path:
@@ -172,7 +173,7 @@ def test_two_hundred_flips_and_cuts_are_never_loaded(tmp_path: Path, write, caps
         content = file.read_bytes()
         file.write_bytes(harmed(content, draw))
         capsys.readouterr()
-        if damage(newer) is None:  # a bit of the manifest's white space, at most: then nothing it says has changed
+        if damage(newer) is None:  # at most a bit of the manifest's white space, which changes no entry
             assert file.name == "manifest.json" and json.loads(file.read_text()) == json.loads(content)
         else:
             assert find.newest_complete(tmp_path) == older
@@ -194,7 +195,7 @@ def test_two_hundred_flips_and_cuts_are_never_loaded(tmp_path: Path, write, caps
         ([], "missing or unreadable"),
     ],
 )
-def test_manifests_that_vouch_for_nothing(tmp_path: Path, manifest, said: str) -> None:
+def test_incomplete_or_foreign_manifests_count_as_damage(tmp_path: Path, manifest, said: str) -> None:
     path = written(tmp_path, 2)
     if "files" in manifest:
         entries = json.loads((path / "manifest.json").read_text())["files"]
@@ -261,7 +262,7 @@ def mounted(tmp_path: Path, options: str):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     with mounted(tmp_path, "size=3m") as folder:
         kept = written(folder, 1)
         with pytest.raises(RunError, match=rf"no room to write {folder}: 5\.0 MB needed, 3\.\d MB free"):
@@ -270,7 +271,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
         assert find.newest_complete(folder) == kept
 
 
-def test_a_disk_that_fills_up_meanwhile(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_save_leaves_older_checkpoints_whole(tmp_path: Path) -> None:
     with mounted(tmp_path, "size=20m,nr_inodes=14") as folder:  # room for bytes, not for files
         kept = written(folder, 1)
         with pytest.raises(OSError, match="[Nn]o space left"):

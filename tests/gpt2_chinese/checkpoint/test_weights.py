@@ -84,7 +84,7 @@ FORMS = {
 
 
 def write(found: dict, folder: Path, kind: str) -> Path:
-    """Writes weights as one file or two with an index; returns the file that stands for them."""
+    """Writes weights as one file or two with an index; returns the one file or the index."""
     if kind == "legacy":
         torch.save(found, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
         return folder / "pytorch_model.bin"
@@ -127,7 +127,7 @@ def test_a_folder_goes_in_and_out_unchanged(theirs, folder: Path, tmp_path: Path
     before = json.loads((folder / "config.json").read_text())
     main(["export", str(folder), "--output", str(tmp_path / "out"), "--format", form])
     file = find_weights(tmp_path / "out")
-    assert begin_from(tmp_path / "out") == (file, tmp_path / "out" / "vocab.txt"), "what was exported can be begun from"
+    assert begin_from(tmp_path / "out") == (file, tmp_path / "out" / "vocab.txt"), "training can begin from an export"
     written = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)
     assert set(written) - {"lm_head.weight"} == {f"transformer.{name}" for name in stored}
     assert {tensor.dtype for tensor in written.values()} == {dtype}
@@ -259,7 +259,7 @@ def test_configurations_that_the_model_cannot_be_are_refused(theirs, folder: Pat
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", "null", '{"n_layer": ' + "9" * 5000 + "}", "\ud800"])
-def test_a_configuration_that_is_none(theirs, folder: Path, text: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(theirs, folder: Path, text: str) -> None:
     write(state(theirs), folder, "safetensors")
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match="config"):
@@ -278,7 +278,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("case", INDEXES)
-def test_indexes_that_are_none(theirs, folder: Path, case: str) -> None:
+def test_wrong_indexes_of_weights_are_refused(theirs, folder: Path, case: str) -> None:
     content, line = INDEXES[case]
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=line):
@@ -309,7 +309,7 @@ def test_damaged_files_are_refused_in_one_line(theirs, folder: Path, kind: str) 
 
 
 class Payload:
-    """Unpickled, it writes a file: what a pickle may do that is read without care."""
+    """Unpickling it writes a file, as any pickle may do on an unsafe load."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -330,8 +330,8 @@ def poison(folder: Path, target: Path, kind: str) -> None:
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-def test_the_payload_works(folder: Path, tmp_path: Path) -> None:
-    """Read without care the file is written: otherwise the tests below would prove nothing."""
+def test_an_unsafe_load_runs_the_payload(folder: Path, tmp_path: Path) -> None:
+    """An unsafe load writes the file; otherwise the tests below would prove nothing."""
     poison(folder, tmp_path / "written", "zip")
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert (tmp_path / "written").exists()
@@ -369,7 +369,7 @@ def test_every_door_refuses_a_pickle_with_a_payload(folder: Path, tmp_path: Path
 
 
 def test_a_checkpoint_in_parts_with_a_payload_is_refused(folder: Path, tmp_path: Path, capsys, vocab: Path) -> None:
-    """Its metadata are a pickle too; the manifest is right, as someone who plants a payload makes it."""
+    """Its metadata are a pickle too; the manifest matches them, as an attacker would make it."""
     from gpt2_chinese.generate.__main__ import main as generate
 
     target = tmp_path / "written"

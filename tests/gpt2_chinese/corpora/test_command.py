@@ -78,10 +78,10 @@ def test_the_output_is_read_by_the_chapters_and_divided_by_content(tmp_path: Pat
     said = capsys.readouterr().out
     assert "a.json: wiki2019zh (JSON, a record a line; 50 of the first 50 records have the fields id, url," in said
     assert f"--train-data {tmp_path}/out/train --valid-data {tmp_path}/out/valid" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"], "nothing is left beside"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"], "no other file is left"
 
     convert(tmp_path / "in/b.json", tmp_path / "in/a.json", "--output", tmp_path / "again", "--valid-share", "0.2")
-    assert set(items(tmp_path / "again/valid")) == set(valid), "the side depends on the text alone"
+    assert set(items(tmp_path / "again/valid")) == set(valid), "train or valid depends on the text alone"
 
 
 @pytest.mark.parametrize("form", [*RECORDS, "clue-text", "lines", "paragraphs", "file"])
@@ -278,7 +278,8 @@ print("kills", number)
 
 
 def test_a_killed_conversion_leaves_all_or_nothing(tmp_path: Path) -> None:
-    """Before any change of the disk, with and without an earlier output: what a chapter would take is whole."""
+    """Kills before each change of the disk, with and without an earlier output: a chapter would only read complete
+    output."""
     given = write(tmp_path / "in.jsonl", wiki_lines(140))
     command = [sys.executable, "-c", EVERY_KILL, str(given), str(tmp_path / "out")]
     where = os.environ | {"PYTHONPATH": str(ROOT)}

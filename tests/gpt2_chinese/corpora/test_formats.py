@@ -1,4 +1,4 @@
-"""Formats of corpora: each as a golden case, from the examples of the corpora's own pages invented; and cleaning."""
+"""Formats of corpora: a golden case for each, invented after the examples of the corpora's own pages; and cleaning."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_record_without_its_fields_is_named(form: str, record, said: str) -> N
 
 @pytest.mark.parametrize("form", RECORDS)
 @pytest.mark.parametrize("lies", ["lines", "array", "objects", "pretty"])
-def test_formats_are_told_by_their_fields_however_they_lie(form: str, lies: str) -> None:
+def test_formats_are_detected_by_their_fields_in_every_layout(form: str, lies: str) -> None:
     record, expected = RECORDS[form]
     text = {
         "lines": "\n".join([dumps(record)] * 3) + "\n",

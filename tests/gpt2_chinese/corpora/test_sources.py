@@ -1,4 +1,4 @@
-"""What corpora come in: archives are read as streams, and harmful, foreign or damaged ones are refused with one line."""
+"""Files and archives of corpora: archives are read as streams; harmful, foreign or damaged ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_all_kinds_give_the_same_texts(tmp_path: Path) -> None:
     assert read(make_zip(tmp_path / "a.zip", MEMBERS)) == expected
     assert read(make_tar(tmp_path / "a.tar.gz", MEMBERS)) == expected
     assert read(make_tar(tmp_path / "a.tar", MEMBERS)) == expected
-    assert read(make_tar(tmp_path / "named.txt", MEMBERS)) == expected, "the content says what it is, not the name"
+    assert read(make_tar(tmp_path / "named.txt", MEMBERS)) == expected, "the content decides the kind, not the name"
     folder = tmp_path / "folder"
     for name, content in MEMBERS.items():
         if "MACOSX" not in name:
@@ -171,7 +171,7 @@ def test_a_cut_archive_never_passes_for_a_shorter_one(tmp_path: Path, name: str)
         (make_zip if name == "a.zip" else make_tar)(path, texts)
     whole = path.read_bytes()
     assert read(path)
-    end = 5 * (512 + 1024) if name == "a.tar" else len(whole)  # behind it a plain tar holds nothing but padding
+    end = 5 * (512 + 1024) if name == "a.tar" else len(whole)  # after it a plain tar holds only padding
     for size in range(1, end, 97 if name != "a.tar" else 256):
         path.write_bytes(whole[:size])
         if size > 300:

@@ -9,7 +9,7 @@ import torch
 from gpt2_chinese.data.batches import IGNORED, Batches
 from gpt2_chinese.errors import UserError
 
-IDS = np.arange(1, 1000, dtype=np.uint16)  # each id says where it stands, so a window is known by its first
+IDS = np.arange(1, 1000, dtype=np.uint16)  # each id is its own position, so the first id identifies a window
 T, B = 7, 24
 
 

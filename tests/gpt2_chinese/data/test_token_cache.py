@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """What is there, but for the locks, which stay and are empty."""
+    """The files of a folder, except the locks, which stay and are empty."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix != ".lock"}
 
 
@@ -69,7 +69,7 @@ def test_200_flips_and_cuts_are_all_seen(cache: Path, corpus: Path, vocab: Path,
         assert len(built) == round_number + 1, f"{name} with damage was used"
         assert content(cache) == files
     load_tokens(corpus, vocab)
-    assert len(built) == 200, "what is whole is used"
+    assert len(built) == 200, "an undamaged cache is used"
 
 
 def test_every_single_bit_of_a_seal_counts() -> None:
@@ -199,7 +199,8 @@ print(number, went_on)
 
 
 def test_killed_before_any_change_of_the_disk_it_goes_on(corpus: Path, tmp_path: Path) -> None:
-    """The real command, then it again until it ends: the same bytes, no leftovers, and parts that were made are used."""
+    """Kills the real command and repeats it until it ends: the same bytes, no leftovers, and finished parts are used
+    again."""
     done = subprocess.run([sys.executable, "-c", EVERY_KILL, str(corpus), str(tmp_path)], env=environment(tmp_path),
                           capture_output=True, text=True, timeout=HANGS_S)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -259,14 +260,14 @@ def test_what_was_left_by_a_kill_after_the_last_write_is_removed(tmp_path: Path)
     assert content(tmp_path / "cache") == whole
 
 
-def test_what_somebody_has_prepared_is_read_by_those_who_may_not_write_there(
+def test_a_prepared_cache_is_read_without_permission_to_write(
     cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = load_tokens(corpus, vocab)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert load_tokens(corpus, vocab).path == made.path
     made.path.with_suffix(".parts").mkdir()
-    assert load_tokens(corpus, vocab).path == made.path, "and nothing is removed there"
+    assert load_tokens(corpus, vocab).path == made.path, "the leftovers there are not removed"
     made.path.write_bytes(b"damaged")
     with pytest.raises(UserError, match="no writable folder for the token cache: set GPT2_CHINESE_CACHE"):
         load_tokens(corpus, vocab)
@@ -275,7 +276,8 @@ def test_what_somebody_has_prepared_is_read_by_those_who_may_not_write_there(
 def test_in_a_shared_cache_anyone_goes_on_with_what_another_user_left(
     cache: Path, corpus: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modes are looked at, and files that may not be written to are links here: the tests may run as root, who may all."""
+    """Checks modes, and replaces files without write permission by links: the tests may run as root, who may write to
+    all."""
     monkeypatch.setattr(token_shards, "PART_CHARACTERS", 300)
     monkeypatch.setattr(token_shards, "_CHARACTERS_AT_ONCE", 100)
     cache.mkdir()
@@ -303,10 +305,10 @@ def test_in_a_shared_cache_anyone_goes_on_with_what_another_user_left(
     assert others.read_text() == "not to be written" and not parts.exists()
 
 
-def test_one_makes_it_where_a_disk_locks_only_files_that_are_open_for_writing(
+def test_one_builder_makes_the_cache_on_disks_that_lock_only_writable_files(
     cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NFS does for two machines, which are threads here: it has no locks on folders, each machine has its own."""
+    """Simulates NFS with two threads as two machines: a lock on a folder holds on one machine only."""
     real, made = fcntl.flock, []
 
     def flock(handle: int, operation: int) -> None:

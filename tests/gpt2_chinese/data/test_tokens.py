@@ -96,7 +96,7 @@ def test_many_builders_at_once(folder: Path, corpus: Path, vocab: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(corpus), str(vocab)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    said = {process.communicate(timeout=HANGS_S)[0].splitlines()[-1] for process in running}  # who waits says so before
+    said = {process.communicate(timeout=HANGS_S)[0].splitlines()[-1] for process in running}  # waiting builders print so
     ids = reference(corpus, vocab)
     assert said == {f"{len(ids)} {sum(ids)}"}
     assert len(list(folder.iterdir())) == 3, "no leftovers"

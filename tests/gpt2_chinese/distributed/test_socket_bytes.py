@@ -14,7 +14,7 @@ def test_bytes_count_when_they_are_written_and_not_when_they_arrive() -> None:
             ours.setblocking(False)
             before, written = tcp_bytes(), 0
             try:
-                while True:  # nobody reads: at last it waits here, in the buffers of both ends
+                while True:  # the other end does not read: in the end the buffers of both ends are full
                     written += ours.send(bytes(1 << 16))
             except BlockingIOError:
                 pass

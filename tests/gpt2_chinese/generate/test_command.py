@@ -173,7 +173,7 @@ def test_output_to_a_file(say, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_a_text_that_ends_at_once_is_said(folder: Path, tmp_path: Path, capsys) -> None:
+def test_a_sample_that_ends_at_once_is_reported(folder: Path, tmp_path: Path, capsys) -> None:
     """A model that has learned nothing but the end of a document: the last layer norm points to the end's embedding."""
     model, vocabulary = load_model(folder)
     with torch.no_grad():
@@ -199,7 +199,7 @@ def talk(say, monkeypatch: pytest.MonkeyPatch, text: str, *flags: object) -> str
 def test_interactive_answers_prompt_after_prompt(say, monkeypatch) -> None:
     said = talk(say, monkeypatch, "今天天气\n这家小店的老板\n\n今天\n", "--json")
     assert without_rate(lines(said)) == without_rate(lines(say("--json", *flags_of(PROMPTS[:2])))), "an empty line ends"
-    assert talk(say, monkeypatch, "今天天气\n这家小店的老板\n") == say(*flags_of(PROMPTS[:2])) + "\n", "so does the end"
+    assert talk(say, monkeypatch, "今天天气\n这家小店的老板\n") == say(*flags_of(PROMPTS[:2])) + "\n", "so does EOF"
 
 
 def test_interactive_commands_change_the_flags_that_stay(say, monkeypatch) -> None:

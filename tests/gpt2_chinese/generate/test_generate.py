@@ -159,7 +159,7 @@ def test_a_row_ends_before_its_end_and_the_others_go_on() -> None:
     assert generate(countdown, [[3]], 2, GREEDY, forbidden=(2,), cache=False)[0][0] != 2
 
 
-def test_numbers_that_are_not_finite_are_said(model: GPT2LMHeadModel) -> None:
+def test_logits_that_are_not_finite_are_refused(model: GPT2LMHeadModel) -> None:
     with torch.no_grad():
         model.transformer.ln_f.weight[3] = torch.nan
     with pytest.raises(UserError, match="not finite"):

@@ -1,4 +1,4 @@
-"""What a run says of itself."""
+"""The numbers that a run reports about its own process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ subprocess.run([sys.executable, "-c", {SAYS_ITS_PEAK!r}], check=True)
 
 
 def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
-    """ru_maxrss is: the child begins with it when it is started by vfork, as Python does."""
+    """ru_maxrss is that of the parent: a child started by vfork, as Python does, begins with it."""
     alone, started = (
         int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=HANGS_S).stdout)
         for code in (SAYS_ITS_PEAK, STARTS_IT)

@@ -30,7 +30,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped vocabulary and what Google's has besides: numbers whole, digits that go on a word."""
+    """The shipped vocabulary and entries of Google's: whole numbers, and digits that continue a word."""
     shipped = (ROOT / "cache/vocab.txt").read_text(encoding="utf-8")
     more = ["2019", "1918", "10", "18", "##年", *(f"##{digit}" for digit in range(10)), "##99"]
     path = tmp_path_factory.mktemp("numbers") / "vocab.txt"
@@ -51,7 +51,7 @@ def test_uer_is_bert_tokenizer(numbers: Path, bert) -> None:
 
 
 def test_gpt2_chinese_is_bert_tokenizer_with_blanks_around_digits_and_its_own_marks(numbers: Path, bert) -> None:
-    """All of Unicode's numbers stand alone: what str.isdigit() names, and beside it ½, Ⅷ and 〇 (as in 二〇〇〇)."""
+    """Each of Unicode's numbers is split off: those of str.isdigit(), and also ½, Ⅷ and 〇 (as in 二〇〇〇)."""
     vocabulary = Vocabulary.load(numbers, "gpt2_chinese")
     spaced = ["".join(f" {c} " if unicodedata.category(c)[0] == "N" else c for c in text) for text in texts()]
     mask, cls = (vocabulary.entries.index(token) for token in ("[MASK]", "[CLS]"))
@@ -73,7 +73,7 @@ def test_what_is_exported_is_read_alike_by_everyone(kind: str, numbers: Path, co
     vocabulary.save(final)
     again, theirs = Vocabulary.load(final), transformers.AutoTokenizer.from_pretrained(final)
     given = texts()[::7] + TEXTS[:3]
-    assert again.file.facts() == vocabulary.file.facts(), "nobody has to be told the profile"
+    assert again.file.facts() == vocabulary.file.facts(), "no flag has to name the profile"
     assert again.encode_documents(given) == vocabulary.encode_documents(given) == theirs(given).input_ids
     assert [again.encode_prompt(text) for text in given] == [ids[:-1] for ids in theirs(given).input_ids]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (vocabulary.begin_id, vocabulary.end_id)
@@ -109,7 +109,7 @@ def test_auto_is_what_the_folder_records(tmp_path: Path, numbers: Path, beside: 
         write(tmp_path / name, content)
     for path in (tmp_path, tmp_path / "vocab.txt"):
         assert read_vocabulary(path).profile == profile
-    assert read_vocabulary(tmp_path, "uer").profile == "uer", "what is asked for comes first"
+    assert read_vocabulary(tmp_path, "uer").profile == "uer", "an explicit profile has priority"
 
 
 def test_special_tokens_in_a_text_are_text(numbers: Path) -> None:
@@ -241,4 +241,4 @@ def test_a_checkpoint_of_another_vocabulary_or_profile_is_refused(tmp_path: Path
         error = capsys.readouterr().err
         assert stop.value.code == 2 and said in error and error.count("\n") == 1
     step_folder.save(folder, 4, {"a": torch.zeros(1)}, {}, {"model": settings.model.to_dict()})
-    assert parse("--vocab-profile", "uer").resume_from == folder / "step_000004", "it does not know: it passes"
+    assert parse("--vocab-profile", "uer").resume_from == folder / "step_000004", "it records no profile: accepted"

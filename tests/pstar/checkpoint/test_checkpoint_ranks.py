@@ -1,4 +1,5 @@
-"""pstar's own checkpoints: every rank writes its part, any other number of ranks, chunk size, ownership and precision reads.
+"""pstar's own checkpoints: every rank writes its part; runs with any number of ranks, chunk size, ownership and precision
+read them.
 
 Losses after a resume: bitwise those of the run that was not interrupted at the same number of ranks, whatever the chunk size
 and the ownership; 1e-6 relative at another number, which adds gradients in another order.
@@ -96,7 +97,7 @@ def test_what_two_ranks_saved_goes_on_anywhere(ranks, saved, num_ranks, config):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_and_back(ranks, tmp_path, num_ranks):
+def test_two_ranks_resume_the_checkpoint_of_another_number_of_ranks(ranks, tmp_path, num_ranks):
     path = str(tmp_path / "checkpoint")
     through = ranks(num_ranks).run(save, SHARDED, path)
     results = ranks(2).run(resume, SMALL, path)
@@ -121,7 +122,7 @@ def test_it_goes_on_in_another_precision(ranks, tmp_path, first, then):
 
 
 def test_dcp_s_own_tools_read_it(saved):
-    """Under their names and whole shapes: what another program does with it."""
+    """Another program can load tensors by their names, in their whole shapes."""
     tensors = {"model.embed.weight": torch.zeros(toy.VOCAB, toy.WIDTH), "exp_avg.norm.bias": torch.zeros(toy.WIDTH)}
     with pytest.warns(UserWarning, match="in a single process"):
         dcp.load(tensors, checkpoint_id=saved[0], no_dist=True)
@@ -187,7 +188,7 @@ def test_metadata_cannot_run_code(saved, tmp_path, monkeypatch):
 
 
 def test_metadata_of_an_early_python_311_are_read(saved, tmp_path, monkeypatch):
-    """Debian 12's, say: it pickles a member of an enum as getattr(its class, its name), and no other getattr is let in."""
+    """Debian 12's, for example, pickles an enum member as getattr(its class, its name); no other getattr is allowed."""
     from pstar.checkpoint.sharded import names_in
 
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
@@ -256,7 +257,8 @@ def out_and_in(rank, num_ranks, config, path):
 @pytest.mark.parametrize("config", [SMALL, MIDDLE | {"bf16": {"enabled": True}}, SHARDED | {"fp16": {"enabled": True}}])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_weights_go_out_and_in_as_one_plain_file(ranks, tmp_path, num_ranks, config):
-    """What the library reads there are the fp32 masters, in the model's order, and importing them gives them back."""
+    """The safetensors library reads the fp32 masters from the file, in the model's order; importing the file restores
+    them."""
     from safetensors.torch import load_file
 
     path = tmp_path / "model.safetensors"

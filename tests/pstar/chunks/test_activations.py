@@ -23,7 +23,7 @@ VARIANTS = pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["p
 
 
 class Stack(nn.Module):
-    """Residual blocks with dropout, each checkpointed as asked (None: not at all)."""
+    """Residual blocks with dropout, each checkpointed by the given variant (None: not at all)."""
 
     def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()
@@ -52,7 +52,8 @@ def build(use_reentrant: bool | None = None, **keys) -> tuple:
 
 
 def train(model: pstar.Engine, optimizer, num_micros: int = 1, evaluate: bool = False) -> tuple[list[float], Counter[str]]:
-    """(losses, bytes moved for these steps: what already came for the next one depends on when gradients arrived)."""
+    """(losses, bytes moved for these steps). Bytes copied early for the next step are left out: they depend on when
+    gradients arrive."""
     losses, moved = [], Counter()
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -196,7 +197,7 @@ class Changing(nn.Module):
         h = x * self.scale
         first = h.pow(2).sum()      # saves h
         h.detach().add_(1)
-        return first + h.pow(2).sum()    # saves h again, which is another one now
+        return first + h.pow(2).sum()    # saves h again, with other values now
 
 
 @pytest.mark.parametrize("numel", [LEAST_BYTES // 4, LEAST_BYTES // 4 - 1])
@@ -216,7 +217,7 @@ def test_a_tensor_changed_in_place_is_either_safe_in_far_or_refused(numel):
 
 @pytest.mark.parametrize("near, error, line", [
     ("min", pstar.StateError, "changed in place"),
-    ("100%", RuntimeError, "modified by an inplace operation"),    # there is no hook, and autograd looks itself
+    ("100%", RuntimeError, "modified by an inplace operation"),    # without a hook, autograd itself checks
 ])  # fmt: skip
 def test_a_small_tensor_changed_in_place_is_refused_without_offload_too(near, error, line):
     model, _ = toy.build(Changing, near_budget=near)
@@ -239,7 +240,7 @@ def test_without_room_in_far_activations_stay_near():
         del loss
 
 
-def test_what_does_not_go():
+def test_small_tensors_parameters_and_views_of_buffers_are_not_offloaded():
     far = Tier(FAR, torch.device("cpu"))
     offload = Offload(far, Ledger(), torch.device("cpu"))
     large = torch.zeros(LEAST_BYTES // 4 * 10)
@@ -254,7 +255,7 @@ def test_what_does_not_go():
     assert far.used_bytes == 0
     away = offload.pack(large.view(10, -1).T)
     part = offload.pack(large[5:9])
-    assert part.copy is away.copy and far.used_bytes == large.nbytes, "a small part of what is there already costs nothing"
+    assert part.copy is away.copy and far.used_bytes == large.nbytes, "a small part of an offloaded storage costs nothing"
     large.add_(1)
     again = away.unpack()
     assert again.shape == (LEAST_BYTES // 4, 10) and again.stride() == (1, LEAST_BYTES // 4) and not again.any()

@@ -1,4 +1,5 @@
-"""What comes early, what goes early, and in which order: beyond the tests that no placement changes a number."""
+"""Which blocks are loaded early, which leave early, and in which order. Other tests check that no placement changes a
+number."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def test_a_buffer_that_nobody_reads_is_taken_before_one_that_is_being_copied():
 
 
 def hold_back(model, num: int) -> list[tuple[str, int]]:
-    """Of the next step's gradients the last `num` stay on their way to far, each until somebody begins to wait for it.
-    Returns what is written meanwhile: ("param", group) begins to come near, ("adam", group) is updated."""
+    """Holds the last `num` gradients of the next step on their way to far, each until the update waits for it. Returns
+    the list that records the events of the step: ("param", group) begins to come near, ("adam", group) is updated."""
     events, passes = [], threading.Semaphore(len(model.layout.groups) - num)
     submit, begin, touch = model._store.movers.submit, model._store._begin, model._chunks.touch_update
 
@@ -111,8 +112,8 @@ def test_gradients_that_have_arrived_are_updated_first():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_slow_link_changes_the_order_of_updates_and_no_number(overlap):
-    """In the background nobody waits for a gradient that is on its way: there the order is that of forward. And whatever
-    comes before the end of a step because of it, counts in the step that it comes for."""
+    """An update in the background does not wait for a gradient that is on its way: its order is that of forward. Bytes
+    that therefore come near before the end of a step count in the step for which they come."""
     model, optimizer = toy.build(lambda: toy.Toy(10), **KEYS, simulated_link=5e6, overlap_update=overlap)
     losses, moved = [], []
     for step in range(6):
@@ -145,7 +146,7 @@ def test_while_gradients_are_on_their_way_what_forward_needs_comes_in_its_order(
 
 
 def test_one_pair_of_saved_tensor_hooks_serves_a_whole_forward(monkeypatch):
-    """What each module costs in Python is the price of chunks where everything fits."""
+    """Where everything fits, chunks cost only the Python time of each module."""
     pairs, saving = [], Hooks._saving
 
     def counted(hooks):

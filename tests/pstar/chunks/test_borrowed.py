@@ -89,7 +89,7 @@ class Tensors(list):
     """A list that torch's trees take for a leaf."""
 
 
-OPERATIONS = {    # what is done between two steps -> what it says
+OPERATIONS = {    # operation between two steps -> its error
     "F.linear": (lambda model: F.linear(torch.ones(2, 16), model.embed.weight), "linear in no module .* embed.weight"),
     "a norm": (lambda model: [param.norm() for param in model.parameters()], "norm in no module .* parameter embed.weight"),
     "a product": (lambda model: torch.ones(2, 16) @ model.head.weight.T, r"Tensor.T in no module .* parameter head.weight"),
@@ -206,7 +206,7 @@ def bytes_without_asking(cls, func, types, args=(), kwargs=None):
 
 
 def without_checks(monkeypatch) -> None:
-    """Nobody refuses what was read without asking."""
+    """Removes the checks that refuse reads which do not ask for the bytes."""
     monkeypatch.setattr(borrowed.Lender, "refuse", lambda *_: None)
     monkeypatch.setattr(hooks.Hooks, "check_used", lambda *_: None)
 
@@ -277,7 +277,7 @@ def test_the_first_output_that_is_not_finite_is_named_once(where, said, near):
 @pytest.mark.parametrize("keys", [{"gradient_accumulation_steps": 2}, {"offload_activations": True},
                                   {"overlap_update": True}, {"far_states": "stream"}, {"near_memory": "2MiB"},
                                   {"eviction_policy": "lru"}], ids=str)
-def test_borrowing_goes_with_what_else_the_engine_can_do(keys):
+def test_borrowing_works_with_other_options_of_the_engine(keys):
     pattern = "a penalty over model.parameters() in the loop"
     if "gradient_accumulation_steps" not in keys:
         losses, weights = plain_run(pattern)
@@ -331,7 +331,8 @@ class DoesNotAsk(Deep):
         return NOT_ASKING[self.read][0](self, self.hidden(x)).square().mean()
 
 
-# What reads a parameter of another module without asking for its bytes -> (it, a regular expression of the line).
+# Kind of read that does not ask for the bytes of another module's parameter -> (the read, a regular expression of its
+# error).
 NOT_ASKING = {
     "torch.vmap": (lambda model, h: h.mean() * torch.vmap(torch.sum)(model.layers[1].weight),
                    r"torch.vmap in DoesNotAsk \(line \d+ of .*\) is given parameter layers.1.weight"),
@@ -344,7 +345,7 @@ NOT_ASKING = {
 
 
 @pytest.mark.parametrize("read", NOT_ASKING)
-def test_who_does_not_ask_for_a_parameters_bytes_is_refused_in_one_line(read):
+def test_reads_that_do_not_ask_for_a_parameters_bytes_are_refused_in_one_line(read):
     model, _ = toy.build(lambda: DoesNotAsk(read), near_budget="min", default_chunk_size=300)
     with pytest.raises(pstar.StateError, match=NOT_ASKING[read][1]) as caught:
         model.backward(model(rows(0)))

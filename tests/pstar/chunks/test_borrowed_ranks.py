@@ -1,7 +1,7 @@
 """Borrowed parameters on several ranks: a fetch is a gather, and every rank must make it at the same moment.
 
 Losses against one plain process within 1e-5 relative: the sum over ranks adds in another order than one process does, and
-Adam's division magnifies it (see test_pstar_ranks). Between near budgets, prefetch and ownerships: the same bits.
+Adam's division magnifies it (see test_engine_ranks). Between near budgets, prefetch and ownerships: the same bits.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_borrow_on_one_rank_alone_ends_in_one_line(ranks):
 def refused_case(rank: int, num_ranks: int) -> str:
     model, _ = toy.build(borrowers.Deep, near_budget="min", default_chunk_size=300)
     with pytest.raises(pstar.StateError) as caught:
-        if rank == 0:    # who logs on rank 0 alone gets an error, not a hang
+        if rank == 0:    # logging on rank 0 alone raises an error and does not hang
             model.module.embed.weight.norm()
         raise pstar.StateError("between two steps")
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Where nothing ever leaves near nobody is told what is in use: the same bits, and nothing in the modules' way."""
+"""Where nothing ever leaves near, modules have no hooks that report what is in use: the bits stay the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 @pytest.mark.parametrize("copy, more", [("movers.copy(target, source)", 1), ("target.copy_(source)", 2)])
 def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more):
-    """One thread more, the worker's own; torch's copy_ there would bring a second one, as the second case shows."""
+    """The copy adds one thread, the worker's; torch's copy_ would add a second one, as the second case shows."""
     code = TEAMS.format(copy=copy)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS_S,
                           env=os.environ | {"OMP_NUM_THREADS": "2"})  # fmt: skip

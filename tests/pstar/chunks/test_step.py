@@ -129,8 +129,7 @@ def told(language: str) -> list[str]:
 
 
 def test_the_way_of_one_parameter_is_told_in_the_order_of_the_calls() -> None:
-    """In a step that is known, with so little room that parameters leave in forward; each function is seen first after all
-    that are told before it."""
+    """A traced step with so little room that parameters leave in forward: functions are first called in the page's order."""
     names = told("en")
     assert names == told("zh") and 10 <= len(names) <= 15
     model, optimizer = toy.build(near_memory="1500KiB", near_budget="min", default_chunk_size=5_000)

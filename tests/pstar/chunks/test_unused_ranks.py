@@ -50,7 +50,7 @@ def case(rank: int, num_ranks: int, keys: dict):
 
 
 def plain(num_ranks: int):
-    """One process plays all ranks: a missing gradient is zero in the mean, one that all miss is none."""
+    """One process plays all ranks: a missing gradient counts as zero in the mean; one missing on all ranks is None."""
     torch.manual_seed(0)
     model = Choosy()
     adamw, losses, norm = toy.adamw(model.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), [], 0.0
@@ -86,7 +86,7 @@ def test_without_the_key_different_orders_end_in_one_line_with_rank_and_unit(ran
 
 
 def over_gloo_case(rank: int, num_ranks: int):
-    """One chunk for embedding, layers and head each: all collectives are of one size, and gloo notices nothing."""
+    """One chunk for embedding, layers and head each: all collectives are of one size, so gloo notices no mismatch."""
     available, shared_memory.available = shared_memory.available, lambda: False
     try:
         model, optimizer = toy.build(Choosy, near_budget="100%", default_chunk_size=11_000, ownership="sharded")
@@ -96,7 +96,7 @@ def over_gloo_case(rank: int, num_ranks: int):
         shared_memory.available = available
 
 
-def test_over_a_process_group_they_are_found_before_the_update(ranks):
+def test_different_parameters_on_ranks_are_found_over_a_process_group(ranks):
     with pytest.raises(RankFailure, match=r"the ranks use different parameters: collective \d+ of the step was a reduction "
                                           r"of unit \d+ on rank 0 and a reduction of unit \d+ on rank 1"):
         ranks(2).run(over_gloo_case)
@@ -122,7 +122,7 @@ def nobody_case(rank: int, num_ranks: int, keys: dict):
 @pytest.mark.parametrize("communication", ["group", "chunk"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_chunk_that_nobody_uses_beside_one_in_use(ranks, communication, late):
-    """The two make a group, and what lies in the unused one's place is nobody's gradient: not of the step before either."""
+    """The two form a group. The unused one's place must hold no gradient, not even one of the step before."""
     results = ranks(2).run(nobody_case, {"communication": communication, "find_unused_parameters": late})
     torch.manual_seed(0)
     model = Choosy()
@@ -171,7 +171,7 @@ def test_two_gradients_in_one_backward_are_refused_without_the_key(ranks):
         ranks(2).run(twice_case, False)
 
 
-def test_one_rank_takes_the_key_and_changes_nothing():
+def test_find_unused_parameters_changes_nothing_on_one_rank():
     losses, weights, _ = toy.oracle(3)
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000, find_unused_parameters=True)
     assert toy.train(model, optimizer, 3) == losses

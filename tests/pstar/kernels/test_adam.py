@@ -84,7 +84,7 @@ def arrays(update: AdamUpdate) -> list[torch.Tensor]:
 
 
 def assert_same_bits(ours: AdamUpdate, theirs: AdamUpdate) -> None:
-    """Of a NaN only that it is one is promised."""
+    """A NaN only has to be a NaN; its bits may differ."""
     for one, other in zip(arrays(ours), arrays(theirs), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(one.signbit() & ~one.isnan(), other.signbit() & ~other.isnan())
@@ -94,8 +94,8 @@ def assert_same_bits(ours: AdamUpdate, theirs: AdamUpdate) -> None:
 
 
 def reference(update: AdamUpdate) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(param, exp_avg, exp_avg_sq) of the next step in float64, as the papers write it, and beside each the largest number
-    that took part: where two numbers nearly cancel, what is left has the error of the two."""
+    """(param, exp_avg, exp_avg_sq) of the next step in float64, as the papers write it, and for each the largest number
+    that took part: where two numbers nearly cancel, the result has the error of both."""
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
     (param, grad, exp_avg, exp_avg_sq), (beta1, beta2) = (getattr(update, name).double() for name in names), update.betas
     grad = grad * update.grad_scale
@@ -123,8 +123,8 @@ def units(values: torch.Tensor, exact: torch.Tensor, largest: torch.Tensor) -> t
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("adamw", [True, False])
 def test_one_step_is_within_two_units_of_float64(implementation, adamw):
-    """Two units, with two exceptions. Where the change is as large as the parameter or larger (first steps of a parameter
-    near zero) the roundings on its way, from both moments, two scalars, a root and a quotient, show: six units. With L2
+    """Two units, with two exceptions. The change may be as large as the parameter or larger, in first steps of one near
+    zero. Then roundings of both moments, two scalars, a root and a quotient show: six units. With L2
     regularisation the gradient is a rounded sum, and its square has that error twice: four units."""
     for step in (1, 2, 1000):
         update = dataclasses.replace(make("fp32", FP32, 50_001), step=step, adamw=adamw, grad_scale=2.0**-16)
@@ -299,7 +299,7 @@ def test_scale_and_skip_are_read_when_the_kernel_runs():
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-def test_squared_norm_is_the_same_whoever_adds(dtype):
+def test_squared_norm_is_the_same_in_every_implementation_and_number_of_threads(dtype):
     threads = torch.get_num_threads()
     for numel in (0, 1, 255, 256, 257, 8_192, 8_193, 3_000_017 if dtype == FP32 else 100_003):
         grad = shifted(torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype), 1)
@@ -332,7 +332,7 @@ def test_blocks_of_a_norm_add_up_to_it_wherever_the_gradient_is_cut(implementati
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
 def test_a_gradient_is_stored_and_squared_in_one_pass(implementation, dtype, kept):
-    """The place gets what copy_ and add_ write, the sum is that of squared_norms, bit for bit; nothing around is touched."""
+    """The place gets the bits of copy_ and add_, the sum those of squared_norms; memory around the place stays untouched."""
     wide = FP32 if kept == "in fp32" else dtype
     for numel in (1, 255, 8_193, 100_003):
         first, second = (shifted(torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype), 1)

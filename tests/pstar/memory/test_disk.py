@@ -181,7 +181,7 @@ def test_gaps_that_lie_apart_hold_one_extent(tmp_path):
     tier.close()
 
 
-def test_mistakes_are_loud(tmp_path):
+def test_wrong_calls_of_the_disk_tier_raise(tmp_path):
     tier, other = DiskTier(tmp_path), DiskTier(tmp_path)
     extent, foreign = tier.allocate(10, torch.float32, "param"), other.allocate(10, torch.float32, "param")
     tensor = torch.zeros(10)
@@ -327,7 +327,7 @@ def test_paths_that_cannot_be_used(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written(tmp_path):
-    if os.geteuid() == 0:    # who may write everywhere, except where nobody may
+    if os.geteuid() == 0:    # root may write everywhere, except on a read-only system
         with mounted(tmp_path, "ro,size=1m") as folder:
             refused(folder)
     else:

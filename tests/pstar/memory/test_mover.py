@@ -117,7 +117,7 @@ def test_the_thread_starts_with_the_first_copy_and_goes_with_its_mover():
     assert not thread.is_alive()
 
 
-def test_a_slow_link_is_a_promise(mover):
+def test_a_slow_link_takes_at_least_its_time(mover):
     slow = Mover("slow", mover.asynchronous, bytes_per_s=10**6)
     begin = time.perf_counter()
     for num_bytes in (20_000, 30_000):
@@ -171,7 +171,7 @@ def test_the_interpreter_goes_on_while_the_disk_tier_copies(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_is_told(tmp_path):
+def test_a_forked_child_gets_an_error(tmp_path):
     code = """
 import os, threading
 from pstar.errors import StateError

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Views:
-    """Hears which blocks leave near; nobody keeps a view of them."""
+    """Records which blocks leave near; no user keeps a view of them."""
 
     def __init__(self):
         self.left = []
@@ -101,7 +101,7 @@ def test_the_least_recently_used_leaves_and_a_pinned_one_never():
         store.drop(("param", 0))
 
 
-def test_far_gives_up_duplicates_before_it_gives_up():
+def test_far_drops_duplicates_before_it_raises():
     store, _ = make(near=200, far=80)
     store.create(("param", 0), 20, torch.float32, FAR).fill_(7)
     store.ensure(("param", 0), NEAR)                # a copy in both tiers
@@ -176,7 +176,7 @@ print(int(kept), (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) /
 
 
 def test_freed_memory_is_kept_for_the_next_step():
-    """Without it the C library keeps memory or not, as it falls; what it costs where it does not is seen by forcing it."""
+    """By default the C library may or may not keep freed memory. One variable makes it return memory, to show the cost."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     faults = {}
     for mode, forced in (("keep", {}), ("leave", {"MALLOC_MMAP_THRESHOLD_": "65536"})):

@@ -26,7 +26,7 @@ def test_far_embeddings_change_no_bit(keys: dict) -> None:
     assert far_near < near, "the largest table is not near any more"
 
 
-def test_a_plan_knows_that_they_are_in_no_chunk() -> None:
+def test_a_plan_leaves_far_embeddings_out_of_the_chunks() -> None:
     far, near = (pstar.plan_engine(toy.Untied, {"use_cpu_embedding": value}) for value in (True, False))
     assert near.layout.num_params - far.layout.num_params == (toy.VOCAB + toy.LENGTH) * toy.WIDTH
 

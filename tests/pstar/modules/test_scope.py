@@ -63,7 +63,7 @@ def test_the_same_bits_as_without_the_scope(precision, num_micros):
     assert runs[0][3] > 0 or precision != "fp16", "skipped steps are among them"
 
 
-def test_they_are_ordinary_tensors_in_no_chunk():
+def test_parameters_of_the_scope_are_ordinary_tensors_in_no_chunk():
     model, optimizer = toy.build(scoped, near_budget="min", bf16={"enabled": True})
     weight = model.module.experts[0].weight
     assert "experts.0.weight" not in model.layout.slots and mode_of(weight) == Outside.AVERAGED
@@ -91,7 +91,7 @@ def test_marks_are_made_where_the_scope_is():
     assert both[1] is inner and mode_of(pstar.exclude(after, do_allreduce=False).bias) == Outside.LOCAL
 
 
-def test_their_state_is_saved_and_put_back():
+def test_state_of_the_scope_is_saved_and_loaded():
     def excluded() -> Mixture:
         model = Mixture()
         pstar.exclude(model.experts)
@@ -112,6 +112,6 @@ def test_their_state_is_saved_and_put_back():
         model.load_state(weights)
 
 
-def test_a_model_of_nothing_else_is_refused():
+def test_a_model_without_parameters_in_chunks_is_refused():
     with pytest.raises(pstar.ConfigError, match="no parameters"):
         toy.build(lambda: pstar.exclude(nn.Linear(3, 3)))

@@ -120,7 +120,7 @@ def test_tied_layers_are_left_and_named_and_a_shared_module_is_replaced_everywhe
         assert pstar.tile_linears(hooked, 16) == 0
 
 
-def test_what_cannot_be():
+def test_wrong_arguments_of_tiled_layers_are_refused():
     with pytest.raises(pstar.ConfigError, match="num_tiles is 9; give 1 to 8"):
         pstar.TiledLinear(4, 8, True, 9)
     with pytest.raises(pstar.ConfigError, match="one row of wide has 24 elements, more than max_elems, which is 23"):

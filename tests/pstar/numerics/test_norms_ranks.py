@@ -29,7 +29,7 @@ def layouts(num_ranks: int):
 
 
 def norms_of(norms: ParameterNorms, pieces: dict[int, torch.Tensor], arrived):
-    """Groups are complete in any order; what was taken is not read again, so it may change."""
+    """Groups are complete in any order; a piece whose norms are taken is not read again, so it may change."""
     for group in reversed(pieces):
         assert not norms.taken(group)
         norms.take(group, piece := pieces[group].clone(), arrived)
@@ -75,7 +75,7 @@ def test_without_the_blocks_on_two_ranks_the_norm_is_another(ranks):
 def test_on_one_rank_it_is_the_oracle():
     norms = ParameterNorms(layout := make_layout([ModuleSpec("m", tuple(SIZES.items()))], 10**6), list(SIZES),
                            Collectives(None, Ledger()), torch.device("cpu"))
-    piece = torch.full((layout.groups[0].piece_elems,), math.nan)    # what nobody wrote is not read
+    piece = torch.full((layout.groups[0].piece_elems,), math.nan)    # places without a gradient are not read
     for name, grad in grads().items():
         slot = layout.slots[name]
         piece[slot.offset : slot.offset + slot.numel] = grad

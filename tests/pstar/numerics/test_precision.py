@@ -44,10 +44,10 @@ def test_bits_and_scales_of_an_independent_reference(fp16, num_micros, near):
     assert all(torch.equal(weights[name], master) for name, master in expected.masters.items())
     skipped = sum(entry[1] for entry in trace)
     assert optimizer.skipped_steps == skipped and moments["step.norm.weight"] == 16 - skipped
-    assert model.schedule.num_traced == 1, "a skipped first step is a trace as good as any"
+    assert model.schedule.num_traced == 1, "a skipped first step is a valid trace"
     if fp16 and "loss_scale" not in fp16:
         scales = [entry[0] for entry in trace]
-        assert trace[0][1] and scales[-1] < scales[0], "it begins too large on purpose, and finds what works"
+        assert trace[0][1] and scales[-1] < scales[0], "the scale begins too large on purpose, and falls until it works"
         assert min(scales) >= fp16.get("min_loss_scale", 1)
         if fp16 == FP16:
             assert scales[1] == scales[0] and any(b > a for a, b in zip(scales, scales[1:], strict=False))

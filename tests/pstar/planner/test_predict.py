@@ -25,7 +25,7 @@ from pstar.planner.predict import Job, choose_layout, costs_of, predict
 from tests import toy
 
 TINY = GptShape(3, 32, 4, vocab=97, positions=16)
-WIDE = GptShape(3, 64, 4, vocab=512, positions=64)    # of 4 x 64 tokens every tensor that matters is large enough to leave
+WIDE = GptShape(3, 64, 4, vocab=512, positions=64)    # with 4 x 64 tokens every tensor that matters is large enough to leave
 GIB = 2**30
 
 
@@ -205,7 +205,7 @@ def with_room(near: int, far: int, job: Job = AWAY, disk: int = 0) -> Machine:
 def test_offloaded_activations_take_the_bytes_that_the_plan_says(tmp_path):
     layout = choose_layout(WIDE, costs_of("fp32"), 1, 10**9, AWAY)[0]
     plan = predict(WIDE, with_room(16 * layout.total_elems, 10**9), AWAY)
-    engine = offloading({"profile": str(tmp_path / "profile.json")})    # which makes the engine count what is no chunk
+    engine = offloading({"profile": str(tmp_path / "profile.json")})    # so that the engine counts what is no chunk
     assert plan.mode == "near" and plan.layout == engine.layout
     assert plan.far_bytes - NOT_THERE == engine.far.peak_bytes
     assert plan.far_bytes == 4 * layout.total_elems + plan.offloaded_bytes

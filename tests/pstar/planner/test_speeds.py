@@ -1,6 +1,6 @@
 """far_states auto: speeds are measured where they decide, the slowest rank's count, and no choice changes a number.
 
-Nothing here is held against a clock: what a speed must be follows from what it pretends to be, or it is given by hand.
+No test compares with a clock: the expected speed follows from the simulated link, or the test gives it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOM = {"near_budget": "60%", "default_chunk_size": 5_000}
 
 @pytest.fixture
 def measured(monkeypatch):
-    """measured(speeds) says what every measurement finds; the list that it returns counts them."""
+    """measured(speeds) sets the result of every measurement; the list that it returns has one entry for each."""
 
     def set_to(found: Speeds) -> list:
         calls: list = []
@@ -71,7 +71,7 @@ def test_auto_is_what_the_speeds_say(measured, found, where):
 
 
 @pytest.mark.parametrize("where", ["host", "stream"])
-def test_what_is_asked_for_is_not_measured(measured, where):
+def test_explicit_far_states_are_not_measured(measured, where):
     calls = measured(SLOW_LINK if where == "stream" else GPU)
     model, _ = toy.build(**on_a_slow_link(**ROOM, far_states=where))
     assert model.far_states == where and not calls and ("as far_states says" in dict(model.memory_plan())["far states"])
@@ -117,7 +117,7 @@ def test_states_in_near_leave_no_room_for_others(measured):
     assert model._chunks.tiers.states_tier.count(NEAR) == 1 and model.far_states == "host" and not calls
     losses = toy.train(model, optimizer, 2)
     streaming, optimizer = toy.build(Pair, **keys, far_states="stream")
-    assert streaming._chunks.tiers.states_tier.count(NEAR) == 0, "who asks for streaming gets room for it"
+    assert streaming._chunks.tiers.states_tier.count(NEAR) == 0, "an explicit stream reserves room"
     assert toy.train(streaming, optimizer, 2) == losses
 
 
@@ -162,7 +162,7 @@ def test_the_choice_never_changes_a_number(plain, link, far_states):
     found, _ = model.gather_state()
     assert all(torch.equal(found[name], weight) for name, weight in plain[1].items())
     if far_states == "auto":
-        assert model.far_states == "host", "near is no faster at Adam than the host, for it is the host"
+        assert model.far_states == "host", "near is no faster at Adam than the host: it is the host"
 
 
 def placements(num: int) -> list[dict]:

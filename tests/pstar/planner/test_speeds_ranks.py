@@ -48,7 +48,7 @@ def same_bits(got: dict, ddp: dict) -> bool:
 @pytest.mark.parametrize("kind", KINDS, ids=["group", "chunk", "sharded"])
 @pytest.mark.parametrize("found, where", [([FAST, FAST], "stream"), ([FAST, SLOW], "host"), ([SLOW, FAST], "host")])
 def test_one_slow_rank_decides_for_all(ranks, ddp, found, where, kind):
-    """Ranks that chose each for itself would evict, and gather, each for itself."""
+    """Ranks with different choices would evict and gather differently."""
     keys = kind | ROOM | {"simulated_link": 1e9}
     results = ranks(2).run(case, keys, found)
     assert [each["far_states"] for each in results] == [where] * 2 and results[0]["row"] == results[1]["row"]

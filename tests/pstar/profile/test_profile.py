@@ -31,7 +31,7 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def watched(profile: Profile, near_budget: int) -> BlockStore:
-    """A store that tells a profile what it does."""
+    """A store that reports its operations to a profile."""
     near, far = Tier(NEAR, CPU, near_budget), Tier(FAR, CPU)
     return BlockStore(near, far, Ledger(), Schedule(), profile=profile)
 
@@ -265,7 +265,7 @@ def test_the_file_says_what_was_recorded(tmp_path):
     path = tmp_path / "new" / "p.json"
     profile.save(path)
     loaded = load_profile(path)
-    assert [path] == list(path.parent.iterdir()), "nothing is left beside it"
+    assert [path] == list(path.parent.iterdir()), "no other file is left"
     assert [step.number for step in loaded.steps] == [3, 4, 5, 6]
     recorded = profile.recording()
     assert loaded.about == recorded.about and loaded.closed is None and len(loaded.spans) == len(recorded.spans)
@@ -335,7 +335,7 @@ def test_a_bad_file_is_named_in_one_line(tmp_path, text, said, capsys):
 
 
 def check_trace(trace: dict) -> dict[str, list[dict]]:
-    """Holds a trace to the rules of the format; returns its slices by the name of their lane."""
+    """Checks a trace against the rules of the format; returns its slices by the name of their lane."""
     events = trace["traceEvents"]
     names, lanes, budgets, counters = {}, defaultdict(list), {}, defaultdict(list)
     for event in events:

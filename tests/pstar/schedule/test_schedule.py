@@ -186,7 +186,7 @@ def test_what_is_coming_goes_on_around_the_end_of_the_step():
 
 
 def test_what_was_touched_last_is_forgotten_where_a_step_or_an_evaluation_begins_or_ends():
-    """Whoever does not touch twice what is still `last` must lose no moment of the trace."""
+    """A caller that does not touch `last` a second time must lose no moment of the trace."""
     schedule = Schedule()
 
     def touch(key: str) -> None:
