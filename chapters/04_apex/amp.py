@@ -1,19 +1,19 @@
 """Mixed precision from first principles (Micikevicius et al. 2018), with the optimization levels that NVIDIA Apex had.
 
-    level   weights            products        norms, softmax, loss   optimizer works on     what it is
+    level   weights            products        norms, softmax, loss   optimizer updates      remark
     O0      fp32               fp32            fp32                   the weights            the baseline
     O1      fp32               16 bit          fp32                   the weights            casts by operation
-    O2      16 bit, norms fp32 16 bit          norms and loss fp32    fp32 copies (masters)  "almost 16 bit"
-    O3      16 bit             16 bit          16 bit, loss fp32      the weights            the floor, not a way to train
+    O2      16 bit, norms fp32 16 bit          norms and loss fp32    fp32 copies (masters)  Apex: "almost FP16"
+    O3      16 bit             16 bit          16 bit, loss fp32      the weights            no masters: not for training
 
-16 bit is bf16 (8 bits of exponent, 8 of precision) or fp16 (5 and 11). Here a level is chosen and applied; its parts are
-casts.py (what computes in 16 bit), masters.py (fp32 copies of rounded weights) and loss_scaler.py (small gradients in fp16).
+16 bit is bf16 (8 bits of exponent, 8 of precision) or fp16 (5 and 11). This file applies a level. Its parts are casts.py
+(which operations run in 16 bit), masters.py (fp32 copies of rounded weights) and loss_scaler.py (small gradients in fp16).
 
-The order that must hold, in every step (the folder mistakes/ shows what happens otherwise):
+Every step must keep this order (the folder mistakes/ shows what happens otherwise):
 
-    scale -> backward -> average over the ranks -> unscale, into the masters -> is all finite, on all ranks? -> clip -> step
+    scale -> backward -> average over ranks -> unscale into the masters -> all finite, on all ranks? -> clip -> step
 
-Use, the same for `--backend torch` (torch.autocast and GradScaler, levels O0 and O1):
+Usage, the same for `--backend torch` (torch.autocast and GradScaler, levels O0 and O1):
 
     masters, scaler = initialize(model, ranks, settings)      # model computes in 16 bit from here on
     optimizer = optimizer_for(masters, settings)
@@ -33,20 +33,20 @@ from torch import nn
 
 from gpt2_chinese.run.optim import adamw
 
-O3_EPS = 1e-4  # Adam's 1e-8 is zero in fp16, and so are squares of small gradients: 0 / 0
+O3_EPS = 1e-4  # Adam's 1e-8 is zero in fp16, and so are squares of small gradients: 0 / 0 = nan
 
 
 def initialize(model: nn.Module, ranks: Any, settings: Any) -> tuple[Any, Any]:
-    """Makes `model` compute as the settings say, in place.
+    """Changes `model` in place: it then computes at the level and in the type of the settings.
 
     Args:
-        model: with fp32 weights, on its device.
-        ranks: `max` is asked whether any rank found an overflow.
+        model: has fp32 weights and is on its device.
+        ranks: `ranks.max` tells whether any rank found an overflow.
         settings: opt_level, half, loss_scale ("dynamic" or a number), scale_window, backend.
 
     Returns:
-        masters: what the optimizer, clipping and checkpoints take: the model itself, or its fp32 copies (O2).
-        scaler: with scale, unscale_, step, update, metrics, state_dict, load_state_dict, as torch's GradScaler.
+        masters: the weights for the optimizer, clipping and checkpoints: the model itself, or its fp32 copies (O2).
+        scaler: scale, unscale_, step, update, state_dict, load_state_dict as torch's GradScaler; also metrics, write_back.
     """
     if settings.apex:
         from apex_fused import fuse_norms
@@ -69,7 +69,7 @@ def initialize(model: nn.Module, ranks: Any, settings: Any) -> tuple[Any, Any]:
 
 
 def optimizer_for(masters: Any, settings: Any) -> torch.optim.Optimizer:
-    """AdamW of all chapters, or Apex's FusedAdam, for the weights that the level gives the optimizer."""
+    """The AdamW that all chapters use, or Apex's FusedAdam, over `masters`."""
     if settings.apex:
         from apex_fused import fused_adam
 

@@ -1,4 +1,4 @@
-"""The flags that chapter 04 adds, and what of them goes together."""
+"""The flags that chapter 04 adds, and the combinations that it refuses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gpt2_chinese.settings import ParallelSettings, flag
 
 @dataclass
 class Settings(ParallelSettings):
-    opt_level: str | None = flag(None, "What is 16 bit: O0 nothing, O1 products, O2 also weights, O3 all.",
+    opt_level: str | None = flag(None, "Which parts are 16 bit: O0 nothing, O1 products, O2 also weights, O3 all.",
                                  ("O0", "O1", "O2", "O3"), "O2; O0 with --precision fp32")  # fmt: skip
-    half: str | None = flag(None, "Which 16 bits (a CPU is slow in fp16).", ("fp16", "bf16"), "--precision, else bf16")
+    half: str | None = flag(None, "Which 16-bit type (a CPU is slow in fp16).", ("fp16", "bf16"), "--precision, else bf16")
     loss_scale: str | None = flag(None, "dynamic, or a fixed number.", shown="dynamic in fp16, else 1")
     scale_window: int = flag(2000, "Good steps after which a dynamic scale is doubled.")
     backend: str = flag("own", "own (amp.py) or torch (torch.amp: O0 and O1).", ("own", "torch"))
@@ -26,7 +26,7 @@ class Settings(ParallelSettings):
     def validate(self) -> None:
         super().validate()
         if self.precision == "fp32" and self.opt_level not in (None, "O0"):
-            raise UserError(f"--precision fp32 is --opt-level O0, not {self.opt_level}: leave one of them out")
+            raise UserError(f"--precision fp32 means --opt-level O0, not {self.opt_level}: leave one of them out")
         if self.precision in ("fp16", "bf16") and self.half not in (None, self.precision):
             raise UserError(f"--precision {self.precision} and --half {self.half} contradict each other")
         if self.precision in ("fp16", "bf16") and self.opt_level == "O0":
@@ -40,9 +40,9 @@ class Settings(ParallelSettings):
         if self.scale_window < 1:
             raise UserError(f"--scale-window must be at least 1, not {self.scale_window}")
         if self.backend == "torch" and self.opt_level in ("O2", "O3"):
-            raise UserError(f"--backend torch knows --opt-level O0 and O1 (autocast), not {self.opt_level}")
+            raise UserError(f"--backend torch has --opt-level O0 and O1 (autocast), not {self.opt_level}")
         if self.backend == "torch" and self.loss_scale not in ("dynamic", "1"):
-            raise UserError(f"--loss-scale {self.loss_scale}: torch's scale is dynamic; a fixed one is of --backend own")
+            raise UserError(f"--loss-scale {self.loss_scale}: torch's scale is dynamic; a fixed one needs --backend own")
         if self.apex and (reason := why_not(self.device)):
             raise UserError(f"--apex: {reason}")
 

@@ -1,7 +1,7 @@
-"""What is left of NVIDIA Apex in 2026, where it is installed: FusedAdam and FusedLayerNorm, each one kernel for many.
+"""The parts of NVIDIA Apex that remain in 2026: FusedAdam and FusedLayerNorm. Each replaces many kernels by one.
 
-apex.amp and apex.parallel were removed in May 2025; amp.py is what they did. The package `apex` on the package index is
-another project: NVIDIA's is in its containers and in its repository only.
+NVIDIA removed apex.amp and apex.parallel in May 2025; amp.py shows how apex.amp worked. The package `apex` on the package
+index is another project. NVIDIA ships Apex only in its containers and in its repository.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WHERE = "NVIDIA's containers have it, and its repository on GitHub (NVIDIA/apex)
 
 
 def why_not(device: str = "auto") -> str | None:
-    """Why Apex cannot be used here, in one sentence, or None. Imports neither it nor torch."""
+    """The reason why Apex cannot be used on this machine, or None. Imports neither Apex nor torch."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return f"NVIDIA Apex is not installed; {WHERE}"
@@ -27,9 +27,9 @@ def why_not(device: str = "auto") -> str | None:
 
 
 def fused_adam(masters: Any, settings: Any) -> Any:
-    """FusedAdam with the groups and numbers of every chapter's AdamW.
+    """FusedAdam with the groups and hyperparameters of the AdamW that all chapters use.
 
-    It counts steps once per group, checkpoints count them per parameter: both are kept.
+    FusedAdam counts steps per group, checkpoints per parameter: two hooks around its step translate.
     """
     from apex.optimizers import FusedAdam
 

@@ -1,7 +1,7 @@
 """Casts: which operations compute in 16 bit (O1), and which weights are rounded to 16 bit (O2 and O3).
 
-O1 keeps fp32 weights: each call of torch casts its tensors to the type that suits the operation. O2 and O3 round the
-weights once, and products follow the type of the weights; in O2 the norms stay in fp32.
+O1 keeps fp32 weights and casts the inputs of each torch call to the type that suits the operation. O2 and O3 round the
+weights once; a product then computes in the type of its weights. In O2 the norms stay in fp32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-# O1: matrix products gain speed and lose little in 16 bit; sums over many elements, exponentials and losses lose much.
-# Everything else takes what it is given, and torch gives the wider type to a sum of both.
+# O1: matrix products are faster in 16 bit and lose little precision; sums over many elements, exponentials and losses
+# lose much. All other operations keep the types of their inputs; if types are mixed, torch uses the wider one.
 TO_HALF = {
     F.linear, F.conv1d, F.bilinear, F.scaled_dot_product_attention, torch.matmul, torch.mm, torch.mv, torch.bmm,
     torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm,
@@ -32,9 +32,9 @@ TO_FLOAT = {
 
 
 class CastByOperation(TorchFunctionMode):
-    """While it is entered, every call of torch sees its floating tensors in the type that suits the operation (O1).
+    """Inside this context, each torch call gets its floating-point tensors in the type that suits the operation (O1).
 
-    A weight is cast once for all its uses: the tied embedding is used twice, and so backward adds up one gradient for it.
+    A weight is cast once even if several operations use it, so backward casts one summed gradient back to fp32.
     """
 
     def __init__(self, half: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class CastByOperation(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """`value` with all floating tensors in it as `dtype`; float64 and integers stay what they are."""
+        """`value` with its floating-point tensors cast to `dtype`; float64 and integer tensors are not cast."""
         if isinstance(value, Tensor):
             if value.dtype == dtype or value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
                 return value
@@ -67,7 +67,7 @@ class CastByOperation(TorchFunctionMode):
 
 
 def within(context: Callable[[], Any], forward: Callable) -> Callable:
-    """`forward`, each call of it inside a context of its own."""
+    """`forward`, with each call inside a new context."""
 
     @functools.wraps(forward)
     def casting(*args: Any, **kwargs: Any) -> Any:
@@ -78,14 +78,14 @@ def within(context: Callable[[], Any], forward: Callable) -> Callable:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for LayerNorm, torch's and Apex's: FusedLayerNorm is no nn.LayerNorm."""
+    """True for torch's LayerNorm and Apex's FusedLayerNorm, which is not a subclass of nn.LayerNorm."""
     return type(module).__name__.endswith("LayerNorm")
 
 
 def round_weights(model: nn.Module, half: torch.dtype, keep_norms: bool) -> None:
-    """Rounds the weights to 16 bit in place, so that ties stay tied; norms that are kept see fp32 and give 16 bit.
+    """Rounds the weights to 16 bit in place, so tied weights stay tied.
 
-    For the mean and variance of a row are sums over the whole width of the model.
+    With `keep_norms`, norms compute in fp32 and return 16 bit: mean and variance are sums over the model's whole width.
     """
     for module in model.modules():
         if keep_norms and is_norm(module):

@@ -1,11 +1,11 @@
-"""Who averages the gradients of the ranks: torch's DistributedDataParallel, or Horovod. Chapters 02 and 03 are about them.
+"""Averages gradients over the ranks by torch's DistributedDataParallel (chapter 02) or by Horovod (chapter 03).
 
     replica = replicate(model, ranks, settings)
     with replica.no_sync(not_the_last_micro_batch):
         scaler.scale(replica(inputs, targets)).backward()
     replica.wait()                               # now every gradient is the mean over the ranks, still scaled
 
-What travels has the type of the weights: in O2 and O3 half the bytes.
+Gradients are sent in the type of their weights, so O2 and O3 send half the bytes; but Horovod sends bf16 as fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 def replicate(model: nn.Module, ranks: Any, settings: Any) -> Alone | TorchReplica | HorovodReplica:
-    """The model, its gradients averaged by what --comm names; every rank holds rank 0's weights from here on."""
+    """Wraps the model so that --comm averages its gradients, and gives every rank the weights of rank 0."""
     if settings.comm == "horovod":
         return HorovodReplica(model, settings.grad_accum)
     return Alone(model) if ranks.group is None else TorchReplica(model, ranks)
@@ -42,12 +42,12 @@ class Alone:
         """Returns when all gradients are averages."""
 
     def close(self) -> list[tuple[str, Any]]:
-        """Ends it, before the process group ends; returns rows for the summary."""
+        """Call before the process group is destroyed; returns rows for the summary."""
         return []
 
 
 class TorchReplica(Alone):
-    """DistributedDataParallel: buckets, averaged while backward goes on; the last backward of a step waits for them."""
+    """DistributedDataParallel averages buckets during backward; the last backward of a step waits for all of them."""
 
     def __init__(self, model: nn.Module, ranks: Any) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -59,16 +59,16 @@ class TorchReplica(Alone):
         return self.model.no_sync() if active else contextlib.nullcontext()
 
     def close(self) -> list[tuple[str, Any]]:
-        """Lets go of the process group, whose threads would otherwise abort the process at its end."""
+        """Drops all references to the process group: its threads would otherwise abort the process at exit."""
         self.model = self.model.module
         gc.collect()  # DistributedDataParallel refers to itself
         return super().close()
 
 
 class HorovodReplica(Alone):
-    """Horovod's optimizer for its hooks and its synchronize() alone.
+    """Uses only the hooks and the synchronize() of Horovod's optimizer.
 
-    It never steps: in O2 the optimizer that does works on the masters, which have no backward to hook into.
+    Its step() is never called: in O2 another optimizer updates the masters, and masters have no backward to hook into.
     """
 
     def __init__(self, model: nn.Module, grad_accum: int) -> None:
@@ -76,7 +76,7 @@ class HorovodReplica(Alone):
         from horovod.torch.compression import Compressor
 
         class AsFloat(Compressor):
-            """Horovod knows no bf16: on its way such a gradient is fp32."""
+            """Sends bf16 gradients as fp32, because Horovod has no bf16."""
 
             @staticmethod
             def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:

@@ -3,10 +3,10 @@
     pytest tests/exercises -k 04                  # all of it
     pytest tests/exercises -k "04 and overflow"   # one idea: scale, overflow, grow, order
 
-The grader plays overflows to your scaler and watches scale, weights and AdamW's state; on 2 real processes one rank alone
-overflows, and both must skip. The order is judged by the weights that come out.
+The grader gives your scaler overflows and checks scale, weights and AdamW's state. On 2 real processes only one rank
+overflows, and both must skip. The grader checks the order by the resulting weights.
 
-When you have tried: `LossScaler` in loss_scaler.py, and the loop of train.py, beside this file.
+After your own attempt, compare with `LossScaler` in loss_scaler.py and the loop of train.py, both in this folder.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 
 class LossScaler:
-    """Scales the loss, unscales the gradients, skips the step when one of them is not finite, and finds the right scale.
+    """Scales the loss, unscales the gradients, skips the step if a gradient is not finite, and adapts the scale.
 
-    In fp16 what is below 6e-8 is zero, and many gradients are. Multiplied by the scale they are not; but where one of them
-    overflows the step is lost. So: try large, halve after an overflow, double after `window` good steps in a row.
+    fp16 rounds numbers well below 6e-8 to zero, and many gradients are that small. The scale enlarges them, but if
+    one overflows, the step is lost. So start with a large scale, halve it after an overflow, double it after `window` good steps.
 
     Args:
         window: good steps after which the scale is doubled.
-        largest_of_all: the largest over all ranks of a number that each rank gives. All ranks call it, in every step.
+        largest_of_all: each rank passes a number and gets the largest of all ranks. All ranks must call it in every step.
 
     Attributes:
         value: the scale, 2^16 at first. The grader reads it.
@@ -39,41 +39,41 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
-        raise NotImplementedError("LossScaler.scale is yours to write: what does backward have to begin with?")
+        raise NotImplementedError("LossScaler.scale is yours to write: which loss must backward start from?")
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale, in place, and finds out whether all of them, on all ranks, are finite.
+        """Divides the gradients by the scale, in place, and checks that the gradients of all ranks are finite.
 
-        Hint: [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]. One rank that
-        steps while the others skip has another model from then on: this is what largest_of_all is for.
+        Hint: [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]. If one rank
+        steps while the others skip, its weights differ from then on. largest_of_all prevents this.
         """
         raise NotImplementedError("LossScaler.unscale_ is yours to write: divide, look for inf and nan, ask the other ranks")
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer; none after an overflow: not even AdamW's moments may change."""
+        """One step of the optimizer. After an overflow no step: not even AdamW's moments may change."""
         raise NotImplementedError("LossScaler.step is yours to write: a step, unless there was an overflow")
 
     def update(self) -> None:
         """Sets the scale for the next step: half after an overflow, twice after `window` good steps in a row.
 
-        An overflow begins the count anew, and so does a doubling. The next step begins without an overflow.
+        An overflow resets the count of good steps, and so does a doubling. update() also clears the overflow.
         """
         raise NotImplementedError("LossScaler.update is yours to write: halve, double, or only count")
 
 
 def finish_step(scaler: LossScaler, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float) -> Tensor:
-    """What comes after backward of the scaled loss: unscale, clip, step, update, in the only order that is right.
+    """Call after backward of the scaled loss. Does unscale, clip, step and update, in the only correct order.
 
-    Clipped before it is unscaled, a gradient is 65536 times too large for the limit, and hardly anything is learned.
+    If you clip before you unscale, gradients are 65536 times too large for the limit, and the model hardly learns.
 
     Args:
-        scaler: any with the four methods above.
-        optimizer: of the model's parameters.
-        model: its gradients are scaled.
-        max_norm: global norm to which the true gradients are clipped.
+        scaler: any object with the four methods above.
+        optimizer: updates the model's parameters.
+        model: its gradients are still scaled.
+        max_norm: global norm to which the unscaled gradients are clipped.
 
     Returns:
-        the norm of the true gradients before clipping, a scalar.
+        the norm of the unscaled gradients before clipping, a scalar.
 
     Hint: nn.utils.clip_grad_norm_ returns the norm.
     """

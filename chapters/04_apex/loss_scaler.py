@@ -1,16 +1,16 @@
 """Dynamic loss scaling (Micikevicius et al. 2018), as Apex did it.
 
-Below 6e-8 fp16 is zero, and many gradients are smaller. So the loss is multiplied by a scale before backward and the
-gradients are divided by it after; when the scale is too large, one of them is infinite, the step is skipped and the scale
-halved, and after a number of good steps doubled.
+fp16 cannot hold numbers much below 6e-8, and many gradients are smaller. So the loss is multiplied by a scale before
+backward, and the gradients are divided by it after. If the scale is too large, a gradient overflows: the step is skipped
+and the scale is halved. After a number of good steps the scale is doubled.
 
 The project has three loss scalers. In all of them an overflow skips the step and halves a dynamic scale, and a window of
 good steps doubles it. They differ in the rest:
 
-    here                                 divides all gradients of a rank, on their way into the masters; --scale-window
-    chapters/06_zero/zero/loss_scaler.py divides the gradients of a rank's shard; after a step the model follows the masters
-    pstar/numerics/loss_scaler.py        divides nothing: it is told how a step went. By DeepSpeed's rules it forgives some
-                                         overflows before it halves, and gives up only where a smaller scale cannot help
+    here                                 divides all gradients of a rank, in the masters if there are any; --scale-window
+    chapters/06_zero/zero/loss_scaler.py divides the gradients of a rank's shard; after a step it updates the model
+    pstar/numerics/loss_scaler.py        divides nothing; the caller reports each step's result. By DeepSpeed's rules some
+                                         overflows keep the scale; it gives up only where a smaller scale cannot help
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor
 
 from gpt2_chinese.errors import fail
 
-FIRST_SCALE = 2.0**16  # of dynamic scaling: too large on purpose, the first steps find the right one
+FIRST_SCALE = 2.0**16  # too large on purpose: a dynamic scale is halved in the first steps until it fits
 LARGEST_SCALE = 2.0**24
 BACKOFF, GROWTH = 0.5, 2.0
-PATIENCE = 20  # steps skipped in a row, after which a run has no hope
+PATIENCE = 20  # a run ends after this many skipped steps in a row
 
 
 class LossScaler:
-    """Scales the loss, unscales the gradients, and skips the step when one of them is not finite, on all ranks alike.
+    """Scales the loss, unscales the gradients, and skips the step on all ranks if a gradient is not finite.
 
     Args:
         scale: "dynamic", or a fixed number; 1 neither scales nor looks for overflows.
         window: good steps after which a dynamic scale is doubled.
-        largest_of_all: a number to the largest of all ranks' numbers. After the reduction all ranks hold the same
-            gradients; to ask nevertheless costs one number, and ranks that disagree would drift apart in silence.
+        largest_of_all: returns the largest of the numbers that all ranks pass. After the reduction all ranks hold the same
+            gradients. The check costs one number, and without it ranks that disagree would diverge unnoticed.
         masters: the model, or Masters.
     """
 
@@ -50,7 +50,7 @@ class LossScaler:
         self._overflow = False
 
     def is_enabled(self) -> bool:
-        """False where there is nothing to scale."""
+        """False if the scale is fixed at 1."""
         return self.dynamic or self.value != 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class LossScaler:
         return loss * self.value if self.is_enabled() else loss
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale, in fp32 where there are masters. After the reduction, before clipping."""
+        """Divides the gradients by the scale, in fp32 with masters. Call after the reduction, before clipping."""
         if isinstance(self.masters, Masters):
             self.masters.take_gradients()
         if not self.is_enabled():
@@ -69,14 +69,14 @@ class LossScaler:
         self._overflow = self.largest_of_all(float(not finite)) > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer, or none after an overflow."""
+        """Takes one step of the optimizer, or none after an overflow."""
         if self._overflow:
             return
         optimizer.step()
         self.write_back()
 
     def update(self) -> None:
-        """Sets the scale for the next step; ends a run that only skips."""
+        """Sets the scale for the next step; ends a run that skips PATIENCE steps in a row."""
         if not self.is_enabled():
             return
         if self._overflow:
@@ -102,20 +102,20 @@ class LossScaler:
              "overflowed, so nothing is learned; give a smaller one, or dynamic")  # fmt: skip
 
     def write_back(self) -> None:
-        """After weights were changed from outside: the model follows the masters."""
+        """Copies the masters to the model. Call it also after a checkpoint was loaded into the masters."""
         if isinstance(self.masters, Masters):
             self.masters.write_back()
 
     def metrics(self) -> dict[str, float]:
-        """For the row of a step: the scale that the NEXT step uses, and how many were skipped so far."""
+        """Values for a step's log row: the scale of the NEXT step, and the number of steps skipped so far."""
         return {"loss_scale": self.value, "skipped_steps": self.num_skipped}
 
     def state_dict(self) -> dict[str, float]:
-        """JSON-ready."""
+        """The state for a checkpoint, ready for JSON."""
         return {"scale": self.value, "good_in_a_row": self._good_in_a_row, "num_skipped": self.num_skipped}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from a checkpoint; a fixed scale is what the flag says, not what it was."""
+        """Restores a dynamic scale from a checkpoint; a fixed scale comes from the flag instead."""
         if self.dynamic and "good_in_a_row" in state:
             self.value, self._good_in_a_row = float(state["scale"]), int(state["good_in_a_row"])
             self.num_skipped = int(state["num_skipped"])

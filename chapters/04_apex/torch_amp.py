@@ -11,7 +11,7 @@ from torch import nn
 
 
 def initialize(model: nn.Module, settings: Any) -> tuple[nn.Module, TorchScaler]:
-    """As amp.initialize, for the levels O0 and O1."""
+    """The same as amp.initialize, for levels O0 and O1."""
     device = next(model.parameters()).device
     if settings.opt_level == "O1":
         model.forward = within(lambda: torch.autocast(device.type, HALF[settings.half]), model.forward)
@@ -19,7 +19,7 @@ def initialize(model: nn.Module, settings: Any) -> tuple[nn.Module, TorchScaler]
 
 
 class TorchScaler(torch.amp.GradScaler):
-    """torch's own GradScaler, counting the steps that it skips."""
+    """torch's GradScaler, which also counts the steps that it skips."""
 
     def __init__(self, settings: Any, device: torch.device) -> None:
         enabled = settings.loss_scale == "dynamic"
@@ -32,8 +32,8 @@ class TorchScaler(torch.amp.GradScaler):
         self.num_skipped += self.get_scale() < before
 
     def write_back(self) -> None:
-        """There are no masters."""
+        """Does nothing: autocast needs no masters."""
 
     def metrics(self) -> dict[str, float]:
-        """As LossScaler.metrics."""
+        """The same as LossScaler.metrics."""
         return {"loss_scale": self.get_scale(), "skipped_steps": self.num_skipped}

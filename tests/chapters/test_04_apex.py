@@ -79,13 +79,13 @@ def test_horovod_gives_the_same_curve_as_ddp(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags, line", [
     (("--opt-level", "O4"), "--opt-level"),
-    (("--precision", "fp32", "--opt-level", "O2"), "--precision fp32 is --opt-level O0"),
+    (("--precision", "fp32", "--opt-level", "O2"), "--precision fp32 means --opt-level O0"),
     (("--precision", "bf16", "--half", "fp16"), "--precision bf16 and --half fp16 contradict"),
     (("--precision", "bf16", "--opt-level", "O0"), "--precision bf16 and --opt-level O0"),
     (("--loss-scale", "-3"), "--loss-scale -3: give a number above 0, or dynamic"),
     (("--loss-scale", "static"), "--loss-scale static: give a number above 0, or dynamic"),
     (("--loss-scale", "128", "--backend", "torch", "--opt-level", "O1"), "torch's scale is dynamic"),
-    (("--backend", "torch", "--opt-level", "O2"), "--backend torch knows --opt-level O0 and O1"),
+    (("--backend", "torch", "--opt-level", "O2"), "--backend torch has --opt-level O0 and O1"),
     (("--scale-window", "0"), "--scale-window must be at least 1"),
     (("--comm", "mpi"), "--comm"),
     (("--apex",), "--apex: NVIDIA Apex is not installed"),

@@ -1,8 +1,8 @@
-"""Mistake 4: several backward passes a step, and Horovod is not told: it averages after the first and refuses the second.
+"""Mistake 4: several backward passes a step without telling Horovod. It averages after the first and refuses the second.
 
     horovodrun --gloo -np 2 -H localhost:2 python chapters/04_apex/mistakes/accumulate_without_passes.py
 
-The cure: backward_passes_per_step.
+The cure: pass backward_passes_per_step to DistributedOptimizer.
 """
 
 import horovod.torch as hvd
@@ -11,11 +11,11 @@ from torch import nn
 
 hvd.init()
 MICROS = 4
-data = torch.randn(hvd.size() * MICROS, 8, 16, generator=torch.Generator().manual_seed(0))  # rank after rank
+data = torch.randn(hvd.size() * MICROS, 8, 16, generator=torch.Generator().manual_seed(0))  # in the order of ranks
 
 
 def accumulate(told: int) -> str:
-    """Passes made, and how far the gradient is from that of the whole batch on one process."""
+    """How many passes succeeded, and the error of the gradient against one process with the whole batch."""
     torch.manual_seed(0)
     model = nn.Linear(16, 1)
     expected = torch.autograd.grad(model(data).square().mean(), model.weight)[0]

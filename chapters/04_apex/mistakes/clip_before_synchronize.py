@@ -1,8 +1,8 @@
-"""Mistake 3: clipping before Horovod has synchronised: another thread is averaging the very same gradients.
+"""Mistake 3: clipping before Horovod has synchronized. Its thread still averages the same gradients.
 
     horovodrun --gloo -np 2 -H localhost:2 python chapters/04_apex/mistakes/clip_before_synchronize.py
 
-What the optimizer sees has any norm. The cure: synchronize(), clip, and step() inside skip_synchronize().
+The norm that the optimizer gets is arbitrary. The cure: synchronize(), clip, then step() inside skip_synchronize().
 """
 
 import horovod.torch as hvd
@@ -15,7 +15,7 @@ optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 def norm_that_the_optimizer_sees(order: str) -> float:
-    """Of gradients that were to be clipped to a norm of 1."""
+    """The norm of gradients that should have been clipped to 1."""
     optimizer.zero_grad()
     torch.manual_seed(hvd.rank())
     model(torch.randn(64, 256)).square().sum().backward()

@@ -2,7 +2,7 @@
 
     python chapters/04_apex/mistakes/clip_scaled_gradients.py
 
-A limit of 1 then means 1/65536, and the optimizer hardly moves. The cure: unscale first, clip after.
+A limit of 1 then acts like 1/65536, so the weights hardly change. The cure: unscale first, then clip.
 """
 
 import torch
@@ -12,7 +12,7 @@ SCALE = 65536.0
 
 
 def train(order: str) -> float:
-    """Loss after 200 steps of learning that n + 1 follows n."""
+    """The loss after 200 steps of training a model to predict n + 1 from n."""
     torch.manual_seed(0)
     model, ids = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), torch.arange(64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,8 +1,8 @@
-"""Mistake 5: a schedule made for all batches of the corpus, while each of the processes takes only its part of them.
+"""Mistake 5: a schedule over all batches of the corpus, although each process takes only its part of them.
 
     python chapters/04_apex/mistakes/schedule_without_processes.py
 
-The run ends long before the schedule does, and the learning rate hardly decays. The cure: count steps, not batches.
+The run ends long before the schedule, so the learning rate hardly decays. The cure: count steps, not batches.
 """
 
 from types import SimpleNamespace

@@ -1,8 +1,8 @@
-"""Mistake 2: optimizer.step() twice for one batch, as in the published run that found mixed precision three times as fast.
+"""Mistake 2: optimizer.step() twice for one batch. A published run did so and called mixed precision three times as fast.
 
     python chapters/04_apex/mistakes/two_steps_a_batch.py
 
-The loss falls in half as many logged steps, and that looks like speed. The cure: count the optimizer's steps, not the lines.
+The loss falls in half as many logged steps, which looks like a speedup. The cure: count optimizer steps, not log lines.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def batches_until(limit: float, steps_a_batch: int) -> tuple[int, int]:
-    """(batches until the loss is below the limit, steps that AdamW counted)."""
+    """Returns (batches until the loss is below `limit`, steps that AdamW counted)."""
     torch.manual_seed(0)
     model, ids = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), torch.arange(64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
