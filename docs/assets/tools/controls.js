@@ -94,7 +94,7 @@ const courseTools = (() => {
 
   // ---- the form
 
-  // Fields of a job. A number is whole unless its field has a `step`, and lies between `min` and `max`.
+  // Fields of a job. A number is whole unless its field has a `step`. It is at least `min` and at most `max`.
   const FIELDS = [
     { name: "model", label: say("模型", "model"), options: { ...Object.fromEntries(Object.keys(PRESETS).map((name) => [
       name, name === "small" ? say("small（124M）", "small (124M)") : name])), custom: say("自定义", "of your own") } },

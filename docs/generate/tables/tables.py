@@ -89,7 +89,7 @@ def exists(chapter: str) -> bool:
 
 
 def chapters(words: Words, link: str = "chapters/{}.md") -> str:
-    """The table of chapters. `link` is the address of a chapter's page, {} stands for the chapter's name."""
+    """The table of chapters. `link` is the address of a chapter's page, with {} in place of its name."""
     rows = []
     for name, (technique, launcher) in COURSE.items():
         here = exists(name)
