@@ -1,7 +1,7 @@
 """Tiled linear layers: the values of nn.Linear in several modules, and models with layers larger than near.
 
-Tolerance: a tile's product is a matrix product of another shape, in which the library may add in another order, and the
-gradient of the input is summed over the tiles: differences of fp32 in the last bits, 1e-6 relative.
+Tolerance: 1e-6 relative, differences of fp32 in the last bits. A tile's product is a matrix product of another shape, in
+which the library may add in another order. The gradient of the input is summed over the tiles.
 """
 
 from __future__ import annotations
