@@ -1,6 +1,6 @@
 """The law of the curve (fp32): every chapter's loss equals that of chapter 00 at every step, within 1e-4 relative.
 
-The programs run as they are, inside ranks that are alive already (tests/chapters/inside.py). A smaller model than tiny
+The programs run as they are, inside ranks that already run (tests/chapters/inside.py). A smaller model than tiny
 and a part of the validation texts keep 50 steps short. The corpus, the vocabulary and everything else are the shipped ones.
 Of each technique one variant runs 50 steps at 1 to 4 processes, with and without accumulation; the others run 12.
 

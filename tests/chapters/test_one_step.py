@@ -73,7 +73,7 @@ def test_an_asynchronous_server_takes_one_clipped_step_a_logged_step(ranks, tmp_
 
 
 def behind(rank: int, num_ranks: int, chapter: Chapter, flags: list[str], meetings: tuple[int, ...]) -> Report:
-    """Rank 1 does not go on before the server has taken all steps that it may take without this rank."""
+    """Rank 1 waits until the server has taken all steps that it may take without this rank."""
     server = technique("01_parameter_server", "server").ParameterServer
     work = server.work
 

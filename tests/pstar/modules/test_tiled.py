@@ -103,7 +103,7 @@ def test_tiles_are_views_and_only_large_layers_are_cut():
     assert len(model.wide.tiles) == 13 and max(tile.weight.numel() for tile in model.wide.tiles) <= LARGEST
     assert model.wide.tiles[0].weight.data_ptr() == memory and not model.wide.training
     assert not model.wide.tiles[1].weight.requires_grad and model.wide.tiles[1].bias.requires_grad
-    assert pstar.tile_linears(model, LARGEST) == 0, "a second time there is nothing to do"
+    assert pstar.tile_linears(model, LARGEST) == 0, "a second call changes nothing"
 
 
 def test_tied_layers_are_left_and_named_and_a_shared_module_is_replaced_everywhere():
