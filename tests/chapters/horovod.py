@@ -1,4 +1,4 @@
-"""For tests under horovodrun: is Horovod here, and which process is which rank."""
+"""For tests under horovodrun: whether Horovod is installed, and which process has which rank."""
 
 from __future__ import annotations
 

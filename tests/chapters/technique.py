@@ -2,9 +2,10 @@
 
     ddp = technique("02_ddp", "ddp")
 
-A case trains a small model for a few steps on its share of a global batch of 48 rows, which 1, 2, 3 and 4 ranks with 1 and
-4 micro-batches divide; `oracle` is the same on one process in plain PyTorch. Tolerance: as in test_02_ddp_ranks.py: the same
-fp32 numbers are added in another order; seen: 1e-7 in losses, 1e-6 in norms.
+A case trains a small model for a few steps on its share of a global batch of 48 rows. 1, 2, 3 and 4 ranks with 1 and 4
+micro-batches divide it. `oracle` is the same on one process in plain PyTorch.
+Tolerance: as in test_02_ddp_ranks.py: the same fp32 numbers are added in another order; seen: 1e-7 in losses, 1e-6 in
+norms.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ server_module = technique("01_parameter_server", "server")
 
 
 def wait_for_overtaking(taken, server, num_steps):
-    """Rank 1 does not go on before the server has taken all steps that it may take without this rank's gradients.
+    """Rank 1 waits until the server has taken all steps that it may take without this rank's gradients.
 
     taken: a file that grows by a byte with each of the server's steps.
     """

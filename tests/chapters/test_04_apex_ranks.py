@@ -1,7 +1,7 @@
 """Chapter 04 on ranks: the law of the curve at O0, mixed precision near it, overflows skipped by all ranks alike.
 
-The chapter's files are used as they are, on a GPT-2 of 2 layers and a made-up language of 96 words in which every word has
-few successors, so that there is something to learn. The oracle is plain PyTorch in fp32 on one process.
+The chapter's unchanged files train a GPT-2 of 2 layers on a made-up language of 96 words. Every word has few successors,
+so that there is something to learn. The oracle is plain PyTorch in fp32 on one process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chapter 07's own engine (chunk_plan.py, chunks.py, own_engine.py, --backend own): pstar's bits, and its loads.
 
 Compared with pstar: prefetch 0 (a chunk comes when it is needed), next-use eviction, one process, constant room
-(near_budget, no near_memory). Then both decide about the same chunks at the same moments, and the bytes that are copied
-near must be equal in every step, not only on average.
+(near_budget, no near_memory). Then both decide about the same chunks at the same moments. The bytes that are copied near
+must be equal in every step, not only on average.
 
 Compared with plain torch: AdamW rounds in another order there (see pstar/kernels/adam_formula.h); seen over 20 steps: 2e-7.
 """

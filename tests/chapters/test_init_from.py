@@ -1,4 +1,4 @@
-"""--init-from: every chapter begins with the weights of a Hugging Face folder, at the loss that Hugging Face has there.
+"""--init-from: every chapter begins with the weights of a Hugging Face folder, at Hugging Face's loss for them.
 
 Tolerance: 1e-5 absolute, fp32 sums in another order. The folder has dropout 0 and stores its weights in another order, age
 and prefix than this project does.

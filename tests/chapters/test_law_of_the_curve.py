@@ -1,15 +1,15 @@
 """The law of the curve (fp32): every chapter's loss equals that of chapter 00 at every step, within 1e-4 relative.
 
-The programs run as they are, inside ranks that are alive already (tests/chapters/inside.py). A smaller model than tiny
-and a part of the validation texts keep 50 steps short; the corpus, the vocabulary and everything else are the shipped ones.
+The programs run as they are, inside ranks that already run (tests/chapters/inside.py). A smaller model than tiny
+and a part of the validation texts keep 50 steps short. The corpus, the vocabulary and everything else are the shipped ones.
 Of each technique one variant runs 50 steps at 1 to 4 processes, with and without accumulation; the others run 12.
 
-Tolerance: ranks add the same fp32 numbers in another order, which changes the last bits of gradients; seen over 50 steps:
-2e-7 in the loss, 2e-6 in the norm. A wrong average, seed or learning rate shows at step 2 or 3. The learning rate is one at
-which training is stable: at three times as much this small model has single sharp steps (a norm of 16 among norms of 0.5)
-that blow the last bits up, between two runs of chapter 00 with other micro-batches too. At one process pstar differs from
-PyTorch only in the roundings inside Adam (seen: 1e-7 in the loss); there its own curve is the same to the last bit wherever
-the chunks are.
+Tolerance: ranks add the same fp32 numbers in another order, which changes the last bits of gradients. Seen over 50 steps:
+2e-7 in the loss, 2e-6 in the norm. A wrong average, seed or learning rate shows at step 2 or 3. At the chosen learning
+rate training is stable. At three times the rate this small model has single sharp steps (a norm of 16 among norms of
+0.5). They magnify the last bits, also between two runs of chapter 00 with other micro-batches.
+At one process pstar differs from PyTorch only in the roundings inside Adam (seen: 1e-7 in the loss). There its own curve
+is the same to the last bit wherever the chunks are.
 
 Asynchronous parameter servers are the stated exception; with a bound of 0 they are synchronous.
 """

@@ -1,8 +1,9 @@
 """Every strategy in every precision at 1, 2 and 4 processes: one step a batch, clipped, on a schedule that ends.
 
-What went wrong in the published ablation (two steps a batch, a clip of scaled gradients, a schedule that ended early) is
-looked for from outside: the optimizer's steps are counted and the gradients it is given are measured while the chapter's
-program runs unchanged. Data that divide by nothing end without a hang, at the same step and validation loss as chapter 00.
+The published ablation had three faults: two steps a batch, a clip of scaled gradients, a schedule that ended early. The
+tests look for them from outside, while the chapter's program runs unchanged. They count the optimizer's steps and measure
+the gradients that it receives. Data that divide by nothing end without a hang, at the same step and validation loss as
+chapter 00.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def test_an_asynchronous_server_takes_one_clipped_step_a_logged_step(ranks, tmp_
 
 
 def behind(rank: int, num_ranks: int, chapter: Chapter, flags: list[str], meetings: tuple[int, ...]) -> Report:
-    """Rank 1 does not go on before the server has taken all steps that it may take without this rank."""
+    """Rank 1 waits until the server has taken all steps that it may take without this rank."""
     server = technique("01_parameter_server", "server").ParameterServer
     work = server.work
 

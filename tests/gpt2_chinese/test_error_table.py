@@ -1,6 +1,6 @@
 """The table of wrong inputs: what is given, and the one line that names it and says what to do; status 2, nothing written.
 
-The first table of this kind, for the flags of the contract, is BAD in test_settings.py; this one has what files, folders
+The first table of this kind, for the flags of the contract, is BAD in test_settings.py. This one has what files, folders
 and the environment can hold. Chapters' own flags: tests/chapters. The evaluation's: tests/chapters/test_evaluate.py.
 """
 

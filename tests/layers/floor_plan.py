@@ -96,7 +96,7 @@ DURABLE_ROWS = {
     "__init__": 2,
 }
 
-# The only places where torch.distributed appears, besides the technique files of chapters; those of checkpoints read or
+# The only places where torch.distributed appears, besides the technique files of chapters. Those of checkpoints read or
 # write the format of torch.distributed.checkpoint, and make no collective of their own.
 KNOWS_RANKS = ("gpt2_chinese/distributed/ranks.py", "gpt2_chinese/distributed/torchrun.py",
                "gpt2_chinese/checkpoint/sharded.py", "pstar/comm/collectives.py", "pstar/checkpoint/sharded.py",
@@ -315,7 +315,7 @@ def folders_out_of_order(repo: Path) -> list[str]:
 
 
 def wired_from_outside(repo: Path) -> list[str]:
-    """No module of pstar assigns a callable to an attribute of an object other than its own `self`: an object gets its
+    """No module of pstar assigns a callable to an attribute of an object other than its own `self`. An object gets its
     callables in its constructor, so calls go down as imports do."""
     files = python_files(repo, "pstar")
     trees = {file: ast.parse((repo / file).read_text(), str(file)) for file in files}
@@ -360,8 +360,8 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[int, ast.expr, str, ast.expr]]
 
 
 def _is_callable(value: ast.expr, known: set[str], methods: set[str]) -> bool:
-    """Whether an expression is a function, as far as one sees: a lambda, the name of a function or of an argument that is
-    one, a bound method, a partial, or one of these under a condition."""
+    """Whether an expression is a function, as far as its text shows. A function is a lambda, the name of a function or of
+    an argument that is one, a bound method, a partial, or one of these under a condition."""
     if isinstance(value, ast.IfExp):
         return _is_callable(value.body, known, methods) or _is_callable(value.orelse, known, methods)
     if isinstance(value, ast.Call):

@@ -1,7 +1,7 @@
 """The engine on several ranks against one plain process at the same global batch.
 
-Tolerance: a sum over ranks adds the same fp32 numbers in another order than one process does, which is a difference in
-the last bits of each gradient (2^-24 relative); Adam's division can magnify it where a gradient is near zero. Losses stay
+Tolerance: a sum over ranks adds the same fp32 numbers in another order than one process does. Each gradient differs in
+its last bits (2^-24 relative). Adam's division can magnify the difference where a gradient is near zero. Losses stay
 within 1e-5 relative over these few steps (the law of the curve asks for 1e-4), weights within 1e-4 absolute.
 """
 
@@ -212,8 +212,8 @@ class Checkpointed(toy.Toy):
 @pytest.mark.parametrize("communication", ["group", "chunk"])
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_bytes_with_and_without_activation_checkpointing(ranks, num_ranks, communication, reentrant):
-    """With room for little each group is gathered once in forward and once in backward, recomputation included: what is
-    computed again in backward is needed there anyway. 16 bytes a parameter are held, all gradients there."""
+    """With room for little each group is gathered once in forward and once in backward, recomputation included. Backward
+    needs the recomputed modules' parameters anyway. 16 bytes a parameter are held, all gradients there."""
     keys = {"near_budget": "min", "default_chunk_size": 21_000, "communication": communication}
     expected, _, _ = toy.oracle(2)
     moved = {}

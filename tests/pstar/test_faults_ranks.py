@@ -61,7 +61,7 @@ def backward_case(rank: int, num_ranks: int):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_fault_backward_holds_p_chunks_and_not_p_squared(ranks, num_ranks):
-    """In bytes of one group, which is p chunks: its gradients, its parameters, and the reduced piece beside them."""
+    """In bytes of one group, which is p chunks: its gradients, its parameters, and the reduced piece."""
     for most, group_bytes, budget in ranks(num_ranks).run(backward_case):
         assert most["grad_full"] <= 2 * group_bytes and most["gathered"] <= 3 * group_bytes
         assert budget <= (3 + 1 / num_ranks) * group_bytes

@@ -16,7 +16,7 @@ from tests.mutations import break_bytes, break_json, in_time, judge
 
 
 def good() -> dict:
-    """Every key with its default, as a file would hold it."""
+    """Every key with its default, as a configuration file holds it."""
     whole: dict = {}
     for name, default, _ in reference():
         *sections, key = name.split(".")

@@ -71,7 +71,7 @@ class Node(nn.Module):
 
 
 def rows_of_step(node: Node) -> int:
-    """The number of the step, which the loop writes down."""
+    """The number of the step, which the loop sets."""
     return int(node.steps)
 
 

@@ -1,4 +1,4 @@
-"""What people do with models that no chapter does: the engine gives plain PyTorch's numbers, or says in one line why not."""
+"""Uses of models that no chapter has: the engine gives plain PyTorch's numbers, or refuses in one line with the reason."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_what_was_frozen_at_the_start_and_is_thawed_later_is_trained(near):
 
 
 class Plain(nn.Module):
-    """A mask and a list of tensors that nobody registered."""
+    """A mask and a list of tensors that are not registered as buffers."""
 
     def __init__(self) -> None:
         super().__init__()

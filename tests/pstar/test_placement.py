@@ -93,8 +93,8 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
 @pytest.mark.parametrize("n, room", [(8, 3), (8, 5), (8, 7), (12, 4), (8, 9)])
 def test_loads_of_a_step_equal_the_maths(n, room, prefetch):
-    """With updates far forward loads all n chunks, because Adam wrote them there. Backward uses n - 1 of them (the inputs of
-    the first layer need no gradient), of which the last `room` are still there, and gradients take the places of those that
+    """With updates far forward loads all n chunks, because Adam wrote them there. Backward uses n - 1 of them (the inputs
+    of the first layer need no gradient), of which the last `room` are still near. Gradients take the places of those that
     are done. Looking ahead loads nothing more."""
     model, optimizer = toy.build(lambda: Chain(n), near_budget=room * 4 * 64 * 64, default_chunk_size=64 * 64,
                                  prefetch=prefetch, optimizer={"type": "AdamW", "params": {"use_hybrid_adam": False}})

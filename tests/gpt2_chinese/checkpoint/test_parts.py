@@ -1,4 +1,4 @@
-"""Checkpoints that ranks wrote in parts, read by a chapter that knows nothing of ranks; nothing in them runs."""
+"""Checkpoints that ranks wrote in parts, read by a chapter without ranks; loading runs no code in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in parts: what ranks hold in any cut comes back whole, and is what one process would have written."""
+"""Checkpoints in parts: the ranks' parts of any cut are joined to the tensors that one process would have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints under kills, bit flips, truncations and full disks: what was complete stays, what is damaged is not loaded."""
+"""Checkpoints under kills, bit flips, truncations and full disks: complete ones stay, damaged ones are not loaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """pstar's own checkpoints: every rank writes its part; runs with any number of ranks, chunk size, ownership and precision
 read them.
 
-Losses after a resume: bitwise those of the run that was not interrupted at the same number of ranks, whatever the chunk size
-and the ownership; 1e-6 relative at another number, which adds gradients in another order.
+Losses after a resume: bitwise those of the run that was not interrupted at the same number of ranks, whatever the chunk
+size and the ownership. At another number of ranks, which adds gradients in another order, within 1e-6 relative.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Borrowed parameters on several ranks: a fetch is a gather, and every rank must make it at the same moment.
 
-Losses against one plain process within 1e-5 relative: the sum over ranks adds in another order than one process does, and
+Losses against one plain process within 1e-5 relative. The sum over ranks adds in another order than one process does, and
 Adam's division magnifies it (see test_engine_ranks). Between near budgets, prefetch and ownerships: the same bits.
 """
 

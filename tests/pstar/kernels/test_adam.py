@@ -95,7 +95,7 @@ def assert_same_bits(ours: AdamUpdate, theirs: AdamUpdate) -> None:
 
 def reference(update: AdamUpdate) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(param, exp_avg, exp_avg_sq) of the next step in float64, as the papers write it, and for each the largest number
-    that took part: where two numbers nearly cancel, the result has the error of both."""
+    that took part. Where two numbers nearly cancel, the result has the error of both."""
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
     (param, grad, exp_avg, exp_avg_sq), (beta1, beta2) = (getattr(update, name).double() for name in names), update.betas
     grad = grad * update.grad_scale
@@ -125,7 +125,7 @@ def units(values: torch.Tensor, exact: torch.Tensor, largest: torch.Tensor) -> t
 def test_one_step_is_within_two_units_of_float64(implementation, adamw):
     """Two units, with two exceptions. The change may be as large as the parameter or larger, in first steps of one near
     zero. Then roundings of both moments, two scalars, a root and a quotient show: six units. With L2
-    regularisation the gradient is a rounded sum, and its square has that error twice: four units."""
+    regularisation, the gradient is a rounded sum, and its square has that error twice: four units."""
     for step in (1, 2, 1000):
         update = dataclasses.replace(make("fp32", FP32, 50_001), step=step, adamw=adamw, grad_scale=2.0**-16)
         before, (exact, largest) = update.param.double(), reference(update)

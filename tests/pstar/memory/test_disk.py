@@ -1,4 +1,4 @@
-"""The disk tier: no content is lost, the budget is the file's, and a disk that is full or broken is said in one line."""
+"""The disk tier: no content is lost, the budget is the file's, and a full or broken disk gives one line."""
 
 import ctypes
 import errno

@@ -188,7 +188,7 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert faults["keep"] < 0.1 * faults["leave"]
     run = subprocess.run([sys.executable, "-c", FAULTS, "keep"], capture_output=True, text=True, check=True,
                          env=env | {"MALLOC_TRIM_THRESHOLD_": "1000000"})
-    assert run.stdout.startswith("0 "), "the user's own settings stay"
+    assert run.stdout.startswith("0 "), "the user's settings are kept"
 
 
 background = st.lists(st.tuples(st.sampled_from(["near", "ahead", "write", "far", "read", "drop", "new", "pin", "unpin",

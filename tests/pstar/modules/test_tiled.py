@@ -1,7 +1,7 @@
 """Tiled linear layers: the values of nn.Linear in several modules, and models with layers larger than near.
 
-Tolerance: a tile's product is a matrix product of another shape, in which the library may add in another order, and the
-gradient of the input is summed over the tiles: differences of fp32 in the last bits, 1e-6 relative.
+Tolerance: 1e-6 relative, differences of fp32 in the last bits. A tile's product is a matrix product of another shape, in
+which the library may add in another order. The gradient of the input is summed over the tiles.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_tiles_are_views_and_only_large_layers_are_cut():
     assert len(model.wide.tiles) == 13 and max(tile.weight.numel() for tile in model.wide.tiles) <= LARGEST
     assert model.wide.tiles[0].weight.data_ptr() == memory and not model.wide.training
     assert not model.wide.tiles[1].weight.requires_grad and model.wide.tiles[1].bias.requires_grad
-    assert pstar.tile_linears(model, LARGEST) == 0, "a second time there is nothing to do"
+    assert pstar.tile_linears(model, LARGEST) == 0, "a second call changes nothing"
 
 
 def test_tied_layers_are_left_and_named_and_a_shared_module_is_replaced_everywhere():

@@ -126,7 +126,7 @@ def test_levels_and_copies_end_as_the_block_store_counts_them():
 
 
 def test_the_bytes_of_all_lives_near_are_the_bytes_used_near(real):
-    """Blocks and levels are reported apart, a block first; from a level to the next event they must agree."""
+    """Blocks and levels are reported separately, a block first. From a level to the next event they must agree."""
     times = sorted({event.at for event in real.blocks} | {sample.at for sample in real.used} | {real.end})
     levels, checked = {sample.at for sample in real.used if sample.tier == NEAR}, 0
     for begin, end in zip(times, times[1:], strict=False):

@@ -21,8 +21,9 @@ def test_loads_of_a_step_equal_the_formula(policy, n, room):
 
 @pytest.mark.parametrize("policy, loads", [("next_use", 45), ("lru", 75), ("fifo", 56)])
 def test_next_use_pays_where_the_room_changes(policy, loads):
-    """40 chunks; activations shrink the room from 45 to 25 in forward, and it stays so until backward is over; then Adam has
-    all of it, and updates every chunk, five of them with a triple of optimizer chunks that competes with the others."""
+    """40 chunks; activations shrink the room from 45 to 25 in forward, and it stays so until backward is over. Then Adam
+    has all of it, and updates every chunk. Five chunks are updated with a triple of optimizer chunks that competes with
+    the others."""
     room = [45 - number // 2 for number in range(40)]
     update = [key for chunk in range(40)
               for key in [*((kind, chunk) for kind in ("exp_avg", "exp_avg_sq", "low") if chunk < 5), chunk]]
