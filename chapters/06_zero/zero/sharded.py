@@ -26,12 +26,12 @@ DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Sharded:
     """The methods that train.py calls, for every stage. The arguments are those of `shard`.
 
-    A subclass defines `_after_backward` (the gradients of a block are complete), `_backward_is_done`, and `publish` (after an
-    update).
+    A subclass defines `_after_backward` (a block's gradients are complete), `_backward_is_done` (all are complete), and
+    `publish` (after an update).
 
     Attributes:
         units: groups of parameters that are reduced together: first those outside the blocks, then each block.
-        host: the host memory if the optimizer is offloaded, else None; params_on_host: parameter shards too.
+        host: host memory if the optimizer is offloaded, else None; params_on_host: parameter shards too.
         ledger: bytes of model states, measured.
     """
 
