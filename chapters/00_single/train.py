@@ -8,7 +8,7 @@ bash chapters/00_single/train.sh --help
 
 PARENT = None
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from gpt2_chinese.settings import Settings
 

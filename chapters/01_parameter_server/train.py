@@ -8,7 +8,7 @@ bash chapters/01_parameter_server/train.sh --help
 
 PARENT = "00_single"
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from server_settings import Settings
 
@@ -36,7 +36,7 @@ train, valid = Batches.of(settings, ranks)
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
 
-# -- the technique: rank 0 serves the weights, and will be the only one to step them -----------------------------------
+# -- the technique: rank 0 serves the weights, and only rank 0 will update them ----------------------------------------
 server = parameter_server(model, ranks, settings)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------

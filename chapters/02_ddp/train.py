@@ -1,4 +1,4 @@
-"""Chapter 02: distributed data parallel. Replicas that average their gradients while backward is still at work.
+"""Chapter 02: distributed data parallel. Replicas that average their gradients while backward is still running.
 
 bash chapters/02_ddp/train.sh                                      # two processes
 bash chapters/02_ddp/train.sh --nproc 4 --variant ring
@@ -9,7 +9,7 @@ bash chapters/02_ddp/train.sh --help
 
 PARENT = "00_single"
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from ddp_settings import Settings
 
@@ -53,7 +53,7 @@ for step in run.steps():
 
     loss = torch.zeros((), device=ranks.device)
     for number, (inputs, targets) in enumerate(train.micro_batches(step), start=1):
-        with replica.no_sync(number < settings.grad_accum):  # one reduction a step: with the last micro-batch
+        with replica.no_sync(number < settings.grad_accum):  # reduce once a step, in the last micro-batch
             with autocast(ranks.device, settings.precision):
                 micro_loss = replica(inputs, targets) / settings.grad_accum
             scaler.scale(micro_loss).backward()

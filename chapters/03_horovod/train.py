@@ -1,4 +1,4 @@
-"""Chapter 03: data parallel with Horovod. Its optimizer averages gradients while backward is still at work.
+"""Chapter 03: data parallel with Horovod. Its optimizer averages gradients while backward is still running.
 
 bash chapters/03_horovod/train.sh                                  # two processes, under horovodrun
 bash chapters/03_horovod/train.sh --nproc 4 --compression fp16 --timeline runs/03_timeline.json
@@ -9,7 +9,7 @@ bash chapters/03_horovod/train.sh --help
 
 PARENT = "02_ddp"
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from horovod_settings import Settings
 
@@ -27,10 +27,10 @@ from gpt2_chinese import (
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 ranks = launch(settings, "horovodrun", settings.horovodrun_flags())
-from distributed_optimizer import broadcast, distribute, train_elastically  # Horovod is there from here on
+from distributed_optimizer import broadcast, distribute, train_elastically  # launch() has built Horovod if missing
 
 if settings.elastic:
-    raise SystemExit(train_elastically(settings, ranks))  # this program's loop as a function that Horovod calls again
+    raise SystemExit(train_elastically(settings, ranks))  # the same loop, as a function that Horovod can restart
 run = Run(settings, ranks)
 
 # -- data: the batches of a step depend on the seed and the GLOBAL batch size alone ------------------------------------
@@ -40,7 +40,7 @@ train, valid = Batches.of(settings, ranks)
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
 
-# -- optimizer; the technique: one that averages the gradients of all ranks, each as soon as backward has made it ------
+# -- optimizer, and the technique: it averages each gradient over the ranks as soon as backward has made it ------------
 optimizer = distribute(adamw(model, settings), model, settings)
 scaler = grad_scaler(ranks.device, settings.precision)
 run.resume(model, optimizer, scaler)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 class LossScaler:
     """Scales the loss, unscales the gradients, skips the step if a gradient is not finite, and adapts the scale.
 
-    fp16 rounds numbers well below 6e-8 to zero, and many gradients are that small. The scale enlarges them, but if
-    one overflows, the step is lost. So start with a large scale, halve it after an overflow, double it after `window` good steps.
+    fp16 rounds numbers well below 6e-8 to zero, and many gradients are that small. The scale enlarges them, but an
+    overflow costs a step. So start large, halve after an overflow, double after `window` good steps in a row.
 
     Args:
         window: good steps after which the scale is doubled.

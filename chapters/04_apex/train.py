@@ -9,7 +9,7 @@ bash chapters/04_apex/train.sh --help
 
 PARENT = "02_ddp"
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from amp_settings import Settings
 
@@ -36,14 +36,14 @@ train, valid = Batches.of(settings, ranks)
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
 
-# -- the technique: the model computes in 16 bit; masters are the fp32 weights that the optimizer sees ------------------
+# -- the technique: the model computes in 16 bit; masters are the weights that the optimizer updates -------------------
 masters, scaler = initialize(model, ranks, settings)
 replica = replicate(model, ranks, settings)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 optimizer = optimizer_for(masters, settings)
 run.resume(masters, optimizer, scaler)
-scaler.write_back()  # the model is the rounded masters
+scaler.write_back()  # copy the masters to the model, rounded
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 for step in run.steps():
@@ -53,7 +53,7 @@ for step in run.steps():
 
     loss = torch.zeros((), device=ranks.device)
     for number, (inputs, targets) in enumerate(train.micro_batches(step), start=1):
-        with replica.no_sync(number < settings.grad_accum):  # one reduction a step: with the last micro-batch
+        with replica.no_sync(number < settings.grad_accum):  # reduce once a step, in the last micro-batch
             micro_loss = replica(inputs, targets) / settings.grad_accum
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()

@@ -1,4 +1,4 @@
-"""Tensor parallel: every matrix of a layer cut over t ranks, two all-reduces forward and two backward a block.
+"""Tensor parallel: cuts every matrix of a layer over t ranks; a block needs two all-reduces forward and two backward.
 
     Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, section 4.2, for sequence parallel.
 
@@ -6,21 +6,21 @@
       |                                                                                                           [B1]
       f        forward: nothing;    backward: all-reduce
       |
-    [x A0 | x A1]                               each rank has its columns, its heads, its part of the hidden layer:
-      |                                         GELU and attention act on columns, so nothing need be sent here
-    [x A0 B0 + x A1 B1]                         each rank has a summand of the whole result
+    [x A0 | x A1]                               each rank has some columns, heads and hidden units:
+      |                                         GELU and attention act on columns: nothing is sent
+    [x A0 B0 + x A1 B1]                         each rank has one summand of the result
       |
       g        forward: all-reduce; backward: nothing        f and g are each other's conjugates
       |
     y (B, T, C), the same on all ranks
 
-With sequence parallel what lies between g and the next f (norm, dropout, residual) is done on T / t positions a rank:
-g becomes a reduce-scatter, f an all-gather. The bytes are the same, for a ring all-reduce is just these two.
-Parameters that are not cut (norms, the biases after g, positions) then see a part of the positions: their gradients are
-summed over the ranks.
+With sequence parallel, each rank computes norm, dropout and residual, between g and the next f, on T / t positions: g
+becomes a reduce-scatter, f an all-gather. The bytes are the same, because a ring all-reduce consists of these two.
+Parameters that are not cut (norms, the biases after g, positions) then get gradients from some positions only, so their
+gradients are summed over the ranks.
 
-Here are f, g and the layers. tensor_loss.py has the loss over a cut vocabulary, tensor_dropout.py the random numbers of
-ranks that share a layer, tensor_apply.py puts all of it into the model.
+This file has f, g and the layers. tensor_loss.py has the loss over a cut vocabulary. tensor_dropout.py makes the random
+numbers of ranks that share a layer. tensor_apply.py changes the model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from torch import Tensor, nn
 
 
 class TensorGroup:
-    """The t ranks that share each layer, seen from one of them.
+    """The t ranks that share each layer. Each rank has one such object.
 
     Attributes:
-        group, rank, num_ranks: of torch.distributed.
-        sequence: with sequence parallel.
+        group, rank, num_ranks: the process group, this rank in it, and its size t.
+        sequence: whether sequence parallel is on.
         sent: bytes that this rank has sent for each kind of layer, counted as a ring sends them.
     """
 
@@ -78,7 +78,7 @@ class TensorGroup:
 
 
 class _F(torch.autograd.Function):
-    """Before a cut matrix: the same input for all; its gradients, one from each rank, are summed."""
+    """f, before a cut matrix: all ranks get the same input; backward sums its gradients, one from each rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorGroup, name: str) -> Tensor:
@@ -92,7 +92,7 @@ class _F(torch.autograd.Function):
 
 
 class _G(torch.autograd.Function):
-    """After a cut matrix: the summands of all ranks become one; its gradient is for each summand the same."""
+    """g, after a cut matrix: forward sums the ranks' results; each summand gets the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorGroup, name: str) -> Tensor:
@@ -111,10 +111,10 @@ class ColumnParallelLinear(nn.Module):
     """A Conv1D, weight (in, out), of which this rank has out/t columns; every rank needs the whole input.
 
     Args:
-        linear: with the weights of the whole layer; this rank takes its slice.
-        ranks: who shares it.
-        name: under which the bytes of f are counted.
-        num_blocks: equal blocks side by side in the columns, each of them cut: 3 for q, k, v.
+        linear: has the weights of the whole layer; this rank copies its slice.
+        ranks: the ranks that share the layer.
+        name: the key under which the bytes of f are counted.
+        num_blocks: number of equal blocks of columns, each of which is cut: 3 for q, k, v.
     """
 
     def __init__(self, linear: nn.Module, ranks: TensorGroup, name: str, num_blocks: int = 1) -> None:
@@ -129,7 +129,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A Conv1D, weight (in, out), of which this rank has in/t rows; the bias is whole and added once, after the sum."""
+    """A Conv1D, weight (in, out), of which this rank has in/t rows. The bias is whole; it is added once, after the sum."""
 
     def __init__(self, linear: nn.Module, ranks: TensorGroup, name: str) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """An embedding of which this rank has V/t rows; ids of other ranks' rows give zeros, and g sums."""
+    """An embedding of which this rank has V/t rows; ids of other ranks' rows give zeros, and g sums over the ranks."""
 
     def __init__(self, embedding: nn.Embedding, ranks: TensorGroup) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class VocabularyParallelHead(nn.Module):
 
 
 class SequenceParallelPositions(nn.Module):
-    """The embedding of positions, of which this rank's activations have T/t; the weight is whole on each rank."""
+    """The embedding of positions: a rank looks up only its T/t positions, but has the whole weight."""
 
     def __init__(self, embedding: nn.Embedding, ranks: TensorGroup) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class SequenceParallelPositions(nn.Module):
 
 
 def _cut(tensor: Tensor, dim: int, ranks: TensorGroup, num_blocks: int = 1) -> nn.Parameter:
-    """This rank's slice of a whole tensor, and the note of where in the whole it lies (places.py)."""
+    """This rank's slice of a whole tensor; its `place` is the position in the whole tensor (places.py)."""
     place = Place.cut(tensor.shape, dim, ranks.rank, ranks.num_ranks, num_blocks)
     parameter = nn.Parameter(place.take(tensor.detach()).clone())
     parameter.place = place

@@ -1,4 +1,4 @@
-"""Tensor parallel applied to a GPT-2: its matrices become the layers of tensor.py, its loss that of tensor_loss.py."""
+"""Tensor parallel applied to a GPT-2: replaces matrices by the layers of tensor.py, the loss by tensor_loss.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import nn
 
 
 def apply_tensor_parallel(model: nn.Module, ranks: TensorGroup) -> None:
-    """Cuts a GPT2LMHeadModel, which is whole and the same on all ranks, in place. Call it before the optimizer is made.
+    """Cuts a GPT2LMHeadModel in place; it must be whole and equal on all ranks. Call it before the optimizer is made.
 
-    Heads, hidden width and vocabulary must divide by t; with sequence parallel also T.
+    t must divide the number of heads, the hidden width and the vocabulary; with sequence parallel also T.
     """
     body = model.transformer
     for block in body.h:

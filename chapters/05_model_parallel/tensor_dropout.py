@@ -1,4 +1,4 @@
-"""Dropout of ranks that share a layer: the same random numbers where activations are the same, others elsewhere."""
+"""Dropout on ranks that share a layer: equal activations get the same random numbers, different ones different numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 
 def different_dropout(first: nn.Module, last: nn.Module, p: float, ranks: TensorGroup, around: bool = False) -> None:
-    """Between `first` and `last` each rank draws random numbers of its own; before and after, all draw the same.
+    """Between `first` and `last` each rank draws different random numbers; before and after, all draw the same.
 
-    Heads and sequence parts differ by rank, so their dropout must; what is the same on all ranks must stay the same. The
-    own seed comes out of the common state, so that a recomputation, which starts from the same state, draws the same again.
+    Heads and sequence parts differ by rank, so their dropout must differ; equal activations must stay equal. A rank's seed
+    is drawn from the common state: a recomputation, which starts from the same state, draws the same numbers again.
 
     Args:
-        first, last: enter after the one's forward and leave before the other's; with `around`, before and after one module.
-        p: probability; nothing is done at 0.
-        ranks: who shares the layer.
+        first, last: from after the forward of `first` to before that of `last`; with `around`, during one module's forward.
+        p: dropout probability; 0 does nothing.
+        ranks: the ranks that share the layer.
     """
     if not p:
         return

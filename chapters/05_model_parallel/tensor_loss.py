@@ -1,4 +1,4 @@
-"""The loss where each rank has the logits of its part of the vocabulary: each token sends three numbers, not V logits."""
+"""The loss if each rank has the logits of a part of the vocabulary: a token needs three numbers sent, not V logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt2_chinese.data.batches import IGNORED
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """-log softmax of the target, of logits whose columns are cut: their maximum, the sum of exponentials, the target's."""
+    """-log softmax of the target over cut logits, from three numbers: maximum, sum of exponentials, the target's logit."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ranks: TensorGroup) -> Tensor:
@@ -37,13 +37,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabularyParallelLoss:
-    """Takes the place of next_token_loss where each rank has the logits of its part of the vocabulary."""
+    """Replaces next_token_loss if each rank has the logits of a part of the vocabulary."""
 
     def __init__(self, ranks: TensorGroup) -> None:
         self.ranks = ranks
 
     def __call__(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """(B, T, V/t) and (B, T) -> nats, mean or sum over the targets that count, float32, the same on all ranks."""
+        """(B, T, V/t) and (B, T) -> nats, mean or sum over targets that are not IGNORED, float32, equal on all ranks."""
         losses = _CrossEntropy.apply(logits.float().flatten(0, 1), targets.flatten(), self.ranks)
         counted = targets.flatten() != IGNORED
         total = losses.masked_fill(~counted, 0.0).sum()

@@ -1,8 +1,8 @@
 """Tensor parallel by torch: DTensor, with the plan that tensor_apply.py writes out by hand.
 
-torch's styles know nn.Linear and nn.Embedding, so the Conv1D layers become Linear layers here, and c_attn three of them,
-because q, k and v are cut one by one. What a checkpoint calls c_attn.weight then lies in three parameters, transposed:
-their places (places.py) say so. The head gathers whole logits; torch's loss_parallel would save that.
+torch's styles support nn.Linear and nn.Embedding, so the Conv1D layers become Linear layers here. c_attn becomes three,
+because q, k and v are cut separately. A checkpoint's c_attn.weight is then three transposed parameters; their places
+(places.py) record this. The head gathers whole logits; torch's loss_parallel would avoid that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 
 class SideBySide(nn.Module):
-    """Linear layers on the same input, their outputs side by side: q, k, v."""
+    """Linear layers q, k, v with the same input; concatenates their outputs."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -39,19 +39,19 @@ class SideBySide(nn.Module):
 
 
 def apply_torch_tensor_parallel(model: nn.Module, group: Any, device: torch.device, sequence: bool = False) -> None:
-    """Cuts a GPT2LMHeadModel, whole and the same on all ranks of the group, in place, as tensor_apply.py's function does.
+    """Cuts a GPT2LMHeadModel in place, as in tensor_apply.py; it must be whole and equal on all ranks of the group.
 
     Args:
-        model: with heads, hidden width and vocabulary that divide by the number of ranks.
-        group: of the ranks that share each layer.
-        device: where the model goes, because DTensor needs it there.
-        sequence: norms and the residual path on a part of the positions a rank, (B, T/t, C) (Korthikanti et al. 2022): the
-            first block cuts them, each c_attn and c_fc gathers them, each c_proj leaves them cut, and the head gathers them.
+        model: the number of ranks must divide its heads, hidden width and vocabulary.
+        group: the ranks that share each layer.
+        device: the model is moved to it, because DTensor needs the model there.
+        sequence: a rank computes norms and residuals on T/t positions, (B, T/t, C) (Korthikanti et al. 2022). The first
+            block cuts them, each c_attn and c_fc gathers them, each c_proj cuts them again, and the head gathers them.
     """
     model.to(device)
     mesh, ranks = DeviceMesh.from_group(group, device.type), TensorGroup(group)
     places: dict[str, tuple[str, Place]] = {}
-    stream = Shard(1) if sequence else Replicate()  # how the residual path lies
+    stream = Shard(1) if sequence else Replicate()  # layout of the residual path
     plan: dict[str, Any] = {"transformer.wte": RowwiseParallel(input_layouts=Replicate()),
                             "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate())}  # fmt: skip
     if sequence:
@@ -60,7 +60,7 @@ def apply_torch_tensor_parallel(model: nn.Module, group: Any, device: torch.devi
         plan["transformer.ln_f"] = SequenceParallel(use_local_output=True)
 
     def cut(name: str, shape: torch.Size, dim: int, whole_name: str = "", block: int = 0, num_blocks: int = 1) -> None:
-        """Notes where the parameter `name` will lie."""
+        """Records the place of the parameter `name` in the whole tensor."""
         place = Place.cut(shape, dim, ranks.rank, ranks.num_ranks, num_blocks)
         place.spans, place.transposed = place.spans[block : block + 1], len(shape) == 2
         places[name] = whole_name or name, place
@@ -102,7 +102,7 @@ def apply_torch_tensor_parallel(model: nn.Module, group: Any, device: torch.devi
 
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """A Linear of a Conv1D's weight (in, out)."""
+    """A Linear made from a Conv1D's weight (in, out)."""
     layer = nn.Linear(*weight.shape, device="meta")
     layer.weight = nn.Parameter(weight.detach().t().contiguous())
     layer.bias = nn.Parameter(bias.detach().clone())

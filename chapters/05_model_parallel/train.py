@@ -9,7 +9,7 @@ bash chapters/05_model_parallel/train.sh --help
 
 PARENT = "02_ddp"
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from parallel_settings import Settings
 
@@ -37,7 +37,7 @@ train, valid = Batches.of(settings, mesh.data)
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model)
 
-# -- the technique: what is not of this rank is taken out of the model -------------------------------------------------
+# -- the technique: the model keeps only this rank's part --------------------------------------------------------------
 parallel = ModelParallel(model, mesh, settings)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ for step in run.steps():
     set_learning_rate(optimizer, lr)
     optimizer.zero_grad()
 
-    loss = parallel.train(step, train.micro_batches(step), scaler)  # forward and backward as the schedule has it
+    loss = parallel.train(step, train.micro_batches(step), scaler)  # forward and backward in the schedule's order
 
     scaler.unscale_(optimizer)
     grad_norm = parallel.clip_gradients(settings.clip_grad_norm)

@@ -10,7 +10,7 @@ bash chapters/06_zero/train.sh --help
 
 PARENT = "04_apex"
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from zero_settings import Settings
 
@@ -35,7 +35,7 @@ train, valid = Batches.of(settings, ranks)
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
 
-# -- the technique: each rank keeps a share of the masters, of their moments, and by stage of gradients and weights ----
+# -- the technique: each rank keeps a share of masters and moments and, by stage, of gradients and weights -------------
 sharded, scaler = shard(model, ranks, settings)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ for step in run.steps():
 
     loss = torch.zeros((), device=ranks.device)
     for number, (inputs, targets) in enumerate(train.micro_batches(step), start=1):
-        with sharded.no_sync(number < settings.grad_accum):  # stages 0 and 1 reduce once a step, 2 and 3 each micro-batch
+        with sharded.no_sync(number < settings.grad_accum):  # stages 0, 1 reduce once a step; 2, 3 each micro-batch
             micro_loss = sharded(inputs, targets) / settings.grad_accum
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()

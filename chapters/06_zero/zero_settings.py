@@ -1,4 +1,4 @@
-"""The flags that chapter 06 adds, and what of them goes together."""
+"""The flags that chapter 06 adds, and the combinations that it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OFFLOADS = ("none", "optimizer", "optimizer,params")
 class Settings(ParallelSettings):
     zero_stage: int = flag(3, "What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.",
                            (0, 1, 2, 3))  # fmt: skip
-    offload: str = flag("none", "What lies in host memory: the optimizer (states and update), params (with stage 3).",
+    offload: str = flag("none", "Kept in host memory: the optimizer (states and update), params (needs stage 3).",
                         OFFLOADS)  # fmt: skip
     backend: str = flag("own", "own (the folder zero) or torch (ZeroRedundancyOptimizer, FSDP2).", ("own", "torch"))
     activation_checkpointing: bool = flag(False, "Keep one activation a block, recompute the rest in backward.")
@@ -32,19 +32,19 @@ class Settings(ParallelSettings):
         if self.backend == "torch":
             self._validate_torch()
         if self.zero_stage == 3 or self.backend == "torch":
-            self.check_sync = 0  # there are no replicas whose weights could differ, or torch's are not whole
+            self.check_sync = 0  # stage 3 has no replicas to compare, and torch's parameters may be sharded
 
     def _validate_torch(self) -> None:
         if self.zero_stage == 0:
-            raise UserError("--backend torch with --zero-stage 0 is chapter 02's --backend torch")
+            raise UserError("--backend torch has no --zero-stage 0: use chapter 02 with --backend torch")
         if self.precision == "fp16" or self.loss_scale is not None:
-            raise UserError("--backend torch is for fp32 and bf16 here: --precision fp16 and --loss-scale are of "
+            raise UserError("--backend torch is for fp32 and bf16 here: --precision fp16 and --loss-scale need "
                             "--backend own")  # fmt: skip
         if self.offload != "none" and self.zero_stage == 1:
-            raise UserError(f"--offload {self.offload} with --backend torch is FSDP2's: it needs --zero-stage 2 or 3")
+            raise UserError(f"--offload {self.offload} with --backend torch uses FSDP2: it needs --zero-stage 2 or 3")
         if self.offload == "optimizer":
-            raise UserError("--offload optimizer: FSDP2's CPUOffloadPolicy moves parameters along, so with --backend torch "
-                            "it is --zero-stage 3 --offload optimizer,params")  # fmt: skip
+            raise UserError("--offload optimizer: FSDP2's CPUOffloadPolicy moves parameters too, so --backend torch "
+                            "needs --zero-stage 3 --offload optimizer,params")  # fmt: skip
 
     def about(self) -> list[tuple[str, str]]:
         by = {"own": "zero/stages012.py" if self.zero_stage < 3 else "zero/stage3.py",

@@ -1,4 +1,4 @@
-"""Chapter 07: PatrickStar. Parameters, gradients and optimizer states live in chunks that move between near and far.
+"""Chapter 07: PatrickStar. Chunks hold parameters, gradients and optimizer states, and move between near and far memory.
 
 bash chapters/07_patrickstar/train.sh                              # two processes, near room for a quarter of the model data
 bash chapters/07_patrickstar/train.sh --nproc 1 --near-budget min
@@ -9,7 +9,7 @@ bash chapters/07_patrickstar/train.sh --help
 
 PARENT = "00_single"
 
-# -- settings: a wrong flag is answered here, before torch is loaded ---------------------------------------------------
+# -- settings: a wrong flag ends the program here, before torch is loaded ----------------------------------------------
 from gpt2_chinese import resolve
 from engine_settings import Settings
 
@@ -32,7 +32,7 @@ train, valid = Batches.of(settings, ranks)
 # -- model: the seed decides the weights -------------------------------------------------------------------------------
 torch.manual_seed(settings.seed)
 
-# -- the technique: the weights of the model, their gradients and moments move into chunks -----------------------------
+# -- the technique: the weights of the model, their gradients and their moments move into chunks -----------------------
 model, optimizer = into_chunks(settings, ranks)
 run.print_header(model.memory_plan())
 

@@ -133,10 +133,10 @@ def test_final_is_the_plain_format(finished) -> None:
     (("--zero-stage", "4"), "--zero-stage"),
     (("--offload", "optimizer,params", "--zero-stage", "2"), "--offload optimizer,params needs --zero-stage 3"),
     (("--offload", "gradients"), "--offload"),
-    (("--backend", "torch", "--zero-stage", "0"), "--backend torch with --zero-stage 0 is chapter 02's"),
+    (("--backend", "torch", "--zero-stage", "0"), "--backend torch has no --zero-stage 0: use chapter 02"),
     (("--backend", "torch", "--precision", "fp16"), "--backend torch is for fp32 and bf16"),
-    (("--backend", "torch", "--offload", "optimizer"), "FSDP2's CPUOffloadPolicy moves parameters along"),
-    (("--backend", "torch", "--zero-stage", "1", "--offload", "optimizer"), "is FSDP2's: it needs --zero-stage 2 or 3"),
+    (("--backend", "torch", "--offload", "optimizer"), "FSDP2's CPUOffloadPolicy moves parameters too"),
+    (("--backend", "torch", "--zero-stage", "1", "--offload", "optimizer"), "uses FSDP2: it needs --zero-stage 2 or 3"),
     (("--loss-scale", "0"), "--loss-scale 0: give a number above 0"),
     (("--zero-stag", "1"), "did you mean --zero-stage"),
 ])  # fmt: skip

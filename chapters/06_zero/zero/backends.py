@@ -15,16 +15,16 @@ from zero.units import blocks_of
 
 
 def shard(model: nn.Module, ranks: Any, settings: Any) -> tuple[Any, LossScaler]:
-    """Applies the technique to a model, in place; every rank holds rank 0's weights from here on.
+    """Shards a model in place and gives every rank the weights of rank 0.
 
     Args:
-        model: fp32, on its device, the same architecture on all ranks. It was built whole on each of them.
-        ranks: the processes.
-        settings: zero_stage, offload, backend, precision, loss_scale, activation_checkpointing.
+        model: whole, fp32, on its device, with the same architecture on all ranks.
+        ranks: the processes of the run.
+        settings: has zero_stage, offload, backend, precision, loss_scale, activation_checkpointing.
 
     Returns:
-        sharded: Zero012, Zero3, or a class of torch_backend.py, which does the same with torch's own.
-        scaler: as torch's GradScaler.
+        sharded: Zero012, Zero3, or a class of torch_backend.py, which does the same with torch's classes.
+        scaler: has the methods of torch's GradScaler that train.py calls.
     """
     if settings.activation_checkpointing:
         for block in blocks_of(model).values():

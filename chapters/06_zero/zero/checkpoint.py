@@ -1,4 +1,4 @@
-"""A rank's pieces on disk: taken out of a checkpoint of any chapter, and written as this rank's part of one."""
+"""Loads a rank's pieces from a checkpoint of any chapter, and prepares them as this rank's part of a new one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zero.units import Piece
 @torch.no_grad()
 def load_pieces(pieces: Iterable[Piece], names: Iterable[str], optimizer: torch.optim.Optimizer,
                 weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:  # fmt: skip
-    """Fills masters and moments of pieces from whole tensors by name.
+    """Copies this rank's elements of whole tensors into the masters and moments of its pieces.
 
     Args:
-        pieces: of this rank.
-        names: of all parameters of the model.
-        optimizer: of the pieces' masters.
-        weights, moments: of a checkpoint, as Run.resume_parts hands them out.
+        pieces: the pieces of this rank.
+        names: the names of all parameters of the model.
+        optimizer: updates the pieces' masters.
+        weights, moments: whole tensors of a checkpoint by name, as Run.resume_parts passes them.
 
     Raises:
         UserError: names or shapes differ.
@@ -37,12 +37,12 @@ def load_pieces(pieces: Iterable[Piece], names: Iterable[str], optimizer: torch.
 
 
 def _run(piece: Piece, whole: Tensor) -> Tensor:
-    """The elements of a whole tensor that belong to a piece, laid out as its master."""
+    """The elements of a whole tensor that belong to a piece, in the shape of the piece's master."""
     return whole.reshape(-1)[piece.start : piece.start + piece.numel].view(piece.master.shape).clone()
 
 
 def parts_of(pieces: Iterable[Piece], values: Callable[[Piece], Tensor | None]) -> dict[str, Part]:
-    """What each piece holds (its values; none where they are None), at its place in the whole parameter."""
+    """Each piece's values with their position in the whole parameter; leaves out pieces whose values are None."""
     found = ((piece, values(piece)) for piece in pieces)
     return {piece.name: Part.run(piece.shape, piece.start, run.detach().reshape(-1))
             for piece, run in found if run is not None}  # fmt: skip

@@ -1,16 +1,15 @@
-"""The three collectives of ZeRO, and how many bytes each rank sends for them.
+"""The three collectives of ZeRO, and the bytes that each rank sends for them.
 
-    all-reduce       2 (p - 1) / p of the tensor     what stage 0 does with gradients
-    reduce-scatter     (p - 1) / p                   half of that: every rank gets the sum of its own piece alone
-    all-gather         (p - 1) / p                   the other half: every rank gets the pieces of all
+    all-reduce       2 (p - 1) / p of the tensor     stage 0 does this with gradients
+    reduce-scatter     (p - 1) / p                   the first half: every rank gets the sum of only its piece
+    all-gather         (p - 1) / p                   the second half: every rank gets the pieces of all ranks
 
-Each call starts a transfer and returns a function that waits for it and gives the result, so that the next layer can
-compute meanwhile. With one process they do nothing.
+Each call starts a transfer and returns a function that waits for the result. The next layer can compute meanwhile. With one
+process the calls send nothing.
 
-Gloo (torch 2.13) makes an fp32 reduce-scatter of a whole all-reduce, twice the bytes: the kernel's counter shows it. Here
-it is an all-to-all, every rank sends each other one that one's piece, and a sum in fp32. NCCL has a real one; it adds in the
-type of the tensor, so there gradients are divided before they are added: p of them may overflow in fp16 where their mean
-does not.
+Gloo (torch 2.13) does an fp32 reduce-scatter by a whole all-reduce; the kernel's counter shows twice the bytes. With gloo
+this file uses an all-to-all instead: every rank sends each other rank its piece, and each rank sums in fp32. NCCL has a true
+reduce-scatter, which adds in the tensor's type. So gradients are divided first: in fp16 a sum of p of them may overflow.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ Result = Callable[[], Tensor]
 
 
 class Comm:
-    """The processes among which tensors are sharded.
+    """The processes over which tensors are sharded.
 
     Args:
-        ranks: of the run; its group None is one process.
+        ranks: the ranks of the run; if its group is None, there is one process.
 
     Attributes:
-        sent: bytes that this rank has sent since `end_step`, by what for, after the formulas above.
+        sent: bytes that this rank has sent since `end_step`, by collective, computed by the formulas above.
     """
 
     def __init__(self, ranks: Any) -> None:
         self.rank, self.num_ranks = ranks.rank, ranks.num_ranks if ranks.group is not None else 1
-        # The default group is not kept: gloo threads that outlive destroy_process_group abort a process at its end.
+        # No reference to the default group: gloo threads that outlive destroy_process_group abort the process at exit.
         self.group = None if ranks.group is None or ranks.group is dist.group.WORLD else ranks.group
         self.by_all_to_all = self.num_ranks > 1 and dist.get_backend(self.group) == "gloo"
         self.sent: dict[str, int] = {}
@@ -49,11 +48,11 @@ class Comm:
         self.sent[what] = self.sent.get(what, 0) + times * num_bytes * (self.num_ranks - 1) // self.num_ranks
 
     def end_step(self) -> None:
-        """Closes the books of a step: `last_sent` is what it has sent."""
+        """Moves the counts of the step to `last_sent` and starts new ones."""
         self.last_sent, self.sent = self.sent, {}
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Gives all ranks rank 0's values, in place."""
+        """Copies rank 0's values to all ranks, in place."""
         if self.num_ranks > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
@@ -66,7 +65,7 @@ class Comm:
         return lambda: (work.wait(), flat)[1]
 
     def reduce_scatter_mean(self, flat: Tensor) -> Result:
-        """The mean over the ranks of this rank's piece, (numel / p,), of `flat`, whose length p divides."""
+        """This rank's piece, (numel / p,), of the mean of `flat` over the ranks; p must divide numel."""
         if self.num_ranks == 1:
             return lambda: flat
         self._count("reduce-scatter", flat.nbytes)

@@ -1,7 +1,7 @@
-"""How many bytes the model states of a rank take and how many it sends: measured, and by the formulas of the ZeRO paper.
+"""The bytes of a rank's model states and the bytes that it sends: measured, and by the formulas of the ZeRO paper.
 
-Measured is what is alive: the storages behind the tensors, each counted once, at two moments of every step, of which the
-larger counts: when backward has ended, and when the update begins. The formulas count the parameters with their padding.
+The ledger adds up the storages of live tensors, each once, at two moments of a step: when backward has ended, and when the
+update begins. It keeps the largest sum of each moment over the run. The formulas include the padding of the parameters.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ KINDS = ("parameters", "gradients", "masters", "moments")
 
 def state_formula(unit_numels: Iterable[int], stage: int, num_ranks: int, num_bytes: int, offload: str = "none"
                   ) -> dict[str, int]:  # fmt: skip
-    """Bytes of model states of one rank when backward has ended (Rajbhandari et al. 2020, section 5).
+    """Bytes of one rank's model states when backward has ended (Rajbhandari et al. 2020, section 5).
 
     Args:
-        unit_numels: parameters in each unit, without padding.
+        unit_numels: number of parameters of each unit, without padding.
         stage: 0 to 3.
-        num_ranks: p.
-        num_bytes: of a parameter: 2, or 4 for fp32, where the parameters are the masters unless those are elsewhere.
+        num_ranks: the number of ranks, p.
+        num_bytes: bytes of a parameter: 2, or 4 for fp32. In fp32 parameters are masters, unless only masters are offloaded.
         offload: none, optimizer, or optimizer,params.
 
     Returns:
-        bytes by kind; what lies in host memory under 'host KIND'. Kinds of 0 bytes are left out.
+        bytes by kind; bytes in host memory have the key 'host KIND'. Kinds of 0 bytes are left out.
     """
     shards = num_ranks if stage else 1
     sharded = sum(-(-numel // shards) for numel in unit_numels)
@@ -40,15 +40,15 @@ def state_formula(unit_numels: Iterable[int], stage: int, num_ranks: int, num_by
         "moments": 8 * sharded,
     }
     host = {"none": (), "optimizer": ("masters", "moments", "gradients"), "optimizer,params": KINDS}[offload]
-    host = [kind for kind in host if not (kind == "gradients" and stage == 1)]  # whole until the end, on the device
+    host = [kind for kind in host if not (kind == "gradients" and stage == 1)]  # whole on the device until backward ends
     return {("host " + kind if kind in host else kind): n for kind, n in found.items() if n}
 
 
 def sent_formula(unit_numels: list[int], stage: int, num_ranks: int, num_bytes: int, micro_batches: int = 1) -> int:
     """Bytes that a rank sends in a step: 2Ψ at stages 0, 1 and 2, 3Ψ at stage 3, each times (p - 1) / p.
 
-    Stages 2 and 3 reduce every micro-batch, stage 3 gathers twice in each: before forward and before backward. What lies
-    in no block, the first unit, is kept from forward to backward, so it is gathered once.
+    Stages 2 and 3 reduce every micro-batch. In each, stage 3 gathers a block twice: before its forward and its backward.
+    The first unit (parameters outside the blocks) is kept from forward to backward, so it is gathered once.
     """
     shards = num_ranks if stage else 1
     padded = [-(-numel // shards) * shards for numel in unit_numels]
@@ -60,15 +60,15 @@ def sent_formula(unit_numels: list[int], stage: int, num_ranks: int, num_bytes: 
 
 
 class Ledger:
-    """The books of one rank.
+    """The measured bytes of one rank.
 
     Args:
-        zero: with units, optimizer, host.
+        zero: a Sharded; the ledger reads its units, optimizer, host and comm.
 
     Attributes:
-        states: moment -> kind -> bytes, where their sum was the largest.
-        gradients_bytes: most of gradients that were whole at a time, in backward.
-        gathered_bytes: most of whole parameters at a time (stage 3).
+        states: moment -> kind -> bytes, from the step with the largest sum.
+        gradients_bytes: largest number of bytes of whole gradients at a time, in backward.
+        gathered_bytes: largest number of bytes of whole parameters at a time (stage 3).
     """
 
     def __init__(self, zero: Any) -> None:
@@ -77,7 +77,7 @@ class Ledger:
         self.gradients_bytes = self.gathered_bytes = 0
 
     def alive(self) -> dict[str, int]:
-        """Bytes of the tensors that are alive, by kind."""
+        """Bytes of the live tensors, by kind."""
         units, optimizer = self.zero.units, self.zero.optimizer
         states = optimizer.state.values() if optimizer is not None else ()
         host = self.zero.host is not None
@@ -102,30 +102,30 @@ class Ledger:
         return found
 
     def sample(self, moment: str) -> None:
-        """Notes what is alive at a moment of a step."""
+        """Records the live bytes at a moment of a step, if their sum is the largest yet."""
         now = self.alive()
         if sum(now.values()) > sum(self.states.get(moment, {}).values()):
             self.states[moment] = now
 
     def note_gradients(self) -> None:
-        """Notes how many gradients are whole."""
+        """Records the bytes of whole gradients, if they are the most yet."""
         grads = [p.grad for unit in self.zero.units for p in unit.parameters.values() if p.grad is not None]
         self.gradients_bytes = max(self.gradients_bytes, sum(grad.nbytes for grad in grads))
 
     def note_gathered(self) -> None:
-        """Notes how many parameters are whole."""
+        """Records the bytes of whole parameters, if they are the most yet."""
         now = sum(unit.full.untyped_storage().nbytes() for unit in self.zero.units)
         self.gathered_bytes = max(self.gathered_bytes, now)
 
     def formula(self) -> dict[str, int]:
-        """What `states` should be after backward."""
+        """The bytes that `states` should have after backward."""
         zero = self.zero
         offload = "none" if zero.host is None else "optimizer,params" if zero.params_on_host else "optimizer"
         numels = [unit.numel for unit in zero.units]
         return state_formula(numels, zero.stage, zero.comm.num_ranks, zero.units[0].full.element_size(), offload)
 
     def rows(self) -> list[tuple[str, str]]:
-        """For the summary of a run, of rank 0."""
+        """Rows for the summary of a run; rank 0 prints them."""
         zero, formula = self.zero, self.formula()
         measured = self.states.get("after backward", {})
         numels, element = [unit.numel for unit in zero.units], zero.units[0].full.element_size()

@@ -1,15 +1,15 @@
-"""Loss scaling for fp16 (Micikevicius et al. 2018), in its smallest form; chapter 04 is about it.
+"""Loss scaling for fp16 (Micikevicius et al. 2018), in its shortest form; chapter 04 explains it.
 
-Each rank sees its own shard of the gradients alone, so an overflow may be in one rank's and in no other's: all ask for the
-largest of all, and skip together.
+Each rank has only its shard of the gradients, so an overflow may occur on one rank alone. The ranks exchange the result and
+skip the step together.
 
 The project has three loss scalers. In all of them an overflow skips the step and halves a dynamic scale, and a window of
 good steps doubles it. They differ in the rest:
 
-    here                                 divides the gradients of a rank's shard; after a step the model follows the masters
-    chapters/04_apex/loss_scaler.py      divides all gradients of a rank, on their way into the masters; --scale-window
-    pstar/numerics/loss_scaler.py        divides nothing: it is told how a step went. By DeepSpeed's rules it forgives some
-                                         overflows before it halves, and gives up only where a smaller scale cannot help
+    here                                 divides the gradients of a rank's shard; after a step it updates the model
+    chapters/04_apex/loss_scaler.py      divides all gradients of a rank, in the masters if there are any; --scale-window
+    pstar/numerics/loss_scaler.py        divides nothing; the caller reports each step's result. By DeepSpeed's rules some
+                                         overflows keep the scale; it gives up only where a smaller scale cannot help
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from gpt2_chinese.errors import fail
 
 FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24
 WINDOW = 2000  # good steps after which a dynamic scale doubles
-PATIENCE = 20  # steps skipped in a row, after which a run has no hope
+PATIENCE = 20  # a run ends after this many skipped steps in a row
 
 
 class LossScaler:
-    """Scales the loss, unscales the gradients, and skips the step when one of them is not finite on any rank.
+    """Scales the loss, unscales the gradients, and skips the step if any rank has a gradient that is not finite.
 
     Args:
         scale: "dynamic", or a number; 1 neither scales nor looks for overflows.
-        largest_of_all: a number to the largest of all ranks' numbers.
-        publish: called after each step that was taken.
+        largest_of_all: returns the largest of the numbers that all ranks pass.
+        publish: called after each step that was not skipped.
     """
 
     def __init__(self, scale: str, largest_of_all: Callable[[float], float], publish: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class LossScaler:
         self._overflow = False
 
     def is_enabled(self) -> bool:
-        """False where there is nothing to scale."""
+        """False if the scale is fixed at 1."""
         return self.dynamic or self.value != 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class LossScaler:
         return loss * self.value if self.is_enabled() else loss
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale. After the reduction, before clipping; all ranks call together."""
+        """Divides the gradients by the scale. All ranks must call it, after the reduction and before clipping."""
         if not self.is_enabled():
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -62,13 +62,13 @@ class LossScaler:
         self._overflow = self.largest_of_all(float(not finite)) > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer, after which the model follows; or none after an overflow."""
+        """Takes one step of the optimizer and updates the model, or does nothing after an overflow."""
         if not self._overflow:
             optimizer.step()
             self.publish()
 
     def update(self) -> None:
-        """Sets the scale for the next step; ends a run that only skips."""
+        """Sets the scale for the next step; ends a run that skips PATIENCE steps in a row."""
         if self._overflow:
             self.num_skipped += 1
             self._skipped_in_a_row, self._good_in_a_row = self._skipped_in_a_row + 1, 0
@@ -83,15 +83,15 @@ class LossScaler:
         self._overflow = False
 
     def metrics(self) -> dict[str, float]:
-        """For the row of a step: the scale that the NEXT step uses, and how many were skipped so far."""
+        """Values for a step's log row: the scale of the NEXT step, and the number of steps skipped so far."""
         return {"loss_scale": self.value, "skipped_steps": self.num_skipped}
 
     def state_dict(self) -> dict[str, float]:
-        """JSON-ready."""
+        """The state for a checkpoint, ready for JSON."""
         return {"scale": self.value, "good_in_a_row": self._good_in_a_row, "num_skipped": self.num_skipped}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from a checkpoint; a fixed scale is what the flag says, not what it was."""
+        """Restores a dynamic scale from a checkpoint; a fixed scale comes from the flag instead."""
         if self.dynamic and "good_in_a_row" in state:
             self.value, self._good_in_a_row = float(state["scale"]), int(state["good_in_a_row"])
             self.num_skipped = int(state["num_skipped"])

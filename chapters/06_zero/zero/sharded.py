@@ -1,4 +1,4 @@
-"""What all stages of ZeRO share: units and this rank's pieces of them, reductions in backward, the update, checkpoints."""
+"""What all stages of ZeRO share: units, this rank's pieces of them, reductions in backward, the update, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Sharded:
-    """What train.py calls at every stage. Arguments as in `shard`.
+    """The methods that train.py calls, for every stage. The arguments are those of `shard`.
 
-    A stage says what happens when the gradients of a block are complete, when backward is done, and after an update:
-    `_after_backward`, `_backward_is_done` and `publish`.
+    A subclass defines `_after_backward` (a block's gradients are complete), `_backward_is_done` (all are complete), and
+    `publish` (after an update).
 
     Attributes:
-        units: what is reduced at a time: first what lies in no block, then the blocks.
-        host: where the optimizer lies when it is offloaded, else None; params_on_host: the shards of parameters too.
+        units: groups of parameters that are reduced together: first those outside the blocks, then each block.
+        host: host memory if the optimizer is offloaded, else None; params_on_host: parameter shards too.
         ledger: bytes of model states, measured.
     """
 
@@ -58,8 +58,8 @@ class Sharded:
         self.optimizer: torch.optim.Optimizer | None = None
         self.ledger = Ledger(self)
         self.num_updates = {name: 0 for unit in self.units for name in unit.parameters}
-        self._used: dict[str, bool] = {}  # name: had it a gradient in this step
-        self._reduced: set[Unit] = set()  # in this step
+        self._used: dict[str, bool] = {}  # name: whether it got a gradient in this step
+        self._reduced: set[Unit] = set()  # units already reduced in this step
         self._under_way: list[tuple[Unit, Result]] = []
         for unit in self.units:
             if unit.module is not None:
@@ -72,7 +72,7 @@ class Sharded:
 
     @contextlib.contextmanager
     def no_sync(self, active: bool = True) -> Iterator[None]:
-        """While active, stages 0 and 1 add up gradients on this rank alone: for all micro-batches of a step but the last."""
+        """While active, stages 0 and 1 only add up gradients on this rank. Use it for all micro-batches but the last."""
         before, self.synchronizing = self.synchronizing, not active
         try:
             yield
@@ -83,7 +83,7 @@ class Sharded:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank owns."""
+        """The pieces that this rank owns."""
         return [piece for unit in self.units for piece in unit.pieces]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -91,7 +91,7 @@ class Sharded:
         return (piece.master for piece in self.pieces)
 
     def make_optimizer(self, settings: Any) -> torch.optim.Optimizer:
-        """AdamW of all chapters on this rank's pieces: element by element it does not matter how they are cut."""
+        """The AdamW of all chapters, on this rank's pieces: it works element by element, so cuts do not matter."""
         self.optimizer = adamw(self, settings)
         return self.optimizer
 
@@ -101,30 +101,30 @@ class Sharded:
         wanted = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
         if torch.is_grad_enabled() and not wanted:
             name = next(iter(unit.parameters))
-            raise RuntimeError(f"the block of {name} has an input without gradient: its backward would have no end to see")
+            raise RuntimeError(f"the block of {name} has an input without gradient: the end of its backward cannot be seen")
 
     def _after_forward(self, _: nn.Module, __: Any, output: Tensor) -> None:
         if output.requires_grad:
             call_at_end_of_backward(output, self._backward_is_done)
 
     def _after_backward(self, unit: Unit) -> None:
-        """The gradients of a block are complete: autograd runs what accumulates them before what comes after."""
+        """Called when a block's gradients are complete: autograd accumulates them before it runs this hook."""
         raise NotImplementedError
 
     def _backward_is_done(self) -> None:
-        """All gradients are there."""
+        """Called when all gradients are complete."""
         raise NotImplementedError
 
     def _reduce_the_last(self) -> None:
-        """Reduces what lies in no block (the tied embedding's gradient is the last of all), and ends all reductions."""
+        """Reduces the parameters outside the blocks (the tied embedding's gradient comes last), and ends all reductions."""
         self._reduce(self.units[0])
         late = [name for unit in self.units for name, p in unit.parameters.items() if p.grad is not None]
         if late:
-            raise RuntimeError(f"rank {self.comm.rank}: the gradient of {late[0]} came after its block's had left")
+            raise RuntimeError(f"rank {self.comm.rank}: the gradient of {late[0]} came after its block was reduced")
         self._finish(0)
 
     def _reduce(self, unit: Unit) -> None:
-        """Starts the reduction of a unit's gradients, and ends the one before: two units' are under way at most."""
+        """Starts the reduction of a unit's gradients, then ends the previous one: at most two are under way."""
         self._reduced.add(unit)
         for name, parameter in unit.parameters.items():
             self._used[name] = self._used.get(name, False) or parameter.grad is not None
@@ -143,7 +143,7 @@ class Sharded:
     # ---- the step -------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Returns when this rank's pieces have their mean gradients, fp32. Once a step, on all ranks, before clipping."""
+        """Waits until this rank's pieces have mean gradients in fp32. Call it once a step on all ranks, before clipping."""
         self.ledger.sample("after backward")
         for unit in reversed(self.units):
             if unit not in self._reduced:
@@ -155,12 +155,12 @@ class Sharded:
             for piece in unit.pieces:
                 run = unit.grad[piece.offset : piece.offset + piece.numel].view_as(piece.master)
                 piece.master.grad = run.float() if self._used[piece.name] else None
-            unit.grad = None  # in fp32 the pieces' gradients are views of it
+            unit.grad = None  # in fp32 the pieces' gradients are views of this tensor
         self._reduced.clear()
         self.ledger.sample("in the update")
 
     def _agree_on_used(self) -> None:
-        """A parameter that no rank used keeps None for its gradient: the optimizer leaves it alone, as on one process."""
+        """A parameter that no rank used keeps gradient None: the optimizer skips it, as on one process."""
         flags = torch.tensor([self._used[name] for name in self.num_updates], dtype=torch.int32, device=self.device)
         self._used = dict(zip(self.num_updates, (self.comm.sum(flags) > 0).tolist(), strict=True))
 
@@ -168,7 +168,7 @@ class Sharded:
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients down to a global norm of `max_norm` (0: no clipping); returns the norm before, a scalar.
 
-        The square of the norm is the sum of the squares of the shards' norms: one number a rank has to be sent.
+        The squared global norm is the sum of the shards' squared norms, so each rank sends one number.
         """
         gradients = [master.grad for master in self.parameters() if master.grad is not None]
         squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
@@ -179,7 +179,7 @@ class Sharded:
         return norm.float()
 
     def publish(self) -> None:
-        """After the masters have changed: the model follows them, on all ranks."""
+        """Copies the updated masters to the model, on all ranks."""
         raise NotImplementedError
 
     def _end_update(self) -> None:
@@ -190,7 +190,7 @@ class Sharded:
         self._used = {}
 
     def step_scalars(self) -> dict[str, float]:
-        """For metrics.jsonl, closes the books of a step: bytes sent by the formulas, bytes moved between device and host."""
+        """Values for metrics.jsonl: bytes sent (by the formulas) and moved between device and host. Resets the counts."""
         self.comm.end_step()
         sent = {f"{what.replace('-', '_')}_sent_bytes": n for what, n in self.comm.last_sent.items()}
         return {**sent, **(self.host.end_step() if self.host else {})}
@@ -202,7 +202,7 @@ class Sharded:
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Takes this rank's pieces out of a checkpoint of any chapter. For Run.resume_parts.
+        """Loads this rank's pieces from a checkpoint of any chapter. Run.resume_parts calls it.
 
         Raises:
             UserError: names or shapes differ.
@@ -212,7 +212,7 @@ class Sharded:
         self.publish()
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's pieces; all ranks call together with a folder that is not there. See checkpoint/sharded.py."""
+        """Writes this rank's pieces. All ranks must call it, with a folder that does not exist (checkpoint/sharded.py)."""
         kinds = {"model.": lambda piece: piece.master}
         for kind in ("exp_avg", "exp_avg_sq"):
             kinds[f"{kind}."] = lambda piece, kind=kind: self.optimizer.state.get(piece.master, {}).get(kind)
@@ -220,5 +220,5 @@ class Sharded:
         write_parts(folder, parts, self.num_updates, self.ranks)
 
     def write_weights(self, file: Path) -> None:
-        """Writes all fp32 masters whole, for final/; all ranks call together."""
+        """Writes all fp32 masters as whole tensors, for final/. All ranks must call it."""
         write_whole(file, parts_of(self.pieces, lambda piece: piece.master), self.ranks)

@@ -1,12 +1,12 @@
-"""Stage 3 of ZeRO: a rank owns a p-th of every parameter, and holds the rest only while a block computes with them.
+"""Stage 3 of ZeRO: a rank owns a p-th of every unit and holds the rest only while its block computes.
 
     forward    gather h.0 | compute h.0, gather h.1 meanwhile | free h.0, compute h.1, gather h.2 | ...
     backward   gather h.n | backward of h.n, gather h.n-1     | reduce-scatter and free h.n | ...
 
-Two blocks are whole at a time, and what lies in no block (embeddings, the last norm), which is kept from the beginning of
-forward to the end of backward: the tied embedding is used at both ends of both. In evaluation it is freed after forward.
-The parameters stay the model's own: views of a storage that is emptied and filled again, at its whole shape all the time.
-Recomputation (--activation-checkpointing) runs inside a block's backward, where the block is whole.
+Two blocks are whole at a time. Parameters outside the blocks (embeddings, the last norm) stay whole from the start of
+forward to the end of backward: both passes use the tied embedding first and last. Evaluation frees them after forward.
+The model keeps its parameters: views of a storage that is emptied and filled again, while their shapes do not change.
+Recomputation (--activation-checkpointing) runs inside a block's backward, while the block is whole.
 
 Sent in a step: two gathers and one reduce-scatter, 3Ψ instead of 2Ψ (Rajbhandari et al. 2020, section 7.2.2).
 """
@@ -24,7 +24,7 @@ from zero.units import Unit
 
 
 class Zero3(Sharded):
-    """Parameters sharded as well; see the top of this file."""
+    """Shards the parameters as well; see the top of this file."""
 
     def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
         super().__init__(model, ranks, settings)
@@ -43,16 +43,16 @@ class Zero3(Sharded):
         model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self._free(self.units[0]))
 
     def _shard(self, unit: Unit) -> None:
-        """Keeps this rank's shard alone; the whole is emptied."""
+        """Keeps only this rank's shard and empties the whole storage."""
         own = self.host.copy_of(unit.own) if self.params_on_host else unit.own.clone()
         if unit.master is unit.own or (self.params_on_host and own.dtype == torch.float32):
-            unit.master = own  # in fp32 the shard is the master, where both lie in the same memory
+            unit.master = own  # in fp32 the shard is the master, if both are on the same device
         unit.own = own
         unit.cut_pieces()
         unit.full.untyped_storage().resize_(0)
 
     def _gather(self, unit: Unit, after: dict[Unit, Unit]) -> None:
-        """Returns when a unit is whole, and starts to gather the one that is used after it."""
+        """Waits until a unit is whole, and starts to gather the unit that is used after it."""
         self._start(unit)
         if unit in self._coming:
             self._coming.pop(unit)()
@@ -62,7 +62,7 @@ class Zero3(Sharded):
 
     @torch.no_grad()
     def _start(self, unit: Unit) -> None:
-        """Starts to gather a unit, if it is neither whole nor on its way."""
+        """Starts to gather a unit, unless it is whole or its gather is under way."""
         storage = unit.full.untyped_storage()
         if storage.nbytes() > 0:
             return
@@ -86,7 +86,7 @@ class Zero3(Sharded):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the masters have changed: so have the shards. Nothing is sent: the next forward gathers."""
+        """Updates the shards from the masters. Sends nothing: the next forward gathers."""
         self._end_update()
         for unit in self.units:
             if unit.master is unit.own:

@@ -1,7 +1,7 @@
-"""Stages 0, 1 and 2 of ZeRO: every rank computes with whole parameters; gradients and states are sharded, or not.
+"""Stages 0, 1 and 2 of ZeRO: every rank computes with whole parameters; the stage decides what is sharded.
 
-    stage 0   all-reduce in backward, block by block, with the last micro-batch      update: all of it on every rank
-    stage 1   reduce-scatter when all gradients of the step are there                update of my shard | all-gather
+    stage 0   all-reduce in backward, block by block, with the last micro-batch      update: everything on every rank
+    stage 1   reduce-scatter after the last backward of the step                     update of my shard | all-gather
     stage 2   reduce-scatter in backward, block by block, with each micro-batch      update of my shard | all-gather
 """
 
@@ -26,7 +26,7 @@ class Zero012(Sharded):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the masters have changed: the model follows them, on all ranks."""
+        """Copies the updated masters to the model, on all ranks."""
         self._end_update()
         for unit in self.units:
             if self.host is not None:

@@ -1,11 +1,11 @@
-"""The same by torch: ZeroRedundancyOptimizer over DistributedDataParallel for stage 1, FSDP2 for stages 2 and 3.
+"""ZeRO by torch: DistributedDataParallel with ZeroRedundancyOptimizer for stage 1, FSDP2 for stages 2 and 3.
 
-    stage 1   whole parameters are dealt out to the ranks, each steps its own and broadcasts them
-    stage 2   fully_shard(reshard_after_forward=False): what forward has gathered stays until backward has used it
+    stage 1   each rank gets some whole parameters, updates them and broadcasts them
+    stage 2   fully_shard(reshard_after_forward=False): gathered parameters stay from forward until their backward
     stage 3   fully_shard: gathered before use, freed after, in forward and in backward
 
 FSDP2 keeps a parameter as a DTensor, a p-th of its rows on each rank, so the optimizer, the norm and clipping work as on
-one process. With CPUOffloadPolicy the shards, their gradients and the update lie in host memory.
+one process. With CPUOffloadPolicy, host memory holds the shards and their gradients, and the CPU does the update.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zero.units import blocks_of
 
 
 def of_torch(model: nn.Module, ranks: Any, settings: Any) -> TorchZero:
-    """As backends.shard, by torch; with one process there is nothing to shard."""
+    """The same as backends.shard, by torch; one process shards nothing."""
     if ranks.group is None:
         return TorchZero(model, ranks, settings)
     return Zero1(model, ranks, settings) if settings.zero_stage == 1 else Fsdp2(model, ranks, settings)
 
 
 class TorchZero:
-    """What train.py calls; of one process."""
+    """The methods that train.py calls, for one process."""
 
     def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
         self.model, self.forward, self.ranks, self.settings = model, model, ranks, settings
@@ -56,10 +56,10 @@ class TorchZero:
         return self.optimizer
 
     def wait(self) -> None:
-        """Backward has waited already."""
+        """Does nothing: backward has already waited for the reductions."""
 
     def publish(self) -> None:
-        """The optimizer works on the model's own weights."""
+        """Only counts: the optimizer updates the model's weights directly."""
         self.num_updates += 1
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -67,7 +67,7 @@ class TorchZero:
         return clip_gradients(self.model, max_norm)
 
     def step_scalars(self) -> dict[str, float]:
-        """Torch does not say what it sends; sent_bytes is what the kernel has counted."""
+        """Empty: torch does not report what it sends. sent_bytes in metrics.jsonl comes from the kernel's count."""
         return {}
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
@@ -77,11 +77,11 @@ class TorchZero:
         self.num_updates = max((int(moments[key]) for key in moments if key.startswith("step.")), default=0)
 
     def _states(self) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """State of the optimizer of the parameters whose moments lie here."""
+        """The optimizer's states of those parameters whose moments this rank has."""
         return self.optimizer.state
 
     def _part(self, tensor: Tensor, parameter: nn.Parameter) -> Part:
-        """What lies here of a tensor that lies as `parameter` does."""
+        """This rank's part of a tensor that is distributed like `parameter`."""
         return Part(tensor.shape, {(0,) * tensor.dim(): tensor.detach()})
 
     def save(self, folder: Path) -> None:
@@ -99,7 +99,7 @@ class TorchZero:
         write_whole(file, {name: self._part(p, p) for name, p in self.model.named_parameters()}, self.ranks)
 
     def close(self) -> list[tuple[str, Any]]:
-        """Rows for the summary. Lets go of the process group, whose threads would otherwise abort the process at its end."""
+        """Rows for the summary. Drops all references to the process group: its threads would abort the process at exit."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         states = [value for state in self._states().values() for value in state.values() if torch.is_tensor(value)]
         sizes = {"parameters": _bytes(self.model.parameters()), "gradients": _bytes(gradients), "moments": _bytes(states)}
@@ -109,7 +109,7 @@ class TorchZero:
 
 
 class Zero1(TorchZero):
-    """Stage 1: DistributedDataParallel, and ZeroRedundancyOptimizer around AdamW."""
+    """Stage 1: DistributedDataParallel, with ZeroRedundancyOptimizer around AdamW."""
 
     def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
         super().__init__(model, ranks, settings)
@@ -131,7 +131,7 @@ class Zero1(TorchZero):
         return self.optimizer
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """As in Sharded; a rank takes the moments of the parameters that were dealt to it."""
+        """As in Sharded; a rank loads the moments of the parameters that it updates."""
         load_weights(self.model, weights)
         mine = {p for group in self.optimizer.optim.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
@@ -146,7 +146,7 @@ class Zero1(TorchZero):
 
 
 class Fsdp2(TorchZero):
-    """Stages 2 and 3: fully_shard, block by block, then what lies in none."""
+    """Stages 2 and 3: fully_shard for each block, then for the parameters outside the blocks."""
 
     def __init__(self, model: nn.Module, ranks: Any, settings: Any) -> None:
         super().__init__(model, ranks, settings)
@@ -171,7 +171,7 @@ class Fsdp2(TorchZero):
         return self.model(*inputs)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """As in Sharded; the norm of shards is known when they are asked for the whole of it."""
+        """As in Sharded. full_tensor() combines the norms of the ranks' shards."""
         return super().clip_gradients(max_norm).full_tensor()
 
     @torch.no_grad()
@@ -189,7 +189,7 @@ class Fsdp2(TorchZero):
                 self.optimizer.state[parameter] = {"step": moments[f"step.{name}"].clone(), **state}
 
     def save(self, folder: Path) -> None:
-        """As in Sharded. What an evaluation has gathered, and no backward has freed, is freed first."""
+        """As in Sharded. Frees first what an evaluation has gathered, because no backward has freed it."""
         self._reshard()
         super().save(folder)
 
@@ -204,7 +204,7 @@ class Fsdp2(TorchZero):
                 module.reshard()
 
     def _first_row(self, parameter: nn.Parameter) -> int:
-        """Rows are dealt out in equal parts, rounded up; the last ranks may have fewer, or none."""
+        """Each rank has the same number of rows, rounded up; the last ranks may have fewer, or none."""
         return min(parameter.shape[0], self.ranks.rank * -(-parameter.shape[0] // self.ranks.num_ranks))
 
     def _mine(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -1,10 +1,10 @@
-"""What is gathered, reduced and freed at a time: the parameters of one block, or those that lie in no block.
+"""A unit is gathered, reduced and freed at once: the parameters of one block, or all parameters outside the blocks.
 
     full    | ln_1 | attn.c_attn.weight ......... | ... | mlp.c_proj.bias | 0 |    padded until p divides it
             |------ rank 0 ------|------ rank 1 ------|------ rank 2 -----|        pieces cut anywhere, all of one length
 
-The parameters of the model are views of `full`, so that whoever fills it fills them. What a rank owns are runs of
-parameters, here called pieces; the optimizer works on an fp32 copy of them, the masters.
+The parameters of the model are views of `full`, so filling `full` fills them. A rank owns runs of parameters, here called
+pieces. The optimizer updates the pieces in fp32, the masters.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Piece:
     """A run of a parameter that this rank owns.
 
     Attributes:
-        name: of the parameter in the model.
-        shape: of the whole parameter.
-        start: first of its flattened elements that belongs to the piece.
-        offset: where that one lies in the rank's shard of the unit.
-        numel: how many.
-        master: fp32, (numel, 1) of a matrix and (numel,) of a vector: so a rule for matrices, such as weight decay
-            for what has two dimensions, is right for their pieces too.
+        name: the parameter's name in the model.
+        shape: the shape of the whole parameter.
+        start: index of the piece's first element in the flattened parameter.
+        offset: index of that element in the rank's shard of the unit.
+        numel: number of elements.
+        master: fp32, (numel, 1) for a matrix and (numel,) for a vector. So rules for tensors of two dimensions, such as
+            weight decay, also apply to pieces of matrices.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Piece:
 
 
 class Unit:
-    """Some parameters in one flat tensor, and this rank's shard of it.
+    """Some parameters in one flat tensor, with this rank's shard of it.
 
     Args:
-        module: the block, None for what lies in no block.
-        parameters: name to parameter, on the device; they become views of `full`.
-        weights: their fp32 values after each other, padded until the number of shards divides their number.
-        dtype: to compute in.
-        shard: (which, of how many).
+        module: the block, or None for the parameters outside the blocks.
+        parameters: name -> parameter, on the device; they become views of `full`.
+        weights: the parameters' fp32 values, concatenated and padded to a multiple of the number of shards.
+        dtype: the type in which the model computes.
+        shard: (index of this rank's shard, number of shards).
 
     Attributes:
-        full: (padded,) in `dtype`.
+        full: all parameters, (padded,), in `dtype`.
         own: this rank's shard in `dtype`, a view of `full`.
-        master: the same in fp32: `own` itself in fp32.
-        pieces: what the optimizer works on, views of `master`.
+        master: the shard in fp32; with dtype fp32 it is `own`.
+        pieces: the runs that the optimizer updates; their masters are views of `master`.
         grad: the mean gradient of `own`, or None.
     """
 
@@ -73,7 +73,7 @@ class Unit:
         self.cut_pieces()
 
     def cut_pieces(self) -> None:
-        """Makes the pieces anew, as views of `master`."""
+        """Makes new pieces, as views of `master`."""
         self.pieces, begin, size = [], 0, self.master.numel()
         for name, parameter in self.parameters.items():
             start, end = max(begin, self.first), min(begin + parameter.numel(), self.first + size)
@@ -85,7 +85,7 @@ class Unit:
             begin += parameter.numel()
 
     def take_gradients(self) -> Tensor:
-        """The gradients of the parameters after each other, (padded,), 0 where there are none; the parameters' own go."""
+        """The concatenated gradients, (padded,), 0 for a parameter without one; sets the parameters' .grad to None."""
         flat, begin = torch.zeros_like(self.full, memory_format=torch.contiguous_format), 0
         for parameter in self.parameters.values():
             if parameter.grad is not None:
@@ -96,7 +96,7 @@ class Unit:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the outermost nn.ModuleLists by name: the layers that a forward pass goes through one by one."""
+    """The modules in the outermost nn.ModuleLists, by name: the layers that a forward pass runs one after the other."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(other + ".") for other in found)
@@ -106,9 +106,9 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def groups_of(model: nn.Module) -> list[tuple[nn.Module | None, dict[str, nn.Parameter]]]:
-    """[(block, its parameters by name)], in the order of forward, and first (None, all others).
+    """[(block, its parameters by name)] in the order of forward, after (None, all other parameters).
 
-    A parameter that is used in two blocks, or in a block and outside, must be there in both: it belongs to the others.
+    A parameter shared by two blocks, or by a block and the rest, must be whole for both: it belongs to the others.
     """
     blocks = blocks_of(model)
     places: dict[nn.Parameter, set[str]] = {}
@@ -122,6 +122,6 @@ def groups_of(model: nn.Module) -> list[tuple[nn.Module | None, dict[str, nn.Par
 
 
 def flatten(parameters: dict[str, nn.Parameter], num_shards: int) -> Tensor:
-    """The values of parameters after each other in fp32, and zeros until `num_shards` divides their number."""
+    """The parameters' values, concatenated in fp32 and padded with zeros to a multiple of `num_shards`."""
     flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in parameters.values()])
     return torch.nn.functional.pad(flat, (0, -flat.numel() % num_shards))
