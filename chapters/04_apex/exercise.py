@@ -6,7 +6,7 @@
 The grader gives your scaler overflows and checks scale, weights and AdamW's state. On 2 real processes only one rank
 overflows, and both must skip. The grader checks the order by the resulting weights.
 
-After your own attempt, compare with `LossScaler` in loss_scaler.py and the loop of train.py, both in this folder.
+When you have tried: compare with `LossScaler` in loss_scaler.py and the loop of train.py, in this folder.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The grader compares the pieces with known answers and checks that they cover eve
 2 and 3 real processes. Weights must match one process on the whole batch and have the same bits on all ranks. No rank may
 keep more optimizer state than its share.
 
-After your attempt, read in zero/: `Unit.cut_pieces` in units.py, `Sharded.wait` in sharded.py, `publish` in stages012.py.
+When you have tried: compare in zero/ with `Unit.cut_pieces` in units.py, `wait` in sharded.py, `publish` in stages012.py.
 """
 
 from __future__ import annotations
