@@ -1,1 +1,1 @@
-"""What both packages write to a disk, complete or absent, and torch's distributed checkpoints; knows neither of them."""
+"""Files, folders and torch's distributed checkpoints that are complete or absent on a disk. Imports no other package here."""

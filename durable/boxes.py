@@ -1,4 +1,4 @@
-"""Runs of a flattened tensor as rectangular boxes, in which torch's distributed checkpoints count.
+"""Cuts runs of a flattened tensor into rectangular boxes, the parts that torch's distributed checkpoints know.
 
     shape (4, 6), start 3, 12 elements:   . . . a a a      three boxes: (1, 3) at (0, 3), (1, 6) at (1, 0), (1, 3) at (2, 0)
                                           b b b b b b
@@ -29,7 +29,7 @@ class Box:
 def boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
     """The run of `numel` elements from `start` on of a flattened tensor, as boxes in order; at most 2n - 1 in n dimensions.
 
-    In two dimensions: what is left of the first row, the whole rows, the beginning of the last one.
+    In two dimensions: the rest of the first row, the whole rows, the beginning of the last row.
     """
     if numel == 0:
         return []
@@ -42,7 +42,7 @@ def boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
         parts = boxes(shape[1:], begin - index * row, end - begin)
         return [Box((index, *part.offsets), (1, *part.sizes), part.start + index * row) for part in parts]
 
-    if first > last:    # all of it lies in one row
+    if first > last:    # the run is inside one row
         return inside(last, start, start + numel)
     found = inside(first - 1, start, first * row) if start < first * row else []
     if first < last:

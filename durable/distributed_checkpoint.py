@@ -1,6 +1,6 @@
-"""Reads checkpoints of torch.distributed.checkpoint (DCP) without running code that a stranger put into them.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP) without running code that somebody hid in them.
 
-DCP keeps the metadata of a checkpoint as a pickle, and a pickle can call any function. Here it names the classes below only.
+DCP stores the metadata as a pickle, and a pickle can call any function. This reader allows only the classes below.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ForeignClass(pickle.UnpicklingError):
 
 
 class Reader(FileSystemReader):
-    """DCP's reader, which lets only the classes of ALLOWED into the metadata."""
+    """DCP's reader, with only the classes of ALLOWED in the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the folder. Raises ForeignClass, or another UnpicklingError, or OSError."""
@@ -57,7 +57,7 @@ class Reader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # so the first releases of Python 3.11 pickle a member of an enum
+        if (module, name) == ("builtins", "getattr"):  # early releases of Python 3.11 pickle an enum's member this way
             return self._member
         if (module, name) not in ALLOWED:
             raise ForeignClass(f"{module}.{name}")
@@ -72,14 +72,14 @@ class _Unpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps DCP from warning, at each call of a single process, that it is a single process."""
+    """Silences DCP's warning, at each call in a single process, that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def last_line(error: BaseException) -> str:
-    """The cause of an error in one line. DCP's CheckpointException carries the errors of all ranks: the first one's."""
+    """The cause of an error in one line. DCP's CheckpointException holds the errors of all ranks: the first of them."""
     for inner in getattr(error, "failures", {}).values():
         return last_line(inner[0] if isinstance(inner, tuple) else inner)
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -12,15 +12,15 @@ from typing import Any
 
 @contextlib.contextmanager
 def replacing(path: Path, per_process: bool = False) -> Iterator[Path]:
-    """Gives the block a staging file next to `path` to write to, and renames it to `path` when the block has ended.
+    """Yields the name of a staging file next to `path`, and renames that file to `path` when the block ends.
 
     Args:
-        path: the file to be.
+        path: the final name.
         per_process: the staging file has the process id in its name, so that several processes can write `path` at once.
-            Without it the name is NAME.tmp: what a kill has left is overwritten next time.
+            Without it the name is NAME.tmp, and the next writer overwrites what a killed one left.
 
     Raises:
-        OSError: what the block or the renaming raised; the staging file is removed.
+        OSError: from the block or the rename; the staging file is removed.
     """
     staging = path.with_name(f"{path.name}.tmp{os.getpid() if per_process else ''}")
     try:
@@ -39,9 +39,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_flushed(path: Path, data: bytes) -> None:
-    """Writes a file, complete or not at all; its content is on the disk before its name."""
+    """Writes a file, complete or not at all: its content is on the disk before the rename."""
     with replacing(path) as staging:
-        staging.unlink(missing_ok=True)  # another user's, who was killed
+        staging.unlink(missing_ok=True)  # a killed process of another user may have left it, and we may not open it
         with staging.open("wb") as stream:
             stream.write(data)
             stream.flush()

@@ -1,6 +1,6 @@
 """Folders that are complete or absent: their files listed with checksums, the folder put in place by a rename.
 
-    {NAME: {"bytes": ..., "sha256": ...}}     the list, which the caller keeps in a manifest of its own
+    {NAME: {"bytes": ..., "sha256": ...}}     the list, which the caller stores in its manifest
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from durable.files import flush
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """What the list says of a file: its size and its SHA-256."""
+    """The list's entry for a file: its size and its SHA-256."""
     with path.open("rb") as stream:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def first_damage(folder: Path, files: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first file that is not as the list says, and what is wrong with it; None when all are. Raises OSError."""
+    """(the first file that differs from the list, how it differs); None if no file does. Raises OSError."""
     for name, entry in files.items():
         if not (folder / name).is_file():
             return name, "is missing"
@@ -32,7 +32,7 @@ def first_damage(folder: Path, files: Mapping[str, Any]) -> tuple[str, str] | No
 
 
 def put_in_place(staging: Path, target: Path, old: Path) -> None:
-    """Renames a finished folder to `target`. What is there is called `old` until that is done, and then removed."""
+    """Renames a finished folder to `target`. An existing target is called `old` until then, and is removed afterwards."""
     if target.exists():
         remove(old)
         os.rename(target, old)
@@ -42,7 +42,7 @@ def put_in_place(staging: Path, target: Path, old: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a folder, a file or a link, if it is there; what cannot be removed from a folder stays."""
+    """Removes a folder, a file or a link, if it exists. Files of the folder that cannot be removed stay."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -2,8 +2,8 @@
 
     manifest.json   {"files": {NAME: {"bytes": ..., "sha256": ...}}, "sha256": of that table}
 
-A kill at any moment leaves what stood there before, or what was meant to stand there. A folder that is replaced is called
-NAME.old until the new one is in place: the finder of checkpoints looks there too.
+After a kill at any moment the old folder or the new one is complete. A folder that is replaced is called NAME.old until the
+new one is in place; the search for checkpoints looks there too.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def seal(folder: Path) -> None:
 
 
 def listed(folder: Path) -> list[str]:
-    """The names of the files that the manifest vouches for; ask `damage` first."""
+    """The names of the files in the manifest; call `damage` first."""
     return list(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint or a final/ folder; None when every file is as the manifest says.
+    """How a checkpoint or a final/ folder is damaged; None if every file matches the manifest.
 
-    Files that the manifest does not list are not looked at, and nothing reads them.
+    Files that the manifest does not list are not checked, and nothing reads them.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -65,11 +65,11 @@ def damage(path: Path) -> str | None:
     return None
 
 
-_found_whole: dict[Path, list[tuple[str, int, int]]] = {}  # and what their files looked like then
+_found_whole: dict[Path, list[tuple[str, int, int]]] = {}  # each with its files' sizes and times at that check
 
 
 def is_whole(path: Path) -> bool:
-    """As `damage` says; a folder whose files have kept their sizes and times since the last call is not read again."""
+    """Whether `damage` finds nothing. Skips reading if the files have the same sizes and times as at the last call."""
     if _found_whole.get(path) != (look := _look(path)):
         if damage(path):
             return False
@@ -82,16 +82,16 @@ def _look(path: Path) -> list[tuple[str, int, int]]:
 
 
 def put_in_place(staging: Path, target: Path) -> None:
-    """Renames a sealed folder to `target`; what stands there is whole, as TARGET.old if not as itself, until it is done."""
+    """Renames a sealed folder to `target`. The folder that it replaces stays whole until then, if only as TARGET.old."""
     old = target.with_name(f"{target.name}.old")
     if target.exists() and old.exists() and damage(target) is not None and damage(old) is None:
-        shutil.rmtree(target)  # a kill had come between the two renames, and what stands there came later, in pieces
-    folders.put_in_place(staging, target, old)  # where both are whole, the older one may be half gone for a moment
+        shutil.rmtree(target)  # a kill came between two renames, and a damaged folder came later
+    folders.put_in_place(staging, target, old)  # while both are whole, the older one may be half removed
     _found_whole[target] = _look(target)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raises RunError, one line with both numbers, when the disk of `folder` has no room for `num_bytes` and some more."""
+    """Raises RunError, with both numbers, if the disk of `folder` has less room than `num_bytes` and SLACK_BYTES."""
     existing = Path(folder).absolute()
     while not existing.exists():
         existing = existing.parent

@@ -42,7 +42,7 @@ class Tensors(Mapping[str, torch.Tensor]):
 
     Args:
         reader: of the folder.
-        names: name here -> name there.
+        names: name in this mapping -> name in the checkpoint.
         more: tensors that are not in the files.
     """
 
@@ -84,13 +84,13 @@ def read_parts(folder: Path) -> tuple[Tensors, Tensors]:
 
 
 class Part:
-    """What one rank holds of one tensor: boxes of it, which DCP asks for one by one.
+    """This rank's part of one tensor, as boxes, which DCP asks for one by one.
 
     Args:
         shape: of the whole tensor.
         boxes: offsets in the whole tensor -> the values there, of as many dimensions, on any device, of any dtype; stored
-            as float32. Ranks that hold the same box may all name it: one of them writes it. Boxes must not overlap
-            otherwise, and all of them together are the whole tensor. No box at all is a rank that holds nothing of it.
+            as float32. Several ranks may give the same box; one of them writes it. Otherwise boxes must not overlap, and
+            together they are the whole tensor. A rank without a part of the tensor gives no box.
     """
 
     def __init__(self, shape: tuple[int, ...] | torch.Size, boxes: Mapping[Offsets, torch.Tensor]) -> None:
@@ -115,7 +115,7 @@ class Part:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """DCP's planner, which finds the boxes of a Part too."""
+    """DCP's planner for Parts."""
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         values = self.state_dict[index.fqn].boxes[tuple(index.offset)]
@@ -126,14 +126,14 @@ def write_parts(folder: Path, parts: Mapping[str, Part], steps: Mapping[str, int
     """Writes parts/ of a checkpoint, for `read_parts`; all ranks call together, see `Run.save_parts`.
 
     Args:
-        folder: which is not there yet, on a disk that all ranks share.
-        parts: what this rank holds, by 'model.NAME', 'exp_avg.NAME' and 'exp_avg_sq.NAME'.
-        steps: NAME -> number of updates; all names on rank 0, what other ranks pass does not count.
+        folder: does not exist yet, on a disk that all ranks share.
+        parts: this rank's parts, by 'model.NAME', 'exp_avg.NAME' and 'exp_avg_sq.NAME'.
+        steps: NAME -> number of updates; all names on rank 0; ignored on other ranks.
         ranks: all of them.
 
     Raises:
-        RunError: on all ranks, a number of any of them is not finite; nothing is written.
-        OSError: on all ranks, one of them could not write.
+        RunError: on all ranks, if a number on any rank is not finite; nothing is written.
+        OSError: on all ranks, if one of them could not write.
     """
     wrong = [name for name, part in parts.items() if not all(torch.isfinite(v).all() for v in part.boxes.values())]
     if ranks.max(bool(wrong)):
@@ -145,7 +145,7 @@ def write_parts(folder: Path, parts: Mapping[str, Part], steps: Mapping[str, int
         with quiet():
             dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(folder), planner=_Planner(False, False),
                      process_group=ranks.group, no_dist=ranks.group is None)  # fmt: skip
-    except CheckpointException as error:  # which is no Exception, and carries the tracebacks of all ranks
+    except CheckpointException as error:  # not a subclass of Exception; holds the tracebacks of all ranks
         rank, failure = min(error.failures.items())
         raise OSError(f"rank {rank}: {last_line(failure[0])}") from None
     if ranks.is_main:
@@ -154,11 +154,11 @@ def write_parts(folder: Path, parts: Mapping[str, Part], steps: Mapping[str, int
 
 
 def write_whole(file: Path, weights: Mapping[str, Part], ranks: Ranks) -> None:
-    """Writes plain weights from parts, for `Run.finish`; all ranks call together. They meet on the disk, not on a network.
+    """Writes plain weights from parts, for `Run.finish`; all ranks call together. They exchange the parts through the disk.
 
     Args:
-        file: model.safetensors to be, in a folder that is there.
-        weights: what this rank holds, by NAME.
+        file: the path of model.safetensors, in an existing folder.
+        weights: this rank's parts, by NAME.
         ranks: all of them.
     """
     folder = file.with_name("parts.tmp")
@@ -169,6 +169,6 @@ def write_whole(file: Path, weights: Mapping[str, Part], ranks: Ranks) -> None:
         reader = Reader(folder)
         names = {name.removeprefix("model."): name for name in reader.read_metadata().state_dict_metadata}
         save_file(dict(Tensors(reader, names, {})), file, metadata={"format": "pt"})
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
         shutil.rmtree(folder)
     ranks.barrier()

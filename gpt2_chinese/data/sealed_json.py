@@ -1,4 +1,4 @@
-"""Files that tell when they are damaged: JSON that carries its own checksum, and checksums of large files by blocks.
+"""Detects damaged files: JSON that contains its own checksum, and checksums of large files by blocks.
 
 Every byte is checked, with SHA-256, at every start. Checking by size and time would be quicker and would miss a flipped
 bit. What makes it bearable for gigabytes is that the blocks are read by all cores at once (about 1 GB a second and core),

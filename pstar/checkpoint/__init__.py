@@ -1,1 +1,1 @@
-"""The state out of chunks and back: on each rank, sharded on disk, as one file of weights."""
+"""Reads the state out of chunks and writes it back: on each rank, as a sharded checkpoint, as one file of weights."""

@@ -1,8 +1,8 @@
-"""Weights as one plain file, out and in, one group of chunks at a time: nobody holds the model a second time.
+"""Exports and imports weights as one plain file, one group of chunks at a time: no rank holds a second copy of the model.
 
 The file is a safetensors file: 8 bytes with the length of a JSON header, the header with each tensor's dtype, shape and
-place, then the tensors. The library writes one from tensors that are all in memory at once; here they come group by group,
-so the header, which follows from the shapes, is written first, and each tensor to its place. The library reads it anywhere.
+offset, then the tensors. The library writes one from tensors that are all in memory at once. Here they come group by group:
+the header, which follows from the shapes, is written first, then each tensor at its offset. The library reads the result.
 """
 
 import json
@@ -35,7 +35,7 @@ def header_of(shapes: dict[str, torch.Size]) -> tuple[bytes, dict[str, int]]:
 
 
 def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
-    """Writes the fp32 masters as a safetensors file; every rank calls it, rank 0 writes, beside and renamed.
+    """Writes the fp32 masters as a safetensors file; every rank calls it; rank 0 writes a staging file and renames it.
 
     Raises CheckpointError on all ranks when rank 0 cannot write.
     """
@@ -44,7 +44,7 @@ def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
     beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
     for tensors in _on_rank_0(optimizer):
         if ranks.rank != 0 or said:
-            continue    # a rank that cannot write goes on receiving, so that the others need not wait for it
+            continue    # after an error rank 0 still receives, so that the other ranks can go on
         try:
             if file is None:
                 file = beside.open("wb")
@@ -70,7 +70,7 @@ def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
 
 
 def _shapes(optimizer: ChunkedAdam) -> dict[str, torch.Size]:
-    """Of every tensor of the file, in the model's order; a parameter of which every rank has its own is one for each."""
+    """The shape of every tensor of the file, in the model's order. Parameters that differ between ranks have one for each."""
     in_chunks, outside = optimizer.chunks.parameters.shapes, optimizer.outside
     return {key: in_chunks[name] if name in in_chunks else outside.shapes[name] for name in optimizer.steps
             for key in (outside.keys(name) if name in outside.params else [name])}
@@ -110,5 +110,5 @@ def import_weights(optimizer: ChunkedAdam, path: Path) -> None:
                 write(optimizer, PARAM, name, file.get_tensor(key))
     except CheckpointError:
         raise
-    except Exception as error:    # the library raises its own class for a file that is none
+    except Exception as error:    # for another kind of file the library raises a class of its own
         raise CheckpointError(f"{path} cannot be read: {error}") from None

@@ -1,18 +1,18 @@
-"""Checkpoints that every rank writes and reads its own part of, through torch.distributed.checkpoint (DCP).
+"""Checkpoints of which every rank writes and reads its part, through torch.distributed.checkpoint (DCP).
 
     PATH/
         .metadata, __0_0.distcp, __1_0.distcp ...   DCP's own format: 'model.NAME' (the fp32 master), 'exp_avg.NAME' and
                                                     'exp_avg_sq.NAME' under their whole shapes, 'buffer.NAME.RANK' and random
-                                                    states, which every rank has of its own
-        state.json                                  counts of updates, hyper-parameters, the loss scale, what the caller adds
+                                                    states, which differ between ranks
+        state.json                                  counts of updates, hyper-parameters, the loss scale, the caller's JSON
         manifest.json                               size and SHA-256 of each file above
 
-A parameter lies in chunks as runs of its flattened elements. DCP knows boxes; a run is at most 2n - 1 boxes of a tensor of n
-dimensions (durable.boxes). So any other number of ranks, chunk size, ownership or precision reads what it needs, DCP's own
-tools read it too, and no rank ever holds more than one group of chunks beside its own.
+Chunks hold a parameter as runs of its flattened elements. DCP knows boxes: in n dimensions a run is at most 2n - 1 boxes
+(durable.boxes). So an engine with another number of ranks, chunk size, ownership or precision can read its part, and so
+can DCP's tools. No rank ever holds more than one group of chunks in addition to its part.
 
-Complete or absent: written to a folder beside, flushed, renamed. DCP reads a flipped byte without a word, hence the
-manifest. Its metadata are a pickle: only the classes that it needs are let in, so a checkpoint cannot run code.
+Complete or absent: written to a staging folder, flushed, renamed. DCP reads a flipped byte without an error, hence the
+manifest. The metadata are a pickle: the reader allows only the classes that it needs, so a checkpoint cannot run code.
 """
 
 import json
@@ -50,14 +50,14 @@ FORMAT = 1
 
 
 class Part:
-    """One tensor of the checkpoint, as far as it lies on this rank: DCP asks for its boxes one by one.
+    """This rank's part of one tensor of the checkpoint. DCP asks for its boxes one by one.
 
     Args:
         shape: of the whole tensor.
         spans: this rank's runs of its flattened elements.
-        read: from a span to its values, (span.numel,); None for what is to be loaded.
+        read: from a span to its values, (span.numel,); None for a tensor to be loaded.
         dtype: of the values.
-        finite: refuse to save other values.
+        finite: whether NaN and infinity are refused when saving.
     """
 
     def __init__(self, shape: torch.Size, spans: list[Span], read: Callable[[Span], torch.Tensor] | None = None,
@@ -67,7 +67,7 @@ class Part:
         self._loaded: dict[tuple[int, ...], torch.Tensor] = {}
 
     def size(self) -> torch.Size:
-        """Of the whole tensor; DCP holds it against what was saved."""
+        """The shape of the whole tensor; DCP compares it with the saved one."""
         return self._shape
 
     def _meta(self, box: Box) -> ChunkStorageMetadata:
@@ -83,7 +83,7 @@ class Part:
         return [self._meta(box) for box, _ in self._boxes.values()]
 
     def at(self, index: MetadataIndex) -> torch.Tensor:
-        """The box that DCP means: its values, or the memory to load them into."""
+        """The box with this index: its values, or the memory to load them into."""
         offsets = tuple(index.offset)
         box, span = self._boxes[offsets]
         if self._read is not None:
@@ -97,16 +97,16 @@ class Part:
         return self._loaded[offsets]
 
     def loaded(self, span: Span) -> torch.Tensor:
-        """What was loaded of a span, (span.numel,)."""
+        """The loaded values of a span, (span.numel,)."""
         found = [(box.start, self._loaded[offsets]) for offsets, (box, own) in self._boxes.items() if own == span]
         return torch.cat([values.flatten() for _, values in sorted(found, key=lambda pair: pair[0])])
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's planner, which finds the boxes of a Part too."""
+    """DCP's planner for state with Parts."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is to be written."""
+        """The tensor to write."""
         found = self.state_dict.get(index.fqn)
         return found.at(index) if isinstance(found, Part) else super().lookup_object(index)
 
@@ -115,12 +115,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     """The same for reading."""
 
     def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """DCP's own would replace what it does not know by None."""
+        """Keeps the Parts: DCP's planner would replace them by None."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """What is to be read into."""
+        """The tensor to read into."""
         found = self.state_dict.get(index.fqn)
         return found.at(index) if isinstance(found, Part) else super().lookup_tensor(index)
 
@@ -130,19 +130,19 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
 
     Args:
         optimizer: with its chunks.
-        path: the folder to be, on a file system that all ranks share; an older checkpoint there is replaced, nothing else.
-        extra: JSON content of the caller: schedulers' states, where the data are.
+        path: the new folder, on a file system that all ranks share. It may replace an older checkpoint, but nothing else.
+        extra: JSON content of the caller: schedulers' states, the position in the data.
         buffers: by name, this rank's own: running statistics differ from rank to rank.
 
     Raises:
-        CheckpointError: on all ranks, when one of them could not write; nothing is left, what stood at `path` stands.
+        CheckpointError: on all ranks, if one of them could not write. No staging folder is left, and `path` is as before.
     """
     ranks = optimizer.chunks.collectives
     beside = path.with_name(f"{path.name}.tmp{ranks.from_rank_0(os.getpid())}")
 
     def begin() -> None:
         if ranks.rank == 0:
-            json.dumps(extra)    # what cannot be written is said before anything is
+            json.dumps(extra)    # content that is not JSON raises here, before anything is written
             if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
                 raise CheckpointError(f"{path} exists and is no checkpoint: it is not replaced; give another name")
             shutil.rmtree(beside, ignore_errors=True)
