@@ -70,7 +70,7 @@ def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
 
 
 def _shapes(optimizer: ChunkedAdam) -> dict[str, torch.Size]:
-    """The shape of every tensor of the file, in the model's order. Parameters that differ between ranks have one for each."""
+    """The shape of every tensor of the file, in the model's order. Parameters that differ by rank have one for each."""
     in_chunks, outside = optimizer.chunks.parameters.shapes, optimizer.outside
     return {key: in_chunks[name] if name in in_chunks else outside.shapes[name] for name in optimizer.steps
             for key in (outside.keys(name) if name in outside.params else [name])}
