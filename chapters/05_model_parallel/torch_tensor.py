@@ -66,8 +66,7 @@ def apply_torch_tensor_parallel(model: nn.Module, group: Any, device: torch.devi
         places[name] = whole_name or name, place
 
     for number, block in enumerate(model.transformer.h):
-        prefix = f"transformer.h.{number}."
-        attention, mlp = block.attn, block.mlp
+        prefix, attention, mlp = f"transformer.h.{number}.", block.attn, block.mlp
         name, whole = prefix + "attn.c_attn", attention.c_attn
         for part, letter in enumerate("qkv"):
             cut(f"{name}.{letter}.weight", whole.weight.shape, 1, f"{name}.weight", part, 3)

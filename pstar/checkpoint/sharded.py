@@ -160,11 +160,7 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
 
     def write_state() -> list[str]:
         if ranks.rank == 0:
-            state = {"format": FORMAT, "num_ranks": ranks.num_ranks, "precision": optimizer.precision.name,
-                     "steps": steps, "scaler": optimizer.scaler.state(), "extra": extra,
-                     "groups": [{key: float(value) if isinstance(value, torch.Tensor) else value
-                                 for key, value in group.items() if key != "params"}
-                                for group in optimizer.param_groups]}
+            state = _state_of(optimizer) | {"num_ranks": ranks.num_ranks, "steps": steps, "extra": extra}
             (beside / STATE).write_text(json.dumps(state), encoding="utf-8")
         return sorted(file.name for file in beside.iterdir()) if ranks.rank == 0 else []
 
@@ -186,6 +182,13 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
     finally:
         if ranks.rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def _state_of(optimizer: ChunkedAdam) -> dict[str, Any]:
+    """The JSON content of state.json that the optimizer alone decides."""
+    groups = [{key: float(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()
+               if key != "params"} for group in optimizer.param_groups]
+    return {"format": FORMAT, "precision": optimizer.precision.name, "scaler": optimizer.scaler.state(), "groups": groups}
 
 
 def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
