@@ -27,25 +27,27 @@ class StageModule(nn.Module):
 class TorchWorker(Worker):
     """Trains with torch's schedules; predicts as Worker does."""
 
-    schedule_of: Any = None
+    torch_schedule: Any = None
+    """Made at the first call of train, because torch needs the shapes of a micro-batch."""
 
     def train(self, micros: Iterable[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Tensor:
-        """As in Worker."""
+        """As in Worker. torch's schedule takes the whole batch and splits it into the same micro-batches."""
         batches = list(micros)
         inputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-        if self.schedule_of is None:
-            self.schedule_of = self._make(batches, scale, precision)
+        if self.torch_schedule is None:
+            self.torch_schedule = self._make_schedule(batches, scale, precision)
         losses: list[Tensor] = []
-        given = [inputs] if 0 in self.stages else []
+        for_first_stage = [inputs] if 0 in self.stages else []
         is_last = any(stage.is_last for stage in self.stages.values())
-        more = {"target": targets, "losses": losses} if is_last else {}
-        self.schedule_of.step(*given, **more, return_outputs=False)
+        for_last_stage = {"target": targets, "losses": losses} if is_last else {}
+        self.torch_schedule.step(*for_first_stage, **for_last_stage, return_outputs=False)
         if not losses:
             return torch.zeros((), device=inputs.device)
+        # scale() multiplied each loss by the loss scale: scale(1) is that factor, and the logged loss is without it
         return torch.stack(losses).sum().detach() / scale(torch.ones((), device=inputs.device))
 
-    def _make(self, batches: list[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Any:
-        """Makes torch's schedule for micro-batches of this shape."""
+    def _make_schedule(self, batches: list[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Any:
+        """Makes torch's schedule for micro-batches of these shapes."""
         example, num_stages = batches[0][0], self.num_ranks * self.num_virtual
         b, length = example.shape
         model = next(iter(self.stages.values())).model
@@ -61,6 +63,7 @@ class TorchWorker(Worker):
         def loss(y: Tensor, target: Tensor) -> Tensor:
             return scale(model.loss(y, target) / len(batches))
 
+        # scale_grads=False: loss() already divides by the number of micro-batches
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, len(batches), loss_fn=loss, scale_grads=False)
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.schedule]
