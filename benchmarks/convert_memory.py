@@ -3,7 +3,7 @@
 bash benchmarks/convert_memory.sh                     # 10 MB and 500 MB of each format: about four minutes, 1.5 GB of disk
 bash benchmarks/convert_memory.sh --quick             # 2 MB and 8 MB of one format, to see that it runs
 
-The inputs are random permutations of the shipped corpus's sentences, so that the search for duplicates finds almost none.
+The inputs are random combinations of the shipped corpus's sentences, so that almost no item is a duplicate.
 Each conversion runs in a separate process; its peak is the kernel's count for that process (ru_maxrss).
 """
 
@@ -48,21 +48,21 @@ def sentences() -> list[str]:
     return [part for item in items for part in re.findall("[^。！？\n]+[。！？]*", item)]
 
 
-def items(size: int) -> Iterator[list[str]]:
-    """Items, each a list of sentences, until they have `size` bytes in total."""
-    known, chance, made = sentences(), random.Random(0), 0
-    while made < size:
-        item = chance.sample(known, chance.randint(2, 12))
-        made += sum(len(sentence.encode()) for sentence in item)
+def random_items(num_bytes: int) -> Iterator[list[str]]:
+    """Items, each a list of 2 to 12 random sentences, until they have `num_bytes` in total."""
+    shipped, generator, made_bytes = sentences(), random.Random(0), 0
+    while made_bytes < num_bytes:
+        item = generator.sample(shipped, generator.randint(2, 12))
+        made_bytes += sum(len(sentence.encode()) for sentence in item)
         yield item
 
 
-def write_input(path: Path, form: str, size: int) -> int:
-    """Writes `size` bytes of text in a format; returns the uncompressed bytes of the file."""
-    opened = gzip.open(path, "wb", compresslevel=1) if form.endswith(".gz") else path.open("wb")  # noqa: SIM115
+def write_input(path: Path, form: str, num_bytes: int) -> int:
+    """Writes a file with `num_bytes` of text in one of FORMATS; returns the file's bytes before compression."""
+    file = gzip.open(path, "wb", compresslevel=1) if form.endswith(".gz") else path.open("wb")  # noqa: SIM115
     written = 0
-    with opened as stream:
-        for number, item in enumerate(items(size)):
+    with file as stream:
+        for number, item in enumerate(random_items(num_bytes)):
             if form == "clue-text":
                 line = "\n".join(item) + "\n\n"
             elif form == "array-json":
@@ -77,12 +77,12 @@ def write_input(path: Path, form: str, size: int) -> int:
     return written
 
 
-def measure(form: str, size: int) -> Run:
-    """Converts an input of `size` bytes in a separate process."""
+def measure(form: str, num_bytes: int) -> Run:
+    """Makes an input of `num_bytes` and converts it in a separate process."""
     with tempfile.TemporaryDirectory(prefix="convert_memory_") as folder:
-        given, output = Path(folder, f"input.{form}"), Path(folder, "output")
-        text_bytes = write_input(given, form, size)
-        command = [sys.executable, "-m", "gpt2_chinese.corpora", "convert", str(given), "--output", str(output),
+        input_path, output = Path(folder, f"input.{form}"), Path(folder, "output")
+        text_bytes = write_input(input_path, form, num_bytes)
+        command = [sys.executable, "-m", "gpt2_chinese.corpora", "convert", str(input_path), "--output", str(output),
                    "--max-length", "1000", "--format", form.removesuffix(".gz")]  # fmt: skip
         begin = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(HERE.parent)})
@@ -90,7 +90,7 @@ def measure(form: str, size: int) -> Run:
         seconds = time.perf_counter() - begin
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise SystemExit(f"error: the conversion of {size} bytes of {form} ended with status {process.returncode}")
+            raise SystemExit(f"error: the conversion of {num_bytes} bytes of {form} ended with status {process.returncode}")
         kept = json.loads((output / "report.json").read_text(encoding="utf-8"))["kept"]
         return Run(text_bytes, usage.ru_maxrss * 1024, seconds, kept)
 
@@ -99,8 +99,8 @@ def report(results: dict[str, list[Run]], argv: list[str]) -> str:
     """The page, in Markdown."""
     lines = [
         "# Memory of a conversion", "",
-        "- work: `python -m gpt2_chinese.corpora convert`, duplicates searched for, items above 1000 characters split; "
-        "inputs of permuted sentences of the shipped corpus",
+        "- work: `python -m gpt2_chinese.corpora convert`; it drops duplicates and splits items above 1000 characters; "
+        "the inputs are random sentences of the shipped corpus",
         f"- machine: {num_cores()} cores ({processor()}); one is used",
         f"- versions: {versions()}",
         *bullets(when_and_how("convert_memory.sh", argv)), "",
