@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from durable.files import write_json
-from gpt2_chinese.checkpoint.model_state import BYTES_EACH, check_finite, save_tensors
+from gpt2_chinese.checkpoint.model_state import BYTES_PER_NUMBER, check_finite, save_tensors
 from gpt2_chinese.checkpoint.sealed_folder import check_space, put_in_place, seal
 from gpt2_chinese.model.config import ModelConfig
 
@@ -28,15 +28,15 @@ def export_final(
         weights: NAME to tensor; stored as float32.
         vocab: the vocabulary file.
         about: the content of run.json: where the model comes from.
-        profile: of the vocabulary.
+        profile: the vocabulary's profile: how it splits text, see vocabulary/profiles.py.
     """
-    staging = begin_final(directory, BYTES_EACH * sum(tensor.numel() for tensor in weights.values()))
+    staging = begin_final(directory, BYTES_PER_NUMBER * sum(tensor.numel() for tensor in weights.values()))
     save_tensors(staging / "model.safetensors", weights)
     return complete_final(staging, directory, config, vocab, about, profile)
 
 
 def begin_final(directory: Path, num_bytes: int) -> Path:
-    """An empty staging folder next to `directory`, for model.safetensors. Called by one process alone.
+    """Makes an empty staging folder next to `directory`, for model.safetensors. Only one process may call it.
 
     Raises:
         RunError: the disk has no room for `num_bytes`.
@@ -49,14 +49,14 @@ def begin_final(directory: Path, num_bytes: int) -> Path:
 
 
 def staging_final(directory: Path) -> Path:
-    """The staging folder of `begin_final`, which every rank can name."""
+    """The path of the staging folder that `begin_final` makes. Ranks that write a part of the weights call this, too."""
     return directory.with_name(f"{directory.name}.tmp")
 
 
 def complete_final(
     staging: Path, directory: Path, config: ModelConfig, vocab: Path | str, about: dict[str, Any], profile: str = "auto"
 ) -> Path:
-    """Adds config.json, vocabulary and run.json to the weights, seals the folder, renames it to `directory`; returns that.
+    """Adds config.json, vocabulary and run.json to the weights, seals the folder, renames it to `directory`, returns it.
 
     Raises:
         RunError: a weight is not finite.
@@ -65,7 +65,8 @@ def complete_final(
 
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
-    if (staging / "model.safetensors").is_file():  # an export for older programs has a pickle; its weights come from a file
+    # `weights export --format bin` writes pytorch_model.bin instead: its weights come from a file, not from a run.
+    if (staging / "model.safetensors").is_file():
         with safe_open(staging / "model.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 check_finite({name: file.get_tensor(name)})

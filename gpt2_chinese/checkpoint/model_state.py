@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-BYTES_EACH = 4  # of a stored number: all are float32
+BYTES_PER_NUMBER = 4  # all numbers are stored as float32
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from durable.files import flush, write_json
 from gpt2_chinese.checkpoint.find import PARTS, candidates, read_state
-from gpt2_chinese.checkpoint.model_state import BYTES_EACH, check_finite, save_tensors
+from gpt2_chinese.checkpoint.model_state import BYTES_PER_NUMBER, check_finite, save_tensors
 from gpt2_chinese.checkpoint.sealed_folder import check_space, damage, is_whole, listed, put_in_place, seal
 from gpt2_chinese.errors import UserError
 
@@ -48,7 +48,7 @@ def save(
         OSError: the disk became full meanwhile, or fails; earlier checkpoints stay complete.
     """
     check_finite({**weights, **moments})
-    num_bytes = BYTES_EACH * sum(tensor.numel() for tensor in [*weights.values(), *moments.values()])
+    num_bytes = BYTES_PER_NUMBER * sum(tensor.numel() for tensor in [*weights.values(), *moments.values()])
     staging = begin(directory, step, num_bytes)
     save_tensors(staging / "model.safetensors", weights)
     save_tensors(staging / "optimizer.safetensors", moments)

@@ -12,7 +12,7 @@ import torch
 from gpt2_chinese.checkpoint import step_folder
 from gpt2_chinese.checkpoint.final import begin_final, complete_final, export_final, staging_final
 from gpt2_chinese.checkpoint.find import PARTS, newest_complete
-from gpt2_chinese.checkpoint.model_state import BYTES_EACH
+from gpt2_chinese.checkpoint.model_state import BYTES_PER_NUMBER
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.errors import RunError
 from gpt2_chinese.files import display
@@ -58,7 +58,7 @@ class Saving:
     ) -> None:
         """As `save`, but all ranks call write(folder), with a folder that does not exist yet."""
         staging, state = step_folder.staging_folder(self.checkpoints, step), self._state(step, extra)
-        num_bytes = 3 * BYTES_EACH * self.settings.model.num_parameters()  # weights and two moments
+        num_bytes = 3 * BYTES_PER_NUMBER * self.settings.model.num_parameters()  # weights and two moments
 
         def begin() -> None:
             if self.ranks.is_main:
@@ -80,7 +80,7 @@ class Saving:
 
         def begin() -> None:
             if self.ranks.is_main:
-                begin_final(final, BYTES_EACH * settings.model.num_parameters())
+                begin_final(final, BYTES_PER_NUMBER * settings.model.num_parameters())
 
         def complete() -> None:
             vocabulary = settings.vocab, about, settings.vocab_profile
