@@ -1,7 +1,10 @@
-"""The table of wrong inputs: what is given, and the one line that names it and says what to do; status 2, nothing written.
+"""Each wrong input ends a program with status 2 and one line that names it and says what to do; nothing is written.
 
-The first table of this kind, for the flags of the contract, is BAD in test_settings.py. This one has what files, folders
-and the environment can hold. Chapters' own flags: tests/chapters. The evaluation's: tests/chapters/test_evaluate.py.
+This file tests wrong files (WRONG_FILES), wrong flags and environment variables (WRONG_FLAGS), and commands other than the
+chapters (WRONG_COMMANDS). test_settings.py tests flags of the contract, tests/chapters flags of single chapters, and
+tests/chapters/test_evaluate.py those of the evaluation.
+
+A line is given as a regular expression that must match somewhere in the message; some are cut to fit the width of this file.
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ def tokenizer(**changed: object) -> str:
     return json.dumps({"version": "1.0", "added_tokens": [], "model": model})
 
 
-# The content of the file x: bytes, text, or a function that makes it. Then the flag that names x, and the line.
-FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
+# case: (content of the file x: bytes, text, or a function that makes x; the flag that names x; the line).
+# The flag "vocab.json" means --vocab x.json.
+WRONG_FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     # -- a corpus
     "a pipe": (os.mkfifo, "train-data", r"cannot read corpus x: it is a pipe or a device; write .* to a file first"),
     "a circle of links": (lambda p: p.symlink_to(p), "train-data", r"cannot read corpus x: Too many levels of symbolic lin"),
@@ -106,19 +110,24 @@ FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     "config: half a character": (
         json.dumps(SMALL | {"note": "\ud800"}), "model-config", r"configuration x: a \\ud800 to \\udfff stands alone"),
     "config: an array": ("[1]", "model-config", r"x is not a JSON object: give a GPT-2 config\.json"),
-    "config: of something else": ('{"seq_len": 3}', "model-config", r"x lacks n_layer, n_embd, n_head, n_positions: give a"),
+    "config: not of a model": ('{"seq_len": 3}', "model-config", r"x lacks n_layer, n_embd, n_head, n_positions: give a"),
     "config: NaN": (json.dumps(SMALL | {"layer_norm_epsilon": float("nan")}), "model-config", r"x: layer_norm_epsilon must"),
-    "config: 400 digits": (json.dumps(SMALL | {"initializer_range": 10**400}), "model-config", r"x: initializer_range must"),
-    "config: huge": (json.dumps(SMALL | {"n_layer": 2**31}), "model-config", r"x: n_layer 2147483648 is above 1,000, which"),
-    "config: text": (json.dumps(SMALL | {"n_head": "2"}), "model-config", r"x: n_head must be a whole number .* not '2'"),
-    "config: true": (json.dumps(SMALL | {"resid_pdrop": True}), "model-config", r"x: resid_pdrop must be at least 0 and be"),
-    "config: bos": (json.dumps(SMALL | {"bos_token_id": [1]}), "model-config", r"x: bos_token_id must be a whole number or"),
+    "config: number of 400 digits": (
+        json.dumps(SMALL | {"initializer_range": 10**400}), "model-config", r"x: initializer_range must"),
+    "config: too many layers": (
+        json.dumps(SMALL | {"n_layer": 2**31}), "model-config", r"x: n_layer 2147483648 is above 1,000, which"),
+    "config: text for a number": (
+        json.dumps(SMALL | {"n_head": "2"}), "model-config", r"x: n_head must be a whole number .* not '2'"),
+    "config: true for a number": (
+        json.dumps(SMALL | {"resid_pdrop": True}), "model-config", r"x: resid_pdrop must be at least 0 and be"),
+    "config: list for bos_token_id": (
+        json.dumps(SMALL | {"bos_token_id": [1]}), "model-config", r"x: bos_token_id must be a whole number or"),
     "config: another model": (json.dumps(SMALL | {"model_type": "bert"}), "model-config", r"x: model_type is 'bert', this"),
     # -- a checkpoint
     "resume: a pipe": (os.mkfifo, "resume", r"cannot read --resume x: it is a pipe or a device"),
     "resume: a file": ("", "resume", r"--resume x is no checkpoint: give auto, never, or a folder step_NNNNNN"),
     "resume: a folder": (Path.mkdir, "resume", r"--resume x cannot be used: manifest\.json is missing .*; give a whole fol"),
-    "resume: final/": (
+    "resume: weights without moments": (
         lambda p: folder_of(p, "config.json", "run.json", "model.safetensors"), "resume", r"--resume x holds weights, but"),
     "resume: no step": (
         lambda p: folder_of(p, "config.json", "state.json", "model.safetensors", "optimizer.safetensors"),
@@ -136,27 +145,28 @@ FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] = {
     "engine: out of range": ('{"gradient_clipping": -1}', "config", r"--config x: gradient_clipping is -1\.0; give 0 \(off"),
 }  # fmt: skip
 
-# Flags that need no file; the environment; the line.
-GIVEN: dict[str, tuple[list[str], dict[str, str], str]] = {
-    "seq-len beyond all": (["--seq-len", "9" * 20], {}, r"--seq-len 9{20} is too large: give at most 9223372036854775807"),
-    "seed beyond torch": (["--seed", "9" * 20], {}, r"--seed 9{20} is too large: give at most"),
-    "too many digits": (["--max-steps", "9" * 5000], {}, r"--max-steps: invalid int value: '9+ \[\.\.\.\] .*"),
+# case: (flags, environment variables, the line).
+WRONG_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "seq-len of 20 digits": (["--seq-len", "9" * 20], {}, r"--seq-len 9{20} is too large: give at most 9223372036854775807"),
+    "seed of more than 64 bits": (["--seed", "9" * 20], {}, r"--seed 9{20} is too large: give at most"),
+    "max-steps of 5000 digits": (["--max-steps", "9" * 5000], {}, r"--max-steps: invalid int value: '9+ \[\.\.\.\] .*"),
     "infinite lr": (["--lr", "1e999"], {}, r"--lr must be above 0, not inf: give a finite number"),
     "infinite decay": (["--weight-decay", "inf"], {}, r"--weight-decay must be at least 0, not inf"),
-    "epochs beyond counting": (["--epochs", "1e308"], {}, r"--epochs 1e\+308 is too large"),
-    "timeout beyond time": (["--timeout-s", "9" * 20], {}, r"--timeout-s must be at least 1 and at most 10000000"),
+    "epochs of too many steps to count": (["--epochs", "1e308"], {}, r"--epochs 1e\+308 is too large"),
+    "timeout of 20 digits": (["--timeout-s", "9" * 20], {}, r"--timeout-s must be at least 1 and at most 10000000"),
     "an infinite flag of a chapter": (["--slow-worker-s", "inf"], {}, r"--slow-worker-s is inf: give a finite number"),
     "empty name": (["--train-data", ""], {}, r"--train-data is empty: give a value, or leave the flag out"),
     "a blank": (["--vocab", " "], {}, r"--vocab is empty: give a value"),
     "a quote and a line break": (["--train-data", "a\"b'\nc"], {}, r"corpus a\"b' c does not exist: give"),
     "an escape sequence": (["--train-data", "a\x1b[2J"], {}, r"corpus a\\x1b\[2J does not exist"),
-    "no UTF-8 in a name": (["--train-data", "a\udcff"], {}, r"corpus a\\udcff does not exist"),
+    "a name that is not UTF-8": (["--train-data", "a\udcff"], {}, r"corpus a\\udcff does not exist"),
     "name too long": (["--train-data", "x" * 300], {}, r"cannot read corpus x+: File name too long"),
     "output name too long": (["--output-dir", "x" * 300], {}, r"--output-dir x+ cannot be written: File name too long"),
-    "path of pages": (["--model-config", "x/" * 3000], {}, r"cannot read --model-config .* \[\.\.\.\] .*: File name too lo"),
+    "path of 6000 characters": (
+        ["--model-config", "x/" * 3000], {}, r"cannot read --model-config .* \[\.\.\.\] .*: File name too lo"),
     "a null character": (["--vocab", "a\0b"], {}, r"cannot read vocabulary a\\x00b: no path can hold a null character"),
     "endless device": (["--vocab", "/dev/zero"], {}, r"cannot read vocabulary /dev/zero: it is a pipe or a device"),
-    "nothing device": (["--train-data", "/dev/null"], {}, r"cannot read corpus /dev/null: it is a pipe or a device"),
+    "empty device": (["--train-data", "/dev/null"], {}, r"cannot read corpus /dev/null: it is a pipe or a device"),
     "WORLD_SIZE is a word": ([], {"WORLD_SIZE": "two"}, r"has WORLD_SIZE='two', which .* at least 1: unset WORLD_SIZE"),
     "WORLD_SIZE is empty": ([], {"WORLD_SIZE": ""}, r"has WORLD_SIZE='', which a launcher sets to .*: unset WORLD_SIZE"),
     "WORLD_SIZE in full width": ([], {"WORLD_SIZE": "２"}, r"has WORLD_SIZE='２', .*: unset WORLD_SIZE"),
@@ -171,7 +181,7 @@ GIVEN: dict[str, tuple[list[str], dict[str, str], str]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a good corpus, vocabulary and configuration; limits low enough to be met."""
+    """The working directory, with a good corpus, vocabulary and configuration; small files already exceed the limits."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(corpus_module, "_LARGEST_ITEM", 5000)
     monkeypatch.setattr(corpus_module, "_PIECE_BYTES", 4096)
@@ -182,8 +192,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def seen(folder: Path) -> list[tuple[str, int, int]]:
-    """All below a folder, with what changes when it is written."""
+def entries(folder: Path) -> list[tuple[str, int, int]]:
+    """(path, size, time of the last change) of everything below a folder."""
     status = ((path, path.lstat()) for path in sorted(folder.rglob("*")))
     return [(str(path), found.st_size, found.st_mtime_ns) for path, found in status]
 
@@ -196,23 +206,24 @@ def children() -> list[str]:
 def refuses(
     folder: Path, flags: list[str], line: str, capfd: pytest.CaptureFixture[str], chapter: str = "00_single"
 ) -> None:
-    given = {"--train-data": "corpus.json", "--valid-data": "corpus.json", "--vocab": "vocab.txt",
-             "--model-config": "config.json", "--output-dir": "run"}  # fmt: skip
-    words = [word for flag, value in given.items() if flag not in flags for word in (flag, value)]
-    before, started = seen(folder), children()
+    """Runs the program's settings, which must end with status 2 and a line that matches; no file and no process is made."""
+    good = {"--train-data": "corpus.json", "--valid-data": "corpus.json", "--vocab": "vocab.txt",
+            "--model-config": "config.json", "--output-dir": "run"}  # fmt: skip
+    words = [word for flag, value in good.items() if flag not in flags for word in (flag, value)]
+    before, started = entries(folder), children()
     program = str(ROOT / "chapters" / chapter / "train.py")
     with in_time(), pytest.raises(SystemExit) as stop:
         resolve(settings_of(chapter).from_command_line(program, None, [*words, *flags]))
-    said = capfd.readouterr()
-    assert stop.value.code == 2 and said.out == ""
-    assert re.fullmatch(rf"error: .*{line}.*\n", said.err), said.err
-    assert said.err[:-1].isprintable() and len(said.err) < 2100
-    assert seen(folder) == before and children() == started
+    printed = capfd.readouterr()
+    assert stop.value.code == 2 and printed.out == ""
+    assert re.fullmatch(rf"error: .*{line}.*\n", printed.err), printed.err
+    assert printed.err[:-1].isprintable() and len(printed.err) < 2100
+    assert entries(folder) == before and children() == started
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_what_a_file_holds(case: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    content, flag, line = FILES[case]
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_a_wrong_file_ends_the_program_with_one_line(case: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    content, flag, line = WRONG_FILES[case]
     flag, dot, suffix = flag.partition(".")
     path = Path("x" + dot + suffix)
     if callable(content):
@@ -222,13 +233,15 @@ def test_what_a_file_holds(case: str, folder: Path, capfd: pytest.CaptureFixture
     refuses(folder, [f"--{flag}", str(path)], line, capfd, "07_patrickstar" if flag == "config" else "00_single")
 
 
-@pytest.mark.parametrize("case", GIVEN)
-def test_what_is_given(case: str, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    flags, variables, line = GIVEN[case]
+@pytest.mark.parametrize("case", WRONG_FLAGS)
+def test_a_wrong_flag_or_variable_ends_the_program_with_one_line(
+    case: str, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, variables, line = WRONG_FLAGS[case]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    own = {"--timeout-s": "02_ddp", "--slow-worker-s": "01_parameter_server"}
-    chapter = own.get(flags[0], "00_single") if flags else "02_ddp"
+    chapters = {"--timeout-s": "02_ddp", "--slow-worker-s": "01_parameter_server"}  # others do not have these flags
+    chapter = chapters.get(flags[0], "00_single") if flags else "02_ddp"
     refuses(folder, flags, line, capfd, chapter)
 
 
@@ -247,7 +260,7 @@ def test_unusual_but_valid_inputs_are_accepted(folder: Path) -> None:
     assert settings.train_tokens.ids.tolist() == settings.valid_tokens.ids.tolist()
 
 
-COMMANDS = {  # programs other than the chapters: a command line and its one line
+WRONG_COMMANDS = {  # programs other than the chapters: a command line and its one line
     "tokens without a corpus": ("-m gpt2_chinese.tokens", "the following arguments are required: --corpus"),
     "tokens of nothing": ("-m gpt2_chinese.tokens --corpus none.json", "none.json"),
     "a profile that is none": ("-m gpt2_chinese.tokens --corpus corpus.json --vocab-profile x",
@@ -269,9 +282,9 @@ COMMANDS = {  # programs other than the chapters: a command line and its one lin
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COMMANDS)
-def test_other_commands_answer_in_one_line(case: str, folder: Path) -> None:
-    command, line = COMMANDS[case]
+@pytest.mark.parametrize("case", WRONG_COMMANDS)
+def test_a_wrong_command_line_ends_other_programs_with_one_line(case: str, folder: Path) -> None:
+    command, line = WRONG_COMMANDS[case]
     done = subprocess.run([sys.executable, *command.split()], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, timeout=HANGS_S)  # fmt: skip
     assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
