@@ -14,20 +14,20 @@ def test_bytes_count_when_they_are_written_and_not_when_they_arrive() -> None:
             ours.setblocking(False)
             before, written = tcp_bytes(), 0
             try:
-                while True:  # the other end does not read: in the end the buffers of both ends are full
+                while True:  # the other end does not read, so send raises when the buffers of both ends are full
                     written += ours.send(bytes(1 << 16))
             except BlockingIOError:
                 pass
             sent, received = between(before, tcp_bytes())
             assert sent == written > received > 0, "more is written than has arrived"
             theirs.setblocking(True)
-            left = written
-            while left:
-                left -= len(theirs.recv(1 << 20))
+            unread = written
+            while unread:
+                unread -= len(theirs.recv(1 << 20))
             assert between(before, tcp_bytes()) == (written, written)
 
 
-def test_a_connection_that_is_closed_takes_nothing_from_the_count() -> None:
+def test_closing_a_connection_subtracts_nothing_from_the_bytes_of_the_others() -> None:
     def send(ours: socket.socket, theirs: socket.socket, num_bytes: int) -> None:
         ours.sendall(bytes(num_bytes))
         assert len(theirs.recv(num_bytes, socket.MSG_WAITALL)) == num_bytes
