@@ -71,37 +71,37 @@ class Wrong(AssertionError):
     """A wrong answer. The message is all that a student needs to read."""
 
 
-def check(good: bool, what: str, expected: object = None, came: object = None) -> None:
+def check(good: bool, what: str, expected: object = None, actual: object = None) -> None:
     """Raises Wrong with the subject, the expected and the actual value, unless `good`."""
     __tracebackhide__ = True
     if not good:
-        rows = [f"  expected   {expected}", f"  came       {came}"] if expected is not None else []
+        rows = [f"  expected   {expected}", f"  actual     {actual}"] if expected is not None else []
         raise Wrong("\n".join([what, *rows]))
 
 
-def same(what: str, expected: Any, came: Any, tolerance: float = 0.0) -> None:
-    """Raises Wrong unless `came` equals `expected`. Tensors and numbers have a `tolerance`, relative to the largest value.
+def same(what: str, expected: Any, actual: Any, tolerance: float = 0.0) -> None:
+    """Raises Wrong unless `actual` equals `expected`. Tensors and numbers have a `tolerance`, relative to the largest value.
 
     Reason for the tolerances: another order of summation in fp32 gave differences of 1e-7.
     """
     __tracebackhide__ = True
     if isinstance(expected, Tensor):
-        check(isinstance(came, Tensor), what, f"a tensor of shape {tuple(expected.shape)}", repr(came))
-        check(came.shape == expected.shape, f"{what}: shape", tuple(expected.shape), tuple(came.shape))
-        came, expected = came.detach().to(expected.dtype), expected.detach()
+        check(isinstance(actual, Tensor), what, f"a tensor of shape {tuple(expected.shape)}", repr(actual))
+        check(actual.shape == expected.shape, f"{what}: shape", tuple(expected.shape), tuple(actual.shape))
+        actual, expected = actual.detach().to(expected.dtype), expected.detach()
         room = tolerance * max(1e-30, float(expected.abs().max())) if expected.numel() else 0.0
-        wrong = ~torch.isclose(came, expected, rtol=0, atol=room, equal_nan=True)
+        wrong = ~torch.isclose(actual, expected, rtol=0, atol=room, equal_nan=True)
         if wrong.any() and expected.numel() > 8:
             place = tuple(wrong.nonzero()[0].tolist())
             what += f" ({int(wrong.sum())} of {wrong.numel()} elements differ, the first at {list(place)})"
-            expected, came = expected[place], came[place]
-        check(not wrong.any(), what, _shown(expected), _shown(came))
+            expected, actual = expected[place], actual[place]
+        check(not wrong.any(), what, _shown(expected), _shown(actual))
     elif isinstance(expected, float):
-        number = isinstance(came, int | float | Tensor)
-        good = number and (float(came) == expected or abs(float(came) - expected) <= tolerance * abs(expected))
-        check(good, what, f"{expected:.8g}", f"{float(came):.8g}" if number else repr(came))
+        number = isinstance(actual, int | float | Tensor)
+        good = number and (float(actual) == expected or abs(float(actual) - expected) <= tolerance * abs(expected))
+        check(good, what, f"{expected:.8g}", f"{float(actual):.8g}" if number else repr(actual))
     else:
-        check(came == expected, what, expected, came)
+        check(actual == expected, what, expected, actual)
 
 
 def _shown(tensor: Tensor) -> str:

@@ -20,13 +20,14 @@ def test_loss(exercise):
     same("a target of -100 does not count", -math.log(0.25), loss(logits, torch.tensor([[0, -100]])), 1e-6)
     half = torch.randn(2, 3, 4000, generator=torch.Generator().manual_seed(0)).mul(8).half()
     targets = torch.tensor([[5, -100, 7], [1, 2, 3]])
-    came = loss(half, targets)
-    check(came.dtype == torch.float32, "type of the loss of float16 logits", torch.float32, came.dtype)
+    actual = loss(half, targets)
+    check(actual.dtype == torch.float32, "type of the loss of float16 logits", torch.float32, actual.dtype)
     exact = F.cross_entropy(half.double().flatten(0, 1), targets.flatten()).item()
-    same("loss of float16 logits, computed in float32", exact, came, 1e-5)
+    same("loss of float16 logits, computed in float32", exact, actual, 1e-5)
 
 
-def test_rate(exercise):
+def test_learning_rate(exercise):
+    """Linear warm-up to the peak, then a cosine down to 1 % of it."""
     rate = exercise.module.learning_rate
     plan = SimpleNamespace(lr=2.0, warmup_steps=4, max_steps=12)
     expected = {1: 0.5, 2: 1.0, 4: 2.0, 8: 2.0 * (0.01 + 0.99 * 0.5), 12: 0.02, 20: 0.02}
@@ -35,8 +36,8 @@ def test_rate(exercise):
     no_warmup = SimpleNamespace(lr=1.0, warmup_steps=0, max_steps=2)
     same("without warm-up, step 1 of 2", 0.01 + 0.99 * 0.5, rate(1, no_warmup), 1e-6)
     only_warmup = SimpleNamespace(lr=1.0, warmup_steps=3, max_steps=3)
-    same("with nothing but warm-up, its last step", 1.0, rate(3, only_warmup), 1e-6)
-    same("with nothing but warm-up, a step after it", 0.01, rate(4, only_warmup), 1e-6)
+    same("3 steps of warm-up, 3 in all, step 3", 1.0, rate(3, only_warmup), 1e-6)
+    same("3 steps of warm-up, 3 in all, step 4", 0.01, rate(4, only_warmup), 1e-6)
 
 
 def test_accumulate(exercise):

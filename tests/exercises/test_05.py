@@ -56,12 +56,12 @@ def functions(rank, num_ranks, exercise):
 
 
 def test_tensor_functions(exercise, ranks):
-    for rank, came in enumerate(on_ranks(ranks, 2, functions, exercise)):
+    for rank, actual in enumerate(on_ranks(ranks, 2, functions, exercise)):
         where = f"2 ranks that hold 1 and 2; on rank {rank}"
         names = {"CopyToAll(x)": rank + 1.0, "CopyToAll's gradient of x, where the ranks' gradients are 1 and 2": 3.0,
                  "SumOfAll(x)": 3.0, "SumOfAll's gradient of x, where that of the sum is 5": 5.0,
                  "x itself, after both": rank + 1.0}  # fmt: skip
-        for (what, expected), tensor in zip(names.items(), came, strict=True):
+        for (what, expected), tensor in zip(names.items(), actual, strict=True):
             same(f"{where}: {what}", torch.full((1, 2, 3), expected), tensor)
 
 
@@ -91,7 +91,7 @@ def test_tensor_layers(exercise, ranks):
     y = second(torch.tanh(first(x)))
     y.square().sum().backward()
     for num_ranks in (2, 4):
-        for rank, came in enumerate(on_ranks(ranks, num_ranks, layers, exercise)):
+        for rank, actual in enumerate(on_ranks(ranks, num_ranks, layers, exercise)):
             expected = {"the output": y, "the gradient of the input": x.grad}
             cuts = {"column.weight": (first.weight, 1), "column.bias": (first.bias, 0), "row.weight": (second.weight, 0)}
             for name, (whole, dim) in cuts.items():
@@ -99,4 +99,4 @@ def test_tensor_layers(exercise, ranks):
                 expected[f"the gradient of {name}"] = whole.grad.chunk(num_ranks, dim)[rank]
             expected |= {"row.bias": second.bias, "the gradient of row.bias": second.bias.grad}
             for what, tensor in expected.items():
-                same(f"{num_ranks} ranks: {what}, on rank {rank}, against the whole layers", tensor, came[what], 1e-5)
+                same(f"{num_ranks} ranks: {what}, on rank {rank}, against the whole layers", tensor, actual[what], 1e-5)

@@ -17,8 +17,8 @@ def test_pieces(exercise):
                (0, 3): [("wte", 0, 4)], (1, 3): [("wte", 4, 1), ("wpe", 0, 2), ("bias", 0, 1)], (2, 3): [("head", 0, 3)],
                (1, 4): [("wte", 3, 2), ("wpe", 0, 1)], (3, 4): [("head", 1, 2)]}  # fmt: skip
     for (rank, num_ranks), expected in by_hand.items():
-        came = [tuple(piece) for piece in pieces_of(dict(sizes), rank, num_ranks)]
-        same(f"pieces of rank {rank} of {num_ranks}, sizes {sizes}", expected, came)
+        actual = [tuple(piece) for piece in pieces_of(dict(sizes), rank, num_ranks)]
+        same(f"pieces of rank {rank} of {num_ranks}, sizes {sizes}", expected, actual)
     for num_ranks in (2, 5, 7, 16):  # with 16 some ranks own only padding
         seen = sorted((name, start + n) for rank in range(num_ranks)
                       for name, start, number in pieces_of(dict(sizes), rank, num_ranks) for n in range(number))  # fmt: skip

@@ -32,8 +32,8 @@ WRONG = [
     ("00", "test_loss", "in 16 bit", """
 def next_token_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-""", ("type of the loss of float16 logits", "expected   torch.float32", "came       torch.float16")),
-    ("00", "test_rate", "starts at 0", """
+""", ("type of the loss of float16 logits", "expected   torch.float32", "actual     torch.float16")),
+    ("00", "test_learning_rate", "starts at 0", """
 def learning_rate(step, settings):
     return settings.lr * (step - 1) / settings.warmup_steps
 """, ("learning rate of step 1", "expected   0.5")),
@@ -49,11 +49,11 @@ def accumulate(model, micro_batches):
     ("01", "test_mean", "overflows", """
 def mean_of(vectors):
     return sum(vectors) / len(vectors)
-""", ("whose sum overflows", "came       [inf]")),
+""", ("whose sum overflows", "actual     [inf]")),
     ("01", "test_wait", "one too stale", """
 def must_wait(step, works_on, bound):
     return bound is None or step - 1 - works_on > bound
-""", ("bound 0: must it wait?", "expected   True", "came       False")),
+""", ("bound 0: must it wait?", "expected   True", "actual     False")),
     ("01", "test_step", "weights do not come down", """
 def synchronous_step(model, optimizer, rank, num_ranks):
     for parameter in model.parameters():
@@ -108,7 +108,7 @@ def train_step(model, optimizer, micro_batches, max_norm):
     optimizer.step()
     return loss, norm
 
-""" + MICRO, ("averages over the ranks in 6 steps", "expected   6", "came       12")),
+""" + MICRO, ("averages over the ranks in 6 steps", "expected   6", "actual     12")),
     ("04", "test_overflow_on_one_rank", "asks nobody", """
 class LossScaler:
     def __init__(self, window, largest_of_all):
@@ -124,7 +124,7 @@ class LossScaler:
 
     def update(self):
         self.value *= 0.5 if self.overflow else 1.0
-""", ("did rank 0 step?", "expected   [False, True]", "came       [True, True]")),
+""", ("did rank 0 step?", "expected   [False, True]", "actual     [True, True]")),
     ("04", "test_order", "clips scaled gradients", """
 def finish_step(scaler, optimizer, model, max_norm):
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -132,11 +132,11 @@ def finish_step(scaler, optimizer, model, max_norm):
     scaler.step(optimizer)
     scaler.update()
     return norm
-""", ("true gradients [3, 4]: the norm before clipping", "expected   5", "came       327680")),
+""", ("true gradients [3, 4]: the norm before clipping", "expected   5", "actual     327680")),
     ("05", "test_pipeline", "gpipe", """
 def one_f_one_b(rank, num_ranks, num_micros):
     return [(kind, micro) for kind in "FB" for micro in range(num_micros)]
-""", ("order of rank 0 of 2, 3 micro-batches", "expected   F0 F1 B0 F2 B1 B2", "came       F0 F1 F2 B0 B1 B2")),
+""", ("order of rank 0 of 2, 3 micro-batches", "expected   F0 F1 B0 F2 B1 B2", "actual     F0 F1 F2 B0 B1 B2")),
     ("05", "test_tensor_functions", "sums both ways", """
 class CopyToAll(torch.autograd.Function):
     @staticmethod
@@ -156,7 +156,7 @@ class SumOfAll(CopyToAll):
         x = x.clone()
         dist.all_reduce(x)
         return x
-""", ("SumOfAll's gradient of x, where that of the sum is 5", "expected   [5.0,", "came       [10.0,")),
+""", ("SumOfAll's gradient of x, where that of the sum is 5", "expected   [5.0,", "actual     [10.0,")),
     ("06", "test_pieces", "whole parameters", """
 def pieces_of(sizes, rank, num_ranks):
     return [(name, 0, size) for n, (name, size) in enumerate(sizes.items()) if n % num_ranks == rank]
@@ -175,7 +175,7 @@ class ShardedOptimizer:
     ("07", "test_next_use", "not a cycle", """
 def next_use(accesses, chunk, moment):
     return next((m for m in range(moment + 1, len(accesses)) if accesses[m] == chunk), float("inf"))
-""", ("next use of chunk 0 after moment 4", "expected   5", "came       inf")),
+""", ("next use of chunk 0 after moment 4", "expected   5", "actual     inf")),
     ("07", "test_victim", "the least recently used", """
 def victim(accesses, moment, resident):
     past = (list(accesses) * 2)[moment::-1]
