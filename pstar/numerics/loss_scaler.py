@@ -78,7 +78,7 @@ class LossScaler:
                          "function that reads another module's parameter (NaN while it is not near: pass its clone())")
 
     def state(self) -> dict[str, float]:
-        """The state for a checkpoint, under the names of the file format; every number fits fp32 exactly (counts up to 2^24)."""
+        """The state for a checkpoint, under its file names; every number fits fp32 exactly (counts up to 2^24)."""
         return {"loss_scale": self.scale, "good_steps": float(self.good_steps),
                 "forgiving": float(self.overflows_left), "skipped_steps": float(self.skipped_steps)}
 
