@@ -114,7 +114,7 @@ class Conversion:
             self.report.drop(item.rule, place, item.value)
         elif item.problem:
             self.report.bad(place, item.problem, item.value)
-            if self.report.num_bad > self.options.max_bad:
+            if self.report.unreadable.count > self.options.max_bad:
                 raise UserError(
                     f"more than {self.options.max_bad} items cannot be read, the last is {place}, it {item.problem}: "
                     f"{shown(item.value)!r}; raise --max-bad, or give the right --format"
@@ -134,7 +134,7 @@ class Conversion:
             return report.drop("broken encoding", place, text)
         if not text:
             return report.drop("empty", place, text)
-        report.length(len(text))
+        report.lengths.add(len(text))
         if len(text) < options.min_length:
             return report.drop("too short (--min-length)", place, text)
         digest = content_hash(text)
@@ -179,7 +179,7 @@ def convert(options: argparse.Namespace) -> None:
         report = conversion.report
         for name in left_out:
             report.leave_out(name)
-        report.count_unknown(vocabulary)
+        report.count_tokens(vocabulary)
         conversion.run(files)
         report.finish(conversion.shards)
         if not report.kept:

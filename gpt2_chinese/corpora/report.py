@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese.corpora.sources import shown
@@ -17,102 +19,146 @@ BAD_SHOWN = 10  # unreadable items that are printed; further ones are only count
 TEXTS_AT_ONCE = 256  # tokenised in one call
 
 
+@dataclass
+class Counted:
+    """A number of items or files, with the first few of them as examples."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, example: Callable[[], str]) -> None:
+        """Counts one. Calls example(), which costs more than the count, for the first EXAMPLES only."""
+        self.count += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(example())
+
+
+class Lengths:
+    """A histogram of the lengths of cleaned items, before --min-length and --max-length apply.
+
+    Attributes:
+        items, characters: of the items whose length has this number of binary digits.
+    """
+
+    def __init__(self) -> None:
+        self.items: Counter[int] = Counter()
+        self.characters: Counter[int] = Counter()
+
+    def add(self, characters: int) -> None:
+        """Counts an item of this length."""
+        digits = characters.bit_length()
+        self.items[digits] += 1
+        self.characters[digits] += characters
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Items by length, from <= length < to, and the share of items and of characters with lengths below `to`."""
+        items, characters = max(1, self.items.total()), max(1, self.characters.total())
+        rows, below, below_characters = [], 0, 0
+        for digits in range(min(self.items, default=1), max(self.items, default=0) + 1):
+            below += self.items[digits]
+            below_characters += self.characters[digits]
+            rows.append({"from": 1 << (digits - 1), "to": 1 << digits, "items": self.items[digits],
+                         "items_below": below / items, "characters_below": below_characters / characters})  # fmt: skip
+        return rows
+
+
+class Tokens:
+    """Counts the tokens of kept items, and those that the vocabulary does not know.
+
+    Attributes:
+        count: tokens, without the marks at both ends of an item. unknown: how many of them are the unknown token.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.count = self.unknown = 0
+        self._vocabulary = vocabulary
+        self._waiting: list[str] = []  # texts that are not tokenised yet
+
+    def add(self, text: str) -> None:
+        """Counts an item, together with TEXTS_AT_ONCE - 1 others."""
+        self._waiting.append(text)
+        if len(self._waiting) == TEXTS_AT_ONCE:
+            self.finish()
+
+    def finish(self) -> None:
+        """Counts the items that wait."""
+        for ids in self._vocabulary.encode_documents(self._waiting) if self._waiting else ():
+            self.count += len(ids) - 2
+            self.unknown += ids.count(self._vocabulary.unk_id)
+        self._waiting = []
+
+    def unknown_rate(self) -> float:
+        """Share of the tokens that the vocabulary does not know, 0 to 1."""
+        return self.unknown / max(1, self.count)
+
+
 class Report:
     """Counts of one conversion.
 
     Attributes:
         texts: files and members read. read: items in them. kept: items written; each piece of a split item counts.
-        num_bad: items that could not be read. cut: items above --max-length that were split.
+        characters: of the kept items. cut: items above --max-length that were split.
         control, broken: characters that cleaning removed.
         formats: the format detected for each group of texts, by the name of its first text.
+        dropped: items that a rule dropped, by rule. unreadable: items that could not be read.
+        left_out: files and members that are no text by their names.
+        lengths: of the cleaned items. tokens: of the kept items; None without a vocabulary.
+        parts: files, items and characters of train and valid.
     """
 
     def __init__(self) -> None:
-        self.texts = self.read = self.kept = self.characters = self.num_bad = self.cut = 0
-        self.control = self.broken = self.num_left_out = 0
+        self.texts = self.read = self.kept = self.characters = self.cut = self.control = self.broken = 0
         self.formats: dict[str, str] = {}
-        self.dropped: Counter[str] = Counter()
-        self.examples: dict[str, list[str]] = {}
-        self.bad_examples: list[str] = []
-        self.left_out: list[str] = []
-        self._lengths: Counter[int] = Counter()  # by number of binary digits of the length
-        self._length_characters: Counter[int] = Counter()
-        self._vocabulary: Vocabulary | None = None
-        self._waiting: list[str] = []
-        self.tokens = self.unknown = 0
+        self.dropped: dict[str, Counted] = {}
+        self.unreadable, self.left_out = Counted(), Counted()
+        self.lengths = Lengths()
+        self.tokens: Tokens | None = None
         self.parts: dict[str, dict[str, int]] = {}
 
     def bad(self, place: str, problem: str, excerpt: str) -> None:
         """Counts an item that cannot be read; prints the first BAD_SHOWN at once."""
-        self.num_bad += 1
-        line = f"{place} {problem}: {shown(excerpt)!r}"
-        if len(self.bad_examples) < BAD_SHOWN:
-            self.bad_examples.append(line)
-            print(f"passed over: {line}", file=sys.stderr, flush=True)
-        elif self.num_bad == BAD_SHOWN + 1:
+        self.unreadable.count += 1
+        if self.unreadable.count <= BAD_SHOWN:
+            self.unreadable.examples.append(f"{place} {problem}: {shown(excerpt)!r}")
+            print(f"passed over: {self.unreadable.examples[-1]}", file=sys.stderr, flush=True)
+        elif self.unreadable.count == BAD_SHOWN + 1:
             print("passed over: more such items, which are counted only", file=sys.stderr, flush=True)
 
     def drop(self, rule: str, place: str, text: str) -> None:
         """Counts an item that a rule drops."""
-        self.dropped[rule] += 1
-        examples = self.examples.setdefault(rule, [])
-        if len(examples) < EXAMPLES:
-            examples.append(f"{place}: {shown(text[:30])!r}")
+        self.dropped.setdefault(rule, Counted()).add(lambda: f"{place}: {shown(text[:30])!r}")
 
     def leave_out(self, name: str) -> None:
         """Counts a file or member that is no text by its name."""
-        self.num_left_out += 1
-        if len(self.left_out) < EXAMPLES:
-            self.left_out.append(name)
+        self.left_out.add(lambda: name)
 
-    def length(self, characters: int) -> None:
-        """Counts the length of a cleaned item, before --min-length and --max-length apply."""
-        digits = characters.bit_length()
-        self._lengths[digits] += 1
-        self._length_characters[digits] += characters
-
-    def count_unknown(self, vocabulary: Vocabulary | None) -> None:
-        """Sets the vocabulary with which the tokens of kept items are counted from now on; None counts none."""
-        self._vocabulary = vocabulary
+    def count_tokens(self, vocabulary: Vocabulary | None) -> None:
+        """From now on the tokens of kept items are counted with this vocabulary; None counts none."""
+        self.tokens = None if vocabulary is None else Tokens(vocabulary)
 
     def keep(self, text: str) -> None:
         """Counts an item that was written."""
         self.kept += 1
         self.characters += len(text)
-        if self._vocabulary is not None:
-            self._waiting.append(text)
-            if len(self._waiting) == TEXTS_AT_ONCE:
-                self._tokenise()
-
-    def _tokenise(self) -> None:
-        for ids in self._vocabulary.encode_documents(self._waiting) if self._waiting else ():
-            self.tokens += len(ids) - 2  # without the marks at both ends
-            self.unknown += ids.count(self._vocabulary.unk_id)
-        self._waiting = []
+        if self.tokens is not None:
+            self.tokens.add(text)
 
     def finish(self, shards: dict[str, Shards]) -> None:
         """Copies the counts of the shards, after the tokens of the last items are counted."""
-        if self._vocabulary is not None:
-            self._tokenise()
+        if self.tokens is not None:
+            self.tokens.finish()
         self.parts = {
             name: {"files": part.files, "items": part.items, "characters": part.characters} for name, part in shards.items()
         }
 
+    def _most_dropped(self) -> list[tuple[str, Counted]]:
+        """(rule, dropped items), most items first."""
+        return sorted(self.dropped.items(), key=lambda entry: -entry[1].count)
+
     def reasons(self) -> str:
         """The rules that dropped items, with counts."""
-        reasons = [f"{count} {rule}" for rule, count in self.dropped.most_common()]
-        return ", ".join(reasons + [f"{self.num_bad} unreadable"] * bool(self.num_bad))
-
-    def histogram(self) -> list[dict[str, Any]]:
-        """Items by length, from <= length < to, and the share of items and of characters with lengths below `to`."""
-        items, characters = max(1, self._lengths.total()), max(1, self._length_characters.total())
-        rows, below, below_characters = [], 0, 0
-        for digits in range(min(self._lengths, default=1), max(self._lengths, default=0) + 1):
-            below += self._lengths[digits]
-            below_characters += self._length_characters[digits]
-            rows.append({"from": 1 << (digits - 1), "to": 1 << digits, "items": self._lengths[digits],
-                         "items_below": below / items, "characters_below": below_characters / characters})  # fmt: skip
-        return rows
+        reasons = [f"{dropped.count} {rule}" for rule, dropped in self._most_dropped()]
+        return ", ".join(reasons + [f"{self.unreadable.count} unreadable"] * bool(self.unreadable.count))
 
     def as_dict(self) -> dict[str, Any]:
         """All counts, for report.json."""
@@ -124,19 +170,16 @@ class Report:
             "characters": self.characters,
             "parts": self.parts,
             "cut": self.cut,
-            "dropped": {rule: {"items": n, "examples": self.examples[rule]} for rule, n in self.dropped.items()},
-            "unreadable": {"items": self.num_bad, "examples": self.bad_examples},
+            "dropped": {rule: {"items": each.count, "examples": each.examples} for rule, each in self.dropped.items()},
+            "unreadable": {"items": self.unreadable.count, "examples": self.unreadable.examples},
             "removed_characters": {"control": self.control, "broken": self.broken},
-            "left_out_files": {"files": self.num_left_out, "examples": self.left_out},
-            "lengths": self.histogram(),
+            "left_out_files": {"files": self.left_out.count, "examples": self.left_out.examples},
+            "lengths": self.lengths.rows(),
         }
-        if self._vocabulary is not None:
-            found["tokens"] = {"count": self.tokens, "unknown": self.unknown, "unknown_rate": self.unknown_rate()}
+        if self.tokens is not None:
+            tokens = self.tokens
+            found["tokens"] = {"count": tokens.count, "unknown": tokens.unknown, "unknown_rate": tokens.unknown_rate()}
         return found
-
-    def unknown_rate(self) -> float:
-        """Share of the tokens that the vocabulary does not know, 0 to 1."""
-        return self.unknown / max(1, self.tokens)
 
     def text(self) -> str:
         """The report as it is printed."""
@@ -145,19 +188,20 @@ class Report:
                   for name, part in self.parts.items()]  # fmt: skip
         if self.cut:
             lines.append(f"  {self.cut:,} items above --max-length were split")
-        for rule, count in self.dropped.most_common():
-            lines.append(f"dropped {count:,}: {rule}, such as {self.examples[rule][0]}")
-        if self.num_bad:
-            lines.append(f"unreadable {self.num_bad:,}, such as {self.bad_examples[0]}")
+        for rule, dropped in self._most_dropped():
+            lines.append(f"dropped {dropped.count:,}: {rule}, such as {dropped.examples[0]}")
+        if self.unreadable.count:
+            lines.append(f"unreadable {self.unreadable.count:,}, such as {self.unreadable.examples[0]}")
         if self.control or self.broken:
             lines.append(f"removed {self.control:,} control or invisible characters, {self.broken:,} of a broken encoding")
-        if self.num_left_out:
-            lines.append(f"left out {self.num_left_out:,} files that are no text by their names, such as {self.left_out[0]}")
-        if self._vocabulary is not None:
-            lines.append(f"{self.tokens:,} tokens, {self.unknown_rate():.2%} unknown to --vocab, "
-                         f"{self.characters / max(1, self.tokens):.2f} characters a token")  # fmt: skip
+        if self.left_out.count:
+            lines.append(f"left out {self.left_out.count:,} files that are no text by their names, "
+                         f"such as {self.left_out.examples[0]}")  # fmt: skip
+        if self.tokens is not None:
+            lines.append(f"{self.tokens.count:,} tokens, {self.tokens.unknown_rate():.2%} unknown to --vocab, "
+                         f"{self.characters / max(1, self.tokens.count):.2f} characters a token")  # fmt: skip
         lines += ["", "      length      items   items below   characters below"]
-        for row in self.histogram():
+        for row in self.lengths.rows():
             span = f"{row['from']}-{row['to'] - 1}"
             lines.append(f"{span:>12} {row['items']:>10,} {row['items_below']:>13.1%} {row['characters_below']:>18.1%}")
         return "\n".join(lines)
