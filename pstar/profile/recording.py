@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +108,18 @@ class Recording:
         return self.about.get("budgets", {}).get(tier)
 
 
+@dataclass
+class _Events:
+    """The kept reports, a list for each class; the names are those of Recording."""
+
+    spans: list[Span] = field(default_factory=list)
+    used: list[Used] = field(default_factory=list)
+    non_model: list[NonModel] = field(default_factory=list)
+    blocks: list[BlockEvent] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+
 class Profile:
     """The recorder of one rank. May be called from any thread.
 
@@ -128,15 +140,10 @@ class Profile:
         self.num_steps, self.max_events = num_steps, max_events
         self.closed: str | None = None
         """The reason why no more reports are kept, or None while it records."""
-        self._spans: list[Span] = []
-        self._used: list[Used] = []
-        self._non_model: list[NonModel] = []
-        self._blocks: list[BlockEvent] = []
-        self._stages: list[Stage] = []
-        self._steps: list[Step] = []
-        self._last_used: dict[str, int] = {}
+        self._events = _Events()
         self._num_events = 0
-        self._end = 0.0
+        self._last_used: dict[str, int] = {}    # by tier: an equal report is not kept again
+        self._end = 0.0                         # when the profile was closed
         self._lock = threading.RLock()     # reentrant: a finaliser may report in the middle of another report
         self._started, self._origin = time.time(), time.perf_counter()
 
@@ -153,51 +160,51 @@ class Profile:
             return
         if not 0 <= begin <= end:
             raise ArgumentError(f"span: {name} in lane {lane} lasts from {begin} to {end}; give times of now(), begin first")
-        self._keep(self._spans, Span(lane, name, begin, end, _plain(args)))
+        self._keep(self._events.spans, Span(lane, name, begin, end, _plain(args)))
 
     def used(self, tier: str, num_bytes: int) -> None:
         """Reports that num_bytes of the tier are in use now."""
         with self._lock:
             if self.closed is None and self._last_used.get(tier) != num_bytes:
                 self._last_used[tier] = int(num_bytes)
-                self._keep(self._used, Used(self.now(), tier, int(num_bytes)))
+                self._keep(self._events.used, Used(self.now(), tier, int(num_bytes)))
 
     def non_model(self, num_bytes: int) -> None:
         """Reports that num_bytes of near are not chunks now."""
         with self._lock:
-            self._keep(self._non_model, NonModel(self.now(), int(num_bytes)))
+            self._keep(self._events.non_model, NonModel(self.now(), int(num_bytes)))
 
     def enter(self, key: Key, tier: str, num_bytes: int) -> None:
         """Reports that block (kind, number) has a copy of num_bytes in the tier now."""
         with self._lock:
-            self._keep(self._blocks, BlockEvent(self.now(), key[0], int(key[1]), tier, int(num_bytes)))
+            self._keep(self._events.blocks, BlockEvent(self.now(), key[0], int(key[1]), tier, int(num_bytes)))
 
     def leave(self, key: Key, tier: str) -> None:
         """Reports that block (kind, number) has lost its copy in the tier."""
         with self._lock:
-            self._keep(self._blocks, BlockEvent(self.now(), key[0], int(key[1]), tier, None))
+            self._keep(self._events.blocks, BlockEvent(self.now(), key[0], int(key[1]), tier, None))
 
     def stage(self, name: str) -> None:
         """Reports the stage that begins now: "forward", "backward", "adam", "idle", ... A repeated stage has no effect."""
         with self._lock:
-            if not self._stages or self._stages[-1].name != name:
-                self._keep(self._stages, Stage(self.now(), name))
+            if not self._events.stages or self._events.stages[-1].name != name:
+                self._keep(self._events.stages, Stage(self.now(), name))
 
     def step(self, number: int) -> None:
         """Reports that a training step begins now. After num_steps steps it closes the profile instead."""
         with self._lock:
-            if self.closed is None and len(self._steps) >= self.num_steps:
+            if self.closed is None and len(self._events.steps) >= self.num_steps:
                 self._close(f"the first {self.num_steps} steps were kept")
-            self._keep(self._steps, Step(self.now(), int(number)))
+            self._keep(self._events.steps, Step(self.now(), int(number)))
 
     def recording(self) -> Recording:
         """The recording until now."""
         with self._lock:
             end = self.now() if self.closed is None else self._end
-            spans = sorted(self._spans, key=lambda span: (span.begin, -span.end))
-            return Recording(self.rank, self.about, self._started, 0.0, max([end, *(span.end for span in spans)]),
-                             self.closed, tuple(spans), tuple(self._used), tuple(self._non_model), tuple(self._blocks),
-                             tuple(self._stages), tuple(self._steps))
+            lists = {name: tuple(events) for name, events in vars(self._events).items()}
+            lists["spans"] = tuple(sorted(self._events.spans, key=lambda span: (span.begin, -span.end)))
+            last = max([end, *(span.end for span in self._events.spans)])
+            return Recording(self.rank, self.about, self._started, begin=0.0, end=last, closed=self.closed, **lists)
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as one JSON file, first under a temporary name, so no incomplete file is ever visible.
@@ -223,7 +230,7 @@ class Profile:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file beside its place and renames it. Raises ProfileError, naming the file, where that fails."""
+    """Writes a temporary file next to `path` and renames it. Raises ProfileError, which names the file, if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, per_process=True) as staging:
