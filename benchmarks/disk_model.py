@@ -95,7 +95,7 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
         loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         model.backward(loss)
         optimizer.step()
-        model._store.movers.drain()    # writes in the background count for the step
+        model._store.links.drain()    # writes in the background count for the step
         found["seconds"].append(time.perf_counter() - begin)
         found["losses"].append(float(loss.detach()))
     tiers = [tier for tier in (model.near, model.far, model.disk) if tier is not None]

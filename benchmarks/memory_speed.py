@@ -111,7 +111,7 @@ def pstar_steps(size: dict[str, int], config: dict) -> Callable[..., dict]:
         told |= {f"bytes {short}": model.ledger.step_bytes[way] for short, way in WAYS.items()}
         return told | {"bytes": max(told["bytes in"], told["bytes out"])}
 
-    step.finish = model._store.movers.drain    # updates in the background count for these steps
+    step.finish = model._store.links.drain    # updates in the background count for these steps
     return step
 
 

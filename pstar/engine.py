@@ -21,7 +21,7 @@ from pstar.layout.budget import Costs, model_data_bytes
 from pstar.layout.layout import Layout
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
-from pstar.memory.links import Movers
+from pstar.memory.links import Links
 from pstar.memory.tier import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.inputs import cast_inputs, shape_of
@@ -63,10 +63,10 @@ class Engine(torch.nn.Module):
         self._watch = None
         if plan.near_memory is not None or profile is not None:
             self._watch = PeakWatch(self.near, self.far, collectives, profile)
-        movers = Movers(config.prefetch > 0, config.simulated_link or None, device)
-        self.far_states, self._why = choose_far_states(plan, movers, collectives, device)
+        links = Links(config.prefetch > 0, config.simulated_link or None, device)
+        self.far_states, self._why = choose_far_states(plan, links, collectives, device)
         in_chunks = {name: param for name, param in params.items() if mode_of(param) is None}
-        self._chunks = assemble(plan, in_chunks, self.near, self.far, self.disk, movers, collectives, self._watch, profile,
+        self._chunks = assemble(plan, in_chunks, self.near, self.far, self.disk, links, collectives, self._watch, profile,
                                 self.far_states == "stream")
         self._outside = OutsideParams({name: param for name, param in params.items() if name not in in_chunks},
                                       plan.precision, plan.accumulates, collectives, device)
@@ -275,8 +275,8 @@ class Engine(torch.nn.Module):
         return self._chunks.store
 
     @property
-    def _movers(self) -> Movers:
-        return self._store.movers
+    def _links(self) -> Links:
+        return self._store.links
 
     @property
     def model_data_bytes(self) -> int:

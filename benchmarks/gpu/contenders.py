@@ -46,19 +46,19 @@ def pstar(work: dict[str, Any], device: torch.device) -> Step:
     near = {"near_memory": work["near_memory"], "near_budget": work["near_memory"]}
     keys = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": True}, "gradient_clipping": CLIP}
     model, optimizer = pstar.initialize_engine(lambda: make_model(work), 0, keys | near | work["config"], device=device)
-    movers = model._store.movers
-    links = {"far to near": movers._in, "near to far": movers._out}
+    links = model._store.links
+    queues = {"far to near": links._in, "near to far": links._out}
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        busy = {way: mover.busy_s for way, mover in links.items()}
+        busy = {way: queue.busy_s for way, queue in queues.items()}
         moved = model.ledger.moved_bytes.copy()
         optimizer.zero_grad()
         loss = model(inputs, targets)
         model.backward(loss)
         optimizer.step()
         told = {"loss": float(loss.detach()), "waited": model.ledger.step_copy_waited_s, "chunks": model.near.peak_bytes}
-        for way, mover in links.items():
-            took = mover.busy_s - busy[way]
+        for way, queue in queues.items():
+            took = queue.busy_s - busy[way]
             told[f"{way} bytes"] = model.ledger.step_bytes[way]
             told[f"{way} speed"] = (model.ledger.moved_bytes[way] - moved[way]) / took if took else 0.0
         return told

@@ -15,7 +15,7 @@ from pstar.comm.collective_log import CollectiveLog
 from pstar.comm.collectives import Collectives
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
-from pstar.memory.links import Movers
+from pstar.memory.links import Links
 from pstar.memory.tier import FAR, Tier
 from pstar.numerics.grad_norm import ParameterNorms
 from pstar.planner.plan import Plan
@@ -24,7 +24,7 @@ from pstar.schedule.schedule import Schedule
 
 
 def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far: Tier, disk: DiskTier | None,
-             movers: Movers, collectives: Collectives, watch: PeakWatch | None, profile: Profile | None,
+             links: Links, collectives: Collectives, watch: PeakWatch | None, profile: Profile | None,
              streamed: bool) -> Chunks:
     """The chunks of a model, all of them in far and filled with zeros.
 
@@ -32,7 +32,7 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
         plan: sizes, dtypes and the configuration.
         params: qualified name to parameter, in the model's order; a tied parameter once.
         near, far, disk: the tiers.
-        movers, collectives: copy bytes between tiers, and between ranks.
+        links, collectives: copy bytes between tiers, and between ranks.
         watch: measures activations; None: they are not measured.
         profile: records copies and evictions.
         streamed: every update is computed in near.
@@ -41,7 +41,7 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     units = Units(layout, config.communication, collectives.num_ranks)
     schedule = Schedule(config.eviction_policy, units.uses_of, watch)
     parameters = Parameters(units, params, plan.param_dtype, device, schedule)
-    store = BlockStore(near, far, collectives.ledger, schedule, parameters, disk, movers, profile)
+    store = BlockStore(near, far, collectives.ledger, schedule, parameters, disk, links, profile)
     tiers = UpdateTiers(layout, plan.near_state_groups, streamed)
     room = NearRoom(plan, near, tiers, watch)
     log = CollectiveLog(collectives, device)

@@ -126,8 +126,8 @@ class Gradients:
         names, unit.leaving = unit.leaving, set()
         parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in unit.arrived)
                  for slot in spec.slots if slot.name in names]
-        # A second team of OpenMP threads would slow the model's own team down (see Movers.copy).
-        num_threads = 1 if self.parameters.device.type == "cpu" and store.movers.asynchronous else None
+        # A second team of OpenMP threads would slow the model's own team down (see Links.copy).
+        num_threads = 1 if self.parameters.device.type == "cpu" and store.links.asynchronous else None
 
         def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
             def add() -> None:
@@ -136,7 +136,7 @@ class Gradients:
 
             return add
 
-        store.work(f"sum of gradients {spec.index}", [micro, total], FAR, prepare, store.movers.asynchronous)
+        store.work(f"sum of gradients {spec.index}", [micro, total], FAR, prepare, store.links.asynchronous)
         store.drop(micro)
         unit.arrived |= names
 

@@ -20,7 +20,7 @@ from pstar.errors import BudgetError, StateError
 from pstar.memory.block import Block, Key, Pins
 from pstar.memory.copy_queue import Handle
 from pstar.memory.disk import DiskTier
-from pstar.memory.links import Movers
+from pstar.memory.links import Links
 from pstar.memory.tier import DISK, FAR, NEAR, Ledger, Tier, format_bytes
 from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Candidate, Schedule
@@ -72,15 +72,15 @@ class BlockStore:
         ledger: counts copies.
         schedule: names the victims.
         views: its `leave` is called before a block's near copy is dropped.
-        movers: carry out the copies; None: each copy is finished at once.
+        links: carry out the copies; None: each copy is finished at once.
         profile: records copies and evictions.
     """
 
     def __init__(self, near: Tier, far: Tier, ledger: Ledger, schedule: Schedule, views: Views | None = None,
-                 disk: DiskTier | None = None, movers: Movers | None = None, profile: Profile | None = None):
+                 disk: DiskTier | None = None, links: Links | None = None, profile: Profile | None = None):
         self.tiers: dict[str, Any] = {NEAR: near, FAR: far} | ({DISK: disk} if disk else {})
         self.ledger, self.schedule, self._views = ledger, schedule, views
-        self.movers, self.profile = movers or Movers(asynchronous=False), profile
+        self.links, self.profile = links or Links(asynchronous=False), profile
         self.blocks: dict[Key, Block] = {}
         self.under_way = UnderWay()
         self.departures = 0
@@ -141,7 +141,7 @@ class BlockStore:
                 job()
 
             if background:
-                handle = self.movers.update(self._timed("compute", name, 0, when_there))
+                handle = self.links.update(self._timed("compute", name, 0, when_there))
             else:
                 self.wait(before)
                 job()
@@ -202,9 +202,9 @@ class BlockStore:
             return
         self.ledger.add(f"{source_tier} to {target_tier}", source.nbytes)
         way = f"{source_tier} to {target_tier}"
-        if self.movers.simulated:
-            job = self._timed(way, "piece", source.nbytes, lambda: self.movers.copy(target, source))
-            self.wait([self.movers.submit(source_tier, target_tier, job, source.nbytes)])
+        if self.links.simulated:
+            job = self._timed(way, "piece", source.nbytes, lambda: self.links.copy(target, source))
+            self.wait([self.links.submit(source_tier, target_tier, job, source.nbytes)])
         else:    # a background worker would gain nothing: this call waits
             with self._waiting():
                 self._timed(way, "piece", source.nbytes, lambda: target.copy_(source))()
@@ -372,12 +372,12 @@ class BlockStore:
             elif source == DISK:
                 self.tiers[DISK].read(data, buffer)
             else:
-                self.movers.copy(buffer, data)
+                self.links.copy(buffer, data)
 
         self.ledger.add(way, block.num_bytes, for_next_step)
         job = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
-        with nullcontext() if self.movers.asynchronous else self._waiting():
-            block.pending.append(self.movers.submit(source, tier, job, block.num_bytes))
+        with nullcontext() if self.links.asynchronous else self._waiting():
+            block.pending.append(self.links.submit(source, tier, job, block.num_bytes))
         self._add_copy(block, tier, buffer)
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
@@ -408,9 +408,9 @@ class BlockStore:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Counts the seconds inside the with statement as waiting for copies."""
-        begin = self.movers.now()
+        begin = self.links.now()
         yield
-        self.ledger.copy_waited_s += self.movers.now() - begin
+        self.ledger.copy_waited_s += self.links.now() - begin
 
     def _add_copy(self, block: Block, tier: str, buffer: Any) -> None:
         self._clock += 1

@@ -1,4 +1,4 @@
-"""A mover carries out copies one after the other, on a background thread or at once. It does not know what is copied.
+"""A copy queue runs copies one after the other, on a background thread or at once. It does not know what is copied.
 
 A link between two tiers moves one copy at a time, so one worker a link suffices. Copies run in the order in which they were
 submitted: a read that is submitted after a write of the same place reads what was written. A copy must release the GIL while
@@ -23,8 +23,8 @@ EXIT_WAIT_S = 60.0
 class Handle:
     """A copy that was submitted."""
 
-    def __init__(self, mover: Mover, job: Callable[[], None]):
-        self._mover = mover                  # keeps the mover alive: a collected mover would drop this copy
+    def __init__(self, copy_queue: CopyQueue, job: Callable[[], None]):
+        self._copy_queue = copy_queue    # keeps the queue alive: a collected queue would drop this copy
         self._job: Callable[[], None] | None = job
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -48,8 +48,8 @@ class Handle:
             raise self._error
 
     def _wait_for_end(self) -> None:
-        if not self.done and self._mover.pid != os.getpid():
-            raise StateError(f"mover {self._mover.name}: this process was forked while the copy was under way elsewhere")
+        if not self.done and self._copy_queue.pid != os.getpid():
+            raise StateError(f"copy queue {self._copy_queue.name}: this process was forked while its parent copied")
         self._ended.wait()
 
     def _run(self) -> BaseException | None:
@@ -70,7 +70,7 @@ class Handle:
         return self.done and self._error is not None and not self._told
 
 
-class Mover:
+class CopyQueue:
     """One worker that runs copies in the order in which they were submitted.
 
     Args:
@@ -79,7 +79,7 @@ class Mover:
         bytes_per_s: simulates a link of this speed: a copy takes at least num_bytes / bytes_per_s seconds. None: no limit.
 
     Submit from one thread only. The first submission starts the background thread. When the process exits, the thread
-    finishes the copy under way and drops the queued ones. A forked child has no threads: make movers after the fork. A mover
+    finishes the copy under way and drops the queued ones. A forked child has no threads: make queues after the fork. A queue
     that was made before it raises StateError in the child.
     """
 
@@ -87,7 +87,7 @@ class Mover:
         self.name, self.asynchronous, self.pid = name, asynchronous, os.getpid()
         self._worker = _Worker(bytes_per_s)
         self._open: list[Handle] = []        # copies under way, and copies whose error was not raised yet
-        # Runs at the exit of the process or when the mover is collected, whichever comes first.
+        # Runs at the exit of the process or when the queue is collected, whichever comes first.
         self._stop = weakref.finalize(self, self._worker.stop)
 
     @property
@@ -98,13 +98,13 @@ class Mover:
     def submit(self, job: Callable[[], None], num_bytes: int = 0) -> Handle:
         """Runs job after all earlier ones. Its error is kept for wait or drain, even if the job runs at once."""
         if not self._stop.alive or self.pid != os.getpid():
-            reason = "it was made before a fork, make movers after it" if self._stop.alive else "it is closed"
-            raise StateError(f"mover {self.name} takes no more copies: {reason}")
+            reason = "it was made before a fork, make queues after it" if self._stop.alive else "it is closed"
+            raise StateError(f"copy queue {self.name} takes no more copies: {reason}")
         handle = Handle(self, job)
         del job    # only the handle keeps it now, and drops it when it has run
         self._open = [each for each in self._open if not each.done or each._owes_error] + [handle]
         if self.asynchronous:
-            self._worker.start(f"pstar mover {self.name}")
+            self._worker.start(f"pstar copy queue {self.name}")
             self._worker.jobs.put((num_bytes, handle))
         else:
             self._worker.run(num_bytes, handle)
@@ -135,7 +135,7 @@ class Mover:
 
 
 class _Worker:
-    """The thread and its queue. It has no reference to the Mover, so that an unused Mover is garbage-collected."""
+    """The thread and its queue. It has no reference to the CopyQueue, so that an unused CopyQueue is garbage-collected."""
 
     def __init__(self, bytes_per_s: float | None):
         self.bytes_per_s = bytes_per_s

@@ -1,4 +1,4 @@
-"""Background workers: one for each link between tiers (to near, from near, the disk), and one for updates."""
+"""The copy queues of an engine: one for each link between tiers (to near, from near, the disk), and one for updates."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pstar.memory.copy_queue import Handle, Mover
+from pstar.memory.copy_queue import CopyQueue, Handle
 from pstar.memory.tier import DISK, NEAR
 
 
-class Movers:
+class Links:
     """Carries out copies between tiers: in the background, or at once.
 
     A link such as PCIe moves bytes in both directions at the same time, so each direction has a worker; a disk has one.
@@ -23,13 +23,13 @@ class Movers:
     """
 
     def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None):
-        self._in = Mover("far to near", asynchronous, bytes_per_s)
-        self._out = Mover("near to far", asynchronous, bytes_per_s)
-        self._disk = Mover("disk", asynchronous)
-        self._update = Mover("update")
+        self._in = CopyQueue("far to near", asynchronous, bytes_per_s)
+        self._out = CopyQueue("near to far", asynchronous, bytes_per_s)
+        self._disk = CopyQueue("disk", asynchronous)
+        self._update = CopyQueue("update")
         self.asynchronous, self.simulated = asynchronous, bytes_per_s is not None
         self._device = device if device is not None and device.type == "cuda" else None
-        self._streams = {mover: torch.cuda.Stream(self._device) for mover in (self._in, self._out)} if self._device else {}
+        self._streams = {queue: torch.cuda.Stream(self._device) for queue in (self._in, self._out)} if self._device else {}
 
     now = staticmethod(time.perf_counter)
 
@@ -47,21 +47,21 @@ class Movers:
 
     def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int) -> Handle:
         """Queues a copy of num_bytes between two tiers, behind the earlier ones of the same link."""
-        mover = self._disk if DISK in (source, target) else self._in if target == NEAR else self._out
-        if mover in self._streams:
-            job = self._on_stream(mover, job)
-        return mover.submit(job, num_bytes)
+        queue = self._disk if DISK in (source, target) else self._in if target == NEAR else self._out
+        if queue in self._streams:
+            job = self._on_stream(queue, job)
+        return queue.submit(job, num_bytes)
 
     def update(self, job: Callable[[], object]) -> Handle:
         """Queues an update on the host, behind the earlier ones."""
         return self._update.submit(job)
 
-    def _on_stream(self, mover: Mover, job: Callable[[], object]) -> Callable[[], None]:
+    def _on_stream(self, queue: CopyQueue, job: Callable[[], object]) -> Callable[[], None]:
         given = torch.cuda.Event()
         given.record(torch.cuda.current_stream(self._device))
 
         def on_stream() -> None:
-            stream = self._streams[mover]
+            stream = self._streams[queue]
             with torch.cuda.device(self._device), torch.cuda.stream(stream):
                 stream.wait_event(given)
                 job()
@@ -71,10 +71,10 @@ class Movers:
 
     def drain(self) -> None:
         """Waits for all copies; raises the first error that no wait has raised yet."""
-        for mover in (self._in, self._out, self._disk, self._update):
-            mover.drain()
+        for queue in (self._in, self._out, self._disk, self._update):
+            queue.drain()
 
     def close(self) -> None:
         """Waits for all copies and ends the workers."""
-        for mover in (self._in, self._out, self._disk, self._update):
-            mover.close()
+        for queue in (self._in, self._out, self._disk, self._update):
+            queue.close()

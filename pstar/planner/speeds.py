@@ -1,7 +1,7 @@
 """Measures this rank's host, link and near memory, and chooses where groups with states in far are updated.
 
 Speeds are measured once, when an engine starts, in a fraction of a second, and only if the choice depends on them. The
-measurement runs the update's code: the Adam kernel with the precision's dtypes, and the engine's Movers, so that a simulated
+measurement runs the update's code: the Adam kernel with the precision's dtypes, and the engine's Links, so that a simulated
 link has its simulated speed. All ranks measure at the same time, as they also update at the same time.
 """
 
@@ -15,7 +15,7 @@ import torch
 from pstar.comm.collectives import Collectives
 from pstar.kernels import adam_steps
 from pstar.layout.budget import Costs, smallest_far_budget, smallest_streaming_budget
-from pstar.memory.links import Movers
+from pstar.memory.links import Links
 from pstar.memory.tier import FAR, NEAR, format_bytes
 from pstar.numerics.precision import Precision
 from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam
@@ -38,7 +38,7 @@ NO_CHOICE = (NOTHING_FAR, ONE_MEMORY)
 """Reasons with which there is no choice, and so no line in the report."""
 
 
-def choose_far_states(plan: Plan, movers: Movers, collectives: Collectives, device: torch.device) -> tuple[str, str]:
+def choose_far_states(plan: Plan, links: Links, collectives: Collectives, device: torch.device) -> tuple[str, str]:
     """("host" or "stream", why): the configuration's far_states, or for auto the faster one; the same on all ranks.
 
     Every rank calls it, before training. Both give the same numbers, only the speed differs. auto takes stream only if it
@@ -52,7 +52,7 @@ def choose_far_states(plan: Plan, movers: Movers, collectives: Collectives, devi
     near = set(plan.near_state_groups)
     far_pieces = [group.piece_elems for group in plan.layout.groups if group.index not in near]
     collectives.from_all(None)    # so that all begin at once
-    mine = measure_speeds(plan.precision, plan.grad_dtype, plan.costs, movers, device, max(far_pieces))
+    mine = measure_speeds(plan.precision, plan.grad_dtype, plan.costs, links, device, max(far_pieces))
     speeds = slowest(collectives.from_all(mine))
     choice = choose_adam(speeds, plan.costs, sum(far_pieces))
     return choice.where, (f"{choice.host_seconds:.2g} s by the host, {choice.stream_seconds:.2g} s streamed: "
@@ -99,7 +99,7 @@ def in_words(speeds: Speeds) -> str:
             f"{memory}/s")
 
 
-def measure_speeds(precision: Precision, grad_dtype: torch.dtype, costs: Costs, movers: Movers, device: torch.device,
+def measure_speeds(precision: Precision, grad_dtype: torch.dtype, costs: Costs, links: Links, device: torch.device,
                    piece_elems: int) -> Speeds:
     """The Speeds of this rank.
 
@@ -108,13 +108,13 @@ def measure_speeds(precision: Precision, grad_dtype: torch.dtype, costs: Costs, 
 
     Args:
         precision, grad_dtype, costs: of the model data, all three from one plan.
-        movers: the engine's movers, without copies under way.
+        links: the engine's, without copies under way.
         device: near's device.
         piece_elems: elements of this rank's piece of the largest group, the most that one update or copy handles.
     """
     piece_elems = max(piece_elems, 1)
     host = round(_host_adam(precision, grad_dtype, min(piece_elems, MOST_ADAM_ELEMS)))    # an integer: `near` below is exact
-    link = _link(movers, device, min(4 * piece_elems, MOST_COPY_BYTES))
+    link = _link(links, device, min(4 * piece_elems, MOST_COPY_BYTES))
     # Without a GPU near is the same memory, and Adam runs the same kernel on the same cores. It is exactly as fast, and so
     # "host" is chosen, however fast the link is. If a copy's speed were measured instead, noise would decide on CPUs.
     near = _near_memory(device) if device.type == "cuda" else host * adam_traffic_bytes(costs)
@@ -129,13 +129,13 @@ def measure_speeds(precision: Precision, grad_dtype: torch.dtype, costs: Costs, 
 def measure_here(precision: str) -> Speeds:
     """The Speeds of this machine for one process with one GPU or none, for fp32, bf16 or fp16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layout, movers = Precision(precision), Movers(device=device)
+    layout, links = Precision(precision), Links(device=device)
     grad_dtype = layout.grad_dtype(accumulates=False)
     costs = Costs(layout.param_dtype.itemsize, grad_dtype.itemsize, layout.state_bytes)
     try:
-        return measure_speeds(layout, grad_dtype, costs, movers, device, MOST_ADAM_ELEMS)
+        return measure_speeds(layout, grad_dtype, costs, links, device, MOST_ADAM_ELEMS)
     finally:
-        movers.close()
+        links.close()
 
 
 def _median_s(run: Callable[[], object]) -> float:
@@ -158,15 +158,15 @@ def _host_adam(precision: Precision, grad_dtype: torch.dtype, elems: int) -> flo
     return elems / _median_s(lambda: adam_steps([update]))
 
 
-def _link(movers: Movers, device: torch.device, num_bytes: int) -> float:
+def _link(links: Links, device: torch.device, num_bytes: int) -> float:
     """Bytes per second between host and near, for each direction while both copy; copies of num_bytes or less."""
     pinned = device.type == "cuda"    # like far's buffers
     near_in, near_out = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     far_in, far_out = (torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
 
     def both(size: int) -> None:
-        ways = [movers.submit(FAR, NEAR, lambda: movers.copy(near_in[:size], far_in[:size]), size),
-                movers.submit(NEAR, FAR, lambda: movers.copy(far_out[:size], near_out[:size]), size)]
+        ways = [links.submit(FAR, NEAR, lambda: links.copy(near_in[:size], far_in[:size]), size),
+                links.submit(NEAR, FAR, lambda: links.copy(far_out[:size], near_out[:size]), size)]
         for handle in ways:
             handle.wait()
 

@@ -97,7 +97,7 @@ def test_fault_no_thread_watches_a_device_that_is_not_ours() -> None:
     before = set(threading.enumerate())
     model, optimizer = toy.build(near_budget="min")
     toy.train(model, optimizer, 1)
-    assert all(thread.name.startswith("pstar mover") for thread in set(threading.enumerate()) - before)
+    assert all(thread.name.startswith("pstar copy queue") for thread in set(threading.enumerate()) - before)
     asks = {"memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info", "memory_stats",
             "get_device_properties", "reset_peak_memory_stats", "max_memory_reserved"}
     for path in (ROOT / "pstar").rglob("*.py"):

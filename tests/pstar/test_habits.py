@@ -296,7 +296,7 @@ def test_an_engine_that_nobody_has_is_freed():
     for step in range(2):
         model.backward(model(x(step)))
         optimizer.step()
-    gone = [weakref.ref(each) for each in (model, model.module, model.far, model._movers)]
+    gone = [weakref.ref(each) for each in (model, model.module, model.far, model._links)]
     del model, optimizer
     gc.collect()
     assert [each() for each in gone] == [None] * 4

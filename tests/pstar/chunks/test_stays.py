@@ -47,20 +47,20 @@ def test_evaluation_saving_and_loading_in_between_change_no_bit():
 
 TEAMS = """
 import os, torch
-from pstar.memory.links import Movers
+from pstar.memory.links import Links
 torch.set_num_threads(2)
 a, b = torch.ones(2**22), torch.zeros(2**22)
 a.add_(1)
-before, movers = len(os.listdir("/proc/self/task")), Movers()
+before, links = len(os.listdir("/proc/self/task")), Links()
 for target, source in ((b, a), (a.bfloat16(), b.bfloat16())):
-    movers.submit("far", "near", lambda: {copy}, 2**24).wait()
+    links.submit("far", "near", lambda: {copy}, 2**24).wait()
 assert b.eq(2).all()
 print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-@pytest.mark.parametrize("copy, more", [("movers.copy(target, source)", 1), ("target.copy_(source)", 2)])
+@pytest.mark.parametrize("copy, more", [("links.copy(target, source)", 1), ("target.copy_(source)", 2)])
 def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more):
     """The copy adds one thread, the worker's; torch's copy_ would add a second one, as the second case shows."""
     code = TEAMS.format(copy=copy)

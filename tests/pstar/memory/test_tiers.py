@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
-from pstar.memory.links import Movers
+from pstar.memory.links import Links
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
 from pstar.schedule.schedule import Schedule
 
@@ -200,9 +200,9 @@ background = st.lists(st.tuples(st.sampled_from(["near", "ahead", "write", "far"
 def test_three_tiers_and_copies_in_the_background(tmp_path_factory, steps, near_bytes, far_bytes, sizes):
     """Budgets hold after every operation, content is never lost or torn, whatever is copied meanwhile."""
     disk = DiskTier(tmp_path_factory.getbasetemp())
-    movers = Movers()
+    links = Links()
     store = BlockStore(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
-                          None, disk, movers)
+                          None, disk, links)
     expected: dict[int, float] = {}
     try:
         for clock, (operation, group) in enumerate(steps, 1):
@@ -216,7 +216,7 @@ def test_three_tiers_and_copies_in_the_background(tmp_path_factory, steps, near_
         for group, value in expected.items():
             assert store.peek(("param", group))[1].eq(value).all()
     finally:
-        movers.close()
+        links.close()
         disk.close()
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import pstar
 from pstar import cli
 from pstar.layout.budget import smallest_streaming_budget
-from pstar.memory.links import Movers
+from pstar.memory.links import Links
 from pstar.memory.tier import NEAR
 from pstar.numerics.precision import Precision
 from pstar.planner import speeds
@@ -223,11 +223,11 @@ def test_some_of_these_placements_do_stream(measured):
 
 
 def measure(precision: str = "fp32", link: float | None = None, elems: int = 5_000, asynchronous: bool = True) -> Speeds:
-    kind, movers = Precision(precision), Movers(asynchronous, link)
+    kind, links = Precision(precision), Links(asynchronous, link)
     try:
-        return speeds.measure_speeds(kind, kind.grad_dtype(False), costs_of(precision), movers, torch.device("cpu"), elems)
+        return speeds.measure_speeds(kind, kind.grad_dtype(False), costs_of(precision), links, torch.device("cpu"), elems)
     finally:
-        movers.close()    # with its threads
+        links.close()    # with its threads
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

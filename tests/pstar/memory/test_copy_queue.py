@@ -1,4 +1,4 @@
-"""The mover: copies in order, errors that are not lost, and processes that end."""
+"""A copy queue: copies in order, errors that are not lost, and processes that end."""
 
 import gc
 import os
@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from pstar.errors import StateError
-from pstar.memory.copy_queue import Mover
+from pstar.memory.copy_queue import CopyQueue
 from pstar.memory.disk import DiskTier
 from tests.limits import HANGS_S as LONG_S
 
 
 @pytest.fixture(params=[True, False], ids=["thread", "at once"])
-def mover(request):
-    made = Mover("test", asynchronous=request.param)
+def copy_queue(request):
+    made = CopyQueue("test", asynchronous=request.param)
     yield made
     made.close()
 
@@ -28,97 +28,97 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
-def test_copies_run_in_the_order_in_which_they_were_submitted(mover):
+def test_copies_run_in_the_order_in_which_they_were_submitted(copy_queue):
     seen, threads = [], set()
 
     def job(number: int) -> None:
         seen.append(number)
         threads.add(threading.current_thread() is threading.main_thread())
 
-    handles = [mover.submit(lambda number=number: job(number)) for number in range(200)]
+    handles = [copy_queue.submit(lambda number=number: job(number)) for number in range(200)]
     handles[120].wait()
     assert seen[:121] == list(range(121))
-    mover.drain()
+    copy_queue.drain()
     assert seen == list(range(200)) and all(handle.done for handle in handles)
-    assert threads == {not mover.asynchronous}
+    assert threads == {not copy_queue.asynchronous}
 
 
-def test_a_read_after_a_write_sees_what_was_written(mover, tmp_path):
+def test_a_read_after_a_write_sees_what_was_written(copy_queue, tmp_path):
     tier = DiskTier(tmp_path)
     extent, content = tier.allocate(100_000, torch.float32, "param"), torch.empty(100_000)
     for turn in range(10):
         content.fill_(turn)
         back = torch.empty_like(content)
-        mover.submit(lambda: tier.write(extent, content), content.nbytes)
-        mover.submit(lambda back=back: tier.read(extent, back), content.nbytes).wait()
+        copy_queue.submit(lambda: tier.write(extent, content), content.nbytes)
+        copy_queue.submit(lambda back=back: tier.read(extent, back), content.nbytes).wait()
         assert back.eq(turn).all()
     tier.close()
 
 
 def test_submitting_does_not_wait_for_the_copy():
-    mover, started, go = Mover("test"), threading.Event(), threading.Event()
-    handle = mover.submit(lambda: (started.set(), go.wait(LONG_S)))
-    following = mover.submit(lambda: None)
+    copy_queue, started, go = CopyQueue("test"), threading.Event(), threading.Event()
+    handle = copy_queue.submit(lambda: (started.set(), go.wait(LONG_S)))
+    following = copy_queue.submit(lambda: None)
     assert started.wait(LONG_S) and not handle.done and not following.done
     go.set()
     following.wait()
     assert handle.done
-    mover.close()
+    copy_queue.close()
 
 
-def test_an_error_is_raised_at_every_wait_and_stops_nothing(mover):
-    bad = mover.submit(lambda: fail("broken"))
-    good = mover.submit(lambda: None)
+def test_an_error_is_raised_at_every_wait_and_stops_nothing(copy_queue):
+    bad = copy_queue.submit(lambda: fail("broken"))
+    good = copy_queue.submit(lambda: None)
     good.wait()
     for _ in range(2):
         with pytest.raises(ValueError, match="broken"):
             bad.wait()
     assert bad.done
-    mover.drain()    # which has nothing new to say
+    copy_queue.drain()    # which has nothing new to say
 
 
-def test_an_error_that_nobody_waited_for_is_raised_by_drain(mover):
-    mover.submit(lambda: fail("first"))
+def test_an_error_that_nobody_waited_for_is_raised_by_drain(copy_queue):
+    copy_queue.submit(lambda: fail("first"))
     for _ in range(10):
-        mover.submit(lambda: None)
-    second, after = mover.submit(lambda: fail("second")), mover.submit(lambda: None)
+        copy_queue.submit(lambda: None)
+    second, after = copy_queue.submit(lambda: fail("second")), copy_queue.submit(lambda: None)
     with pytest.raises(ValueError, match="first"):
-        mover.drain()
+        copy_queue.drain()
     assert after.done, "all copies have ended"
-    mover.drain()
+    copy_queue.drain()
     with pytest.raises(ValueError, match="second"):
         second.wait()
 
 
-def test_closing_finishes_the_copies_and_refuses_new_ones(mover):
+def test_closing_finishes_the_copies_and_refuses_new_ones(copy_queue):
     seen = []
-    mover.submit(lambda: fail("not raised by close"))
-    mover.submit(lambda: seen.append(1))
+    copy_queue.submit(lambda: fail("not raised by close"))
+    copy_queue.submit(lambda: seen.append(1))
     for _ in range(2):
-        mover.close()
-    assert seen == [1] and not any(thread.name == "pstar mover test" for thread in threading.enumerate())
-    with pytest.raises(StateError, match="mover test takes no more copies: it is closed"):
-        mover.submit(lambda: None)
+        copy_queue.close()
+    assert seen == [1] and not any(thread.name == "pstar copy queue test" for thread in threading.enumerate())
+    with pytest.raises(StateError, match="copy queue test takes no more copies: it is closed"):
+        copy_queue.submit(lambda: None)
 
 
-def test_the_thread_starts_with_the_first_copy_and_goes_with_its_mover():
-    mover = Mover("unused")
-    assert not any(thread.name == "pstar mover unused" for thread in threading.enumerate())
+def test_the_thread_starts_with_the_first_copy_and_ends_with_its_queue():
+    copy_queue = CopyQueue("unused")
+    assert not any(thread.name == "pstar copy queue unused" for thread in threading.enumerate())
     tensor = torch.ones(10)
     held = weakref.ref(tensor)
-    mover.submit(tensor.zero_).wait()
-    thread, = (thread for thread in threading.enumerate() if thread.name == "pstar mover unused")
-    mover.submit(lambda: None).wait()    # the first copy is behind the worker now
+    copy_queue.submit(tensor.zero_).wait()
+    thread, = (thread for thread in threading.enumerate() if thread.name == "pstar copy queue unused")
+    copy_queue.submit(lambda: None).wait()    # the first copy is behind the worker now
     del tensor
     assert held() is None, "the worker keeps nothing of a copy that it has done"
-    del mover
+    del copy_queue
     gc.collect()
     thread.join(LONG_S)
     assert not thread.is_alive()
 
 
-def test_a_slow_link_takes_at_least_its_time(mover):
-    slow = Mover("slow", mover.asynchronous, bytes_per_s=10**6)
+def test_a_slow_link_takes_at_least_its_time(copy_queue):
+    slow = CopyQueue("slow", copy_queue.asynchronous, bytes_per_s=10**6)
     begin = time.perf_counter()
     for num_bytes in (20_000, 30_000):
         slow.submit(lambda: None, num_bytes)
@@ -128,22 +128,22 @@ def test_a_slow_link_takes_at_least_its_time(mover):
         slow.submit(lambda: fail("slow too"), 10_000).wait()
     assert slow.busy_s >= 0.06
     slow.close()
-    assert mover.busy_s == 0
+    assert copy_queue.busy_s == 0
 
 
 def test_ctrl_c_in_a_copy_that_runs_at_once_is_the_users():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    mover = Mover("test", asynchronous=False)
+    copy_queue = CopyQueue("test", asynchronous=False)
     with pytest.raises(KeyboardInterrupt):
-        mover.submit(interrupt)
-    mover.drain()
+        copy_queue.submit(interrupt)
+    copy_queue.drain()
 
 
 def test_the_interpreter_goes_on_while_the_disk_tier_copies(tmp_path):
     """No thread is made to give the interpreter away here, so the count goes on during a write only if the write lets it."""
-    tier, mover, count, during = DiskTier(tmp_path, direct=False), Mover("test"), [0], []
+    tier, copy_queue, count, during = DiskTier(tmp_path, direct=False), CopyQueue("test"), [0], []
     content = torch.ones(2**24)
     extent = tier.allocate(content.numel(), content.dtype, "param")
 
@@ -156,7 +156,7 @@ def test_the_interpreter_goes_on_while_the_disk_tier_copies(tmp_path):
     sys.setswitchinterval(LONG_S)
     try:
         for _ in range(20):
-            handle = mover.submit(job)
+            handle = copy_queue.submit(job)
             while not handle.done:
                 count[0] += 1
                 time.sleep(0)
@@ -164,9 +164,9 @@ def test_the_interpreter_goes_on_while_the_disk_tier_copies(tmp_path):
                 break
     finally:
         sys.setswitchinterval(interval)
-    mover.drain()
+    copy_queue.drain()
     assert max(during) > 0
-    mover.close()
+    copy_queue.close()
     tier.close()
 
 
@@ -175,17 +175,17 @@ def test_a_forked_child_gets_an_error(tmp_path):
     code = """
 import os, threading
 from pstar.errors import StateError
-from pstar.memory.copy_queue import Mover
-mover, go = Mover("test"), threading.Event()
-handle = mover.submit(lambda: go.wait(60))
+from pstar.memory.copy_queue import CopyQueue
+copy_queue, go = CopyQueue("test"), threading.Event()
+handle = copy_queue.submit(lambda: go.wait(60))
 child = os.fork()
 if child == 0:
-    for call in (lambda: mover.submit(print), handle.wait, mover.drain):
+    for call in (lambda: copy_queue.submit(print), handle.wait, copy_queue.drain):
         try:
             call()
         except StateError as error:
             print(error, flush=True)
-    mover.close()
+    copy_queue.close()
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 go.set()
@@ -199,7 +199,7 @@ handle.wait()
 
 PENDING = """
 import atexit, sys
-@atexit.register    # before all the others, so that it runs last, after the mover's own
+@atexit.register    # before all the others, so that it runs last, after the queue's own
 def last():
     tier.close()
     errors = []
@@ -212,17 +212,17 @@ def last():
 import threading, torch
 from pathlib import Path
 from pstar.memory.disk import DiskTier
-from pstar.memory.copy_queue import Mover
+from pstar.memory.copy_queue import CopyQueue
 tier, handles = DiskTier(Path(sys.argv[1])), []
 started = threading.Event()
-mover = Mover("test", bytes_per_s=1e9)
+copy_queue = CopyQueue("test", bytes_per_s=1e9)
 source, target = torch.ones(2**22), torch.empty(2**22)
 extent = tier.allocate(2**22, torch.float32, "param")
 def job():
     started.set()
     target.copy_(source)
     tier.write(extent, target)
-handles += [mover.submit(job, 2**24) for _ in range(1000)]
+handles += [copy_queue.submit(job, 2**24) for _ in range(1000)]
 started.wait(60)
 if sys.argv[2] == "error":
     raise RuntimeError("of the program")
@@ -240,10 +240,10 @@ def test_a_process_with_pending_copies_ends_cleanly(tmp_path, how, status, last_
 
 FREED_BY_THE_WORKER = """
 import sys, time, torch
-from pstar.memory.copy_queue import Mover
-mover = Mover("test", bytes_per_s=2e7)
+from pstar.memory.copy_queue import CopyQueue
+copy_queue = CopyQueue("test", bytes_per_s=2e7)
 for _ in range(8):    # the job holds the only references
-    mover.submit(lambda a=torch.randn(300_000), b=torch.empty(300_000): b.copy_(a), 1_200_000)
+    copy_queue.submit(lambda a=torch.randn(300_000), b=torch.empty(300_000): b.copy_(a), 1_200_000)
 time.sleep(float(sys.argv[1]))
 """
 

@@ -1,4 +1,4 @@
-"""Non-model bytes: counted to the byte, against numbers computed by hand."""
+"""The peak of bytes that are not model data (activations): counted to the byte, against numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def hold_back(model, num: int) -> list[tuple[str, int]]:
     """Holds the last `num` gradients of the next step on their way to far, each until the update waits for it. Returns
     the list that records the events of the step: ("param", group) begins to come near, ("adam", group) is updated."""
     events, passes = [], threading.Semaphore(len(model.layout.groups) - num)
-    submit, begin, touch = model._store.movers.submit, model._store._begin, model._chunks.touch_update
+    submit, begin, touch = model._store.links.submit, model._store._begin, model._chunks.touch_update
 
     def submits(source, target, job, num_bytes):
         def when_it_may():
@@ -80,7 +80,7 @@ def hold_back(model, num: int) -> list[tuple[str, int]]:
             passes.release()
         touch(group)
 
-    model._store.movers.submit, model._store._begin, model._chunks.touch_update = submits, begins, touches
+    model._store.links.submit, model._store._begin, model._chunks.touch_update = submits, begins, touches
     return events
 
 
