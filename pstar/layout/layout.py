@@ -259,8 +259,3 @@ def least_waste(layouts: Sequence[Layout], fits: Callable[[Layout], bool] = lamb
         return None
     close = [layout for layout in layouts if cost[layout.chunk_elems] <= 1.005 * cost[cheapest.chunk_elems]]
     return next(filter(fits, sorted(close, key=lambda layout: -layout.chunk_elems)))
-
-
-def search_chunk_size(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None) -> int:
-    """The chunk size whose chunks waste least, at most max_elems."""
-    return least_waste(candidate_layouts(modules, num_ranks, max_elems)).chunk_elems

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pstar.errors import ConfigError
 from pstar.layout.budget import Costs, groups_with_near_states, model_data_bytes, smallest_near_budget
-from pstar.layout.layout import ALIGN_ELEMS, ModuleSpec, align, make_layout, search_chunk_size
+from pstar.layout.layout import ALIGN_ELEMS, ModuleSpec, align, candidate_layouts, least_waste, make_layout
 
 
 def gpt2(layers: int, width: int, vocab: int = 50257, context: int = 1024) -> list[ModuleSpec]:
@@ -33,7 +33,7 @@ def test_the_published_packings_of_gpt2(layers, width, mega, chunks, utilisation
 @pytest.mark.parametrize("layers, width", [(12, 768), (24, 1024), (36, 1280), (48, 1600)])
 def test_the_searched_chunk_size_wastes_at_most_one_per_cent(layers, width):
     modules = gpt2(layers, width)
-    best = search_chunk_size(modules, max_elems=128 * 2**20)
+    best = least_waste(candidate_layouts(modules, max_elems=128 * 2**20)).chunk_elems
     assert make_layout(modules, best).utilisation >= 0.99
     assert best <= 128 * 2**20
 
@@ -108,14 +108,14 @@ def test_a_chunk_size_that_cannot_be(chunk):
 
 
 def test_a_model_without_parameters():
-    for function in (lambda: make_layout([ModuleSpec("a", ())], 8), lambda: search_chunk_size([ModuleSpec("a", ())])):
+    for function in (lambda: make_layout([ModuleSpec("a", ())], 8), lambda: candidate_layouts([ModuleSpec("a", ())])):
         with pytest.raises(ConfigError, match="no parameters"):
             function()
 
 
 def test_the_search_allocates_nothing_and_ends_soon():
     start = time.process_time()
-    search_chunk_size(gpt2(48, 1600), 8, 128 * 2**20)
+    least_waste(candidate_layouts(gpt2(48, 1600), 8, 128 * 2**20))
     assert time.process_time() - start < 30, "a search that makes no tensor takes a second or so, not half a minute"
 
 
