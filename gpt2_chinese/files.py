@@ -80,7 +80,7 @@ def read_json(path: Path, what: str) -> Any:
     except RecursionError:
         raise UserError(f"cannot read {what}: its JSON is nested too deeply") from None
     except UnicodeEncodeError:
-        raise UserError(f"cannot read {what}: a \\ud800 to \\udfff stands alone in it, which is half a character") from None
+        raise UserError(f"cannot read {what}: it has a \\ud800 to \\udfff alone, which is half a character") from None
     except ValueError as error:
         hint = "; JSON has no comments" if "//" in text or "/*" in text else ""
         raise UserError(f"cannot read {what}: not valid JSON: {error}{hint}") from None
@@ -94,6 +94,6 @@ def display_link(path: Path) -> Path:
 
 
 def display(path: Path) -> Path:
-    """A path as the user would type it: relative to the working directory when it lies below it."""
+    """A path as the user would type it: relative to the working directory when it is below it."""
     path, here = Path(path).resolve(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -40,7 +40,7 @@ class Settings(ParallelSettings):
         if self.scale_window < 1:
             raise UserError(f"--scale-window must be at least 1, not {self.scale_window}")
         if self.backend == "torch" and self.opt_level in ("O2", "O3"):
-            raise UserError(f"--backend torch has --opt-level O0 and O1 (autocast), not {self.opt_level}")
+            raise UserError(f"--backend torch works with --opt-level O0 and O1 (autocast), not with {self.opt_level}")
         if self.backend == "torch" and self.loss_scale not in ("dynamic", "1"):
             raise UserError(f"--loss-scale {self.loss_scale}: torch's scale is dynamic; a fixed one needs --backend own")
         if self.apex and (reason := why_not(self.device)):

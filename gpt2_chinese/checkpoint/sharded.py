@@ -4,7 +4,7 @@
         .metadata, __0_0.distcp ...     'model.NAME', 'exp_avg.NAME', 'exp_avg_sq.NAME' under their whole shapes, fp32
         state.json                      {"steps": {NAME: number of updates}, ...}
 
-Tensors are read one by one, when they are asked for. What lies where is up to the chapter that writes:
+Tensors are read one by one, when they are asked for. Each chapter chooses which rank writes what:
 
     parts = {"model.h.0.weight": Part((4, 6), {(0, 3): its right half}), "exp_avg.h.0.weight": ...}
     run.save_parts(step, lambda folder: write_parts(folder, parts, steps, ranks))

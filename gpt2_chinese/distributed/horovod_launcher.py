@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> int:
     if ended or streams[0].ended:
         rank, status = (ended or streams[0].ended)[0]
         how = f" ({signal.Signals(-status).name})" if status < 0 else ""
-        line = f"rank {rank} failed with status {status}{how}; what it said stands above"
+        line = f"rank {rank} failed with status {status}{how}; its output is above"
     else:
         line = f"horovodrun failed: {' '.join(' '.join([*streams[0].said, *streams[1].said, problem]).split())}"
     print(f"error: {line}", file=sys.stderr, flush=True)

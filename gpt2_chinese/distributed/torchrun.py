@@ -241,7 +241,7 @@ def _torchrun(settings: Settings) -> int:
         rank, failure = _likeliest_cause(error)
         how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
         print(
-            f"error: rank {rank} failed with status {failure.exitcode}{how}; what it said stands above",
+            f"error: rank {rank} failed with status {failure.exitcode}{how}; its output is above",
             file=sys.stderr,
         )
         return 1

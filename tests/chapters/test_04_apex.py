@@ -26,7 +26,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
     return chapter, chapter.train(*STEPS, "--half", "fp16")
 
 
-def test_what_it_says_and_leaves(finished) -> None:
+def test_a_run_prints_its_precision_and_logs_its_loss_scale(finished) -> None:
     chapter, said = finished
     for words in ("O2 (fp16, loss scale dynamic) by amp.py, over DistributedDataParallel", "fp16 on cpu", "perplexity"):
         assert words in said, said
@@ -54,7 +54,7 @@ def test_it_resumes_bit_for_bit_with_its_scale(finished, tmp_path: Path) -> None
     assert [row["loss_scale"] for row in chapter.metrics()] == [row["loss_scale"] for row in finished[0].metrics()]
 
 
-def test_a_fixed_scale_that_is_too_large_says_so(tmp_path: Path) -> None:
+def test_a_fixed_scale_that_is_too_large_ends_the_run_with_one_line(tmp_path: Path) -> None:
     chapter = Chapter("04_apex", tmp_path)
     flags = ("--max-steps", 200, "--half", "fp16", "--nproc", 1, "--seq-len", 8)
     said = chapter.train(*flags, "--loss-scale", "1e20", status=2)
@@ -85,12 +85,12 @@ def test_horovod_gives_the_same_curve_as_ddp(ranks, tmp_path: Path) -> None:
     (("--loss-scale", "-3"), "--loss-scale -3: give a number above 0, or dynamic"),
     (("--loss-scale", "static"), "--loss-scale static: give a number above 0, or dynamic"),
     (("--loss-scale", "128", "--backend", "torch", "--opt-level", "O1"), "torch's scale is dynamic"),
-    (("--backend", "torch", "--opt-level", "O2"), "--backend torch has --opt-level O0 and O1"),
+    (("--backend", "torch", "--opt-level", "O2"), "--backend torch works with --opt-level O0 and O1"),
     (("--scale-window", "0"), "--scale-window must be at least 1"),
     (("--comm", "mpi"), "--comm"),
     (("--apex",), "--apex: NVIDIA Apex is not installed"),
 ])  # fmt: skip
-def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
+def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
     said = Chapter("04_apex", tmp_path).train(*flags, status=2)
     assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
     assert not (tmp_path / "run").exists()

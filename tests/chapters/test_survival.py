@@ -161,7 +161,7 @@ def test_a_loss_without_a_number_ends_the_run(ranks, tmp_path: Path, name: str, 
     train(ranks, nproc, chapter, *quiet[:2], "--max-steps", 3, "--save-every", 2, "--warmup-steps", 0)
     (chapter.output / "final" / "run.json").unlink()  # that no later one is written shows below
     said = chapter.train(*quiet, "--max-steps", 300, "--save-every", save_every, "--lr", 1e18, status=1)
-    [error] = [text for text in said.splitlines() if text.startswith("error:") and "what it said" not in text]
+    [error] = [text for text in said.splitlines() if text.startswith("error:") and "its output is above" not in text]
     assert re.search(line.format(r"\d+"), error), said
     good = newest_complete(chapter.output / "checkpoints")
     assert error.endswith(f"the last good checkpoint is {good}"), said
@@ -175,7 +175,7 @@ def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
         chapter = Chapter("02_ddp", tmp_path)
         flags = ("--max-steps", 50, "--eval-every", 100, "--save-every", 2, "--output-dir", folder / "run")
         said = run(chapter.command(*flags), status=1)
-        [error] = [text for text in said.splitlines() if text.startswith("error:") and "what it said" not in text]
+        [error] = [text for text in said.splitlines() if text.startswith("error:") and "its output is above" not in text]
         good = newest_complete(folder / "run" / "checkpoints")
         assert f"no room to write {folder}/run/checkpoints: " in error and " needed, " in error and " free" in error
         assert error.endswith(f"the last good checkpoint is {good}") and "Traceback" not in said

@@ -108,7 +108,7 @@ WRONG_FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] 
     "config: comments": ('{"n_layer": 2, // few\n}', "model-config", r"configuration x: not valid JSON: .*; JSON has no co"),
     "config: deep": ("[" * 200_000, "model-config", r"configuration x: its JSON is nested too deeply"),
     "config: half a character": (
-        json.dumps(SMALL | {"note": "\ud800"}), "model-config", r"configuration x: a \\ud800 to \\udfff stands alone"),
+        json.dumps(SMALL | {"note": "\ud800"}), "model-config", r"configuration x: it has a \\ud800 to \\udfff alone"),
     "config: an array": ("[1]", "model-config", r"x is not a JSON object: give a GPT-2 config\.json"),
     "config: not of a model": ('{"seq_len": 3}', "model-config", r"x lacks n_layer, n_embd, n_head, n_positions: give a"),
     "config: NaN": (json.dumps(SMALL | {"layer_norm_epsilon": float("nan")}), "model-config", r"x: layer_norm_epsilon must"),
