@@ -352,7 +352,7 @@ def _refuse_state_dict(*_: Any) -> None:
 
 
 def _refuse_copy(protocol: Any) -> Any:
-    raise StateError("an engine and its module cannot be copied or pickled, the parameters lie in chunks: "
+    raise StateError("an engine and its module cannot be copied or pickled, the parameters are in chunks: "
                      "model.gather_state() gives plain tensors, model.save_checkpoint() a file")
 
 

@@ -93,7 +93,7 @@ class Lender:
             return func(*args, **kwargs)
         if not self.is_open():
             raise StateError(
-                f"{_operation(func)} in {_module()} reads parameter {names[0]} between two steps, where it lies in a chunk: "
+                f"{_operation(func)} in {_module()} reads parameter {names[0]} between two steps, while it is in a chunk: "
                 "read it in the model's forward, between model(...) and model.backward(loss), or from model.gather_state()")
         pair = self._saving() if torch.is_grad_enabled() and not self._running else None
         acquired: list[str] = []
@@ -171,12 +171,12 @@ class Idle(torch.nn.Parameter):
                 lender = its_lender
                 found[name] = None
         if lender is None:
-            raise StateError(f"{_operation(func)} in {_module()} reads a parameter that lies in a chunk, inside an argument "
+            raise StateError(f"{_operation(func)} in {_module()} reads a parameter that is in a chunk, inside an argument "
                              "that is no list, tuple or dict: give it the parameter itself")
         if _changes(func, args, kwargs):
             name = next(iter(found))
             raise StateError(
-                f"{_operation(func)} in {_module()} changes parameter {name} in place, which lies in a chunk: call "
+                f"{_operation(func)} in {_module()} changes parameter {name} in place while it is in a chunk: call "
                 "model.load_state(weights), or keep it with PyTorch (pstar.exclude)")
         return lender.run(func, tuple(found), args, kwargs)
 
@@ -184,11 +184,11 @@ class Idle(torch.nn.Parameter):
         return f"Parameter in a chunk: {tuple(self.shape)}, {self.dtype}"
 
     def __deepcopy__(self, memo: dict) -> Any:
-        raise StateError(f"parameter {_lender(self)[1]} lies in a chunk and cannot be copied: model.gather_state() gives "
+        raise StateError(f"parameter {_lender(self)[1]} is in a chunk and cannot be copied: model.gather_state() gives "
                          "plain tensors")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(f"parameter {_lender(self)[1]} lies in a chunk and cannot be pickled: model.gather_state() gives "
+        raise StateError(f"parameter {_lender(self)[1]} is in a chunk and cannot be pickled: model.gather_state() gives "
                          "plain tensors, model.save_checkpoint() a file")
 
 

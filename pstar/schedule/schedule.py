@@ -99,10 +99,10 @@ class Peaks(Protocol):
 
 
 class Recording:
-    """The accesses of a step that no trace foretells, with the peak of each moment, until they become a trace.
+    """Records the accesses of a step that has no trace yet, with the peak of each moment; they become its trace.
 
     Args:
-        watch: measures the peaks; None where nobody asks for them.
+        watch: measures the peaks; None: they are not measured and count as 0.
     """
 
     def __init__(self, watch: Peaks | None):
@@ -125,7 +125,7 @@ class Recording:
             self._peaks[-1] = max(self._peaks[-1], peak)
 
     def trace(self) -> Trace | None:
-        """What was recorded, with peaks on which all ranks agree; None where nothing was touched."""
+        """The trace of the recorded accesses, with peaks on which all ranks agree; None if nothing was touched."""
         self.end_moment()
         if not self.keys:
             return None

@@ -106,7 +106,7 @@ OPERATIONS = {    # operation between two steps -> its error
               "changes parameter embed.weight in place"),
     "to": (lambda model: model.to(torch.bfloat16), r"to in Embedding \(line .* parameter embed.weight between two steps"),
     "deepcopy": (copy.deepcopy, "an engine and its module cannot be copied or pickled"),
-    "deepcopy of a parameter": (lambda model: copy.deepcopy(model.head.bias), "head.bias lies in a chunk and cannot"),
+    "deepcopy of a parameter": (lambda model: copy.deepcopy(model.head.bias), "head.bias is in a chunk and cannot"),
     "pickle": (pickle.dumps, "an engine and its module cannot be copied or pickled"),
     "pickle of a parameter": (lambda model: pickle.dumps(model.head.bias), "in a chunk and cannot be pickled"),
     "torch.save": (lambda model: torch.save(model, io.BytesIO()), "an engine and its module cannot be copied or pickled"),
@@ -145,14 +145,14 @@ def test_between_two_steps_everything_but_bytes_can_be_asked_for():
     assert list(model.named_parameters())[0][0] == "embed.weight" and model.eval() is model and model.train() is model
 
 
-def test_a_parameter_without_its_engine_says_so():
+def test_reading_a_parameter_without_its_engine_is_an_error():
     bias = between_two_steps(prefetch=0).head.bias    # no copy goes on in the background, which would know the engine
     gc.collect()
     with pytest.raises(pstar.StateError, match="parameter head.bias has no bytes: its engine was deleted"):
         bias.sum()
 
 
-def test_with_a_budget_that_cannot_hold_what_is_borrowed_the_error_names_it():
+def test_a_budget_that_cannot_hold_a_borrowed_parameter_is_an_error_that_names_it():
     pattern = "torch._foreach_norm(self.parameters())"
     least = pstar.plan_engine(PATTERNS[pattern][0], {"near_budget": "min", "default_chunk_size": 300}).near_budget
     message = r"_foreach_norm in AllNormsAtOnce \(line \d+ of borrowers.py\) borrows parameter layers.* near has no room"

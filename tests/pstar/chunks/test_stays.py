@@ -31,7 +31,7 @@ def test_evaluation_saving_and_loading_in_between_change_no_bit():
     silent, told = toy.build(toy.Toy, **SILENT), toy.build(toy.Toy, **TOLD)
     inputs, _ = toy.batch(9)
     assert toy.train(*silent, 3) == toy.train(*told, 3)
-    with torch.no_grad():    # before the first step, and after a load, parameters may lie far
+    with torch.no_grad():    # before the first step, and after a load, parameters may be far
         assert torch.equal(silent[0](inputs), told[0](inputs))
     kept = told[0].gather_state()
     assert toy.train(*silent, 2, first=3) == toy.train(*told, 2, first=3)
