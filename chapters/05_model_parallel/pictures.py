@@ -35,7 +35,7 @@ class Timeline:
 
     @property
     def recording(self) -> bool:
-        """True in the steps that are recorded; on a GPU only if a file is wanted, because recording synchronizes."""
+        """True in the steps that are recorded; on a GPU only if --timeline names a file, because recording synchronizes."""
         asked = self.path is not None or self.device.type != "cuda"
         return asked and SKIPPED <= self.step < SKIPPED + KEPT
 

@@ -209,7 +209,7 @@ def zero_time(words: Words) -> str:
     for lane in (names[0], names[3]):
         timeline.block(lane, free, until, "update", words("update"))
     drawing.note(words(
-        "e: what lies in no block (embeddings, last norm); numbers are blocks. A block is gathered while the one "
+        "e: parameters outside of all blocks (embeddings, last norm); numbers are blocks. A block is gathered while the one "
         "before it computes, and its gradients leave while the next one computes."))  # fmt: skip
     drawing.legend()
     return drawing.svg()
@@ -247,8 +247,8 @@ def patrickstar_time(words: Words) -> str:
                 start = n
     timeline.block(lanes[0], until - 9, until, "update", words("update"))
     drawing.note(words(
-        "Near has room for {room} of {num} chunks; numbers are chunks. When one is missing, the one whose next "
-        "use lies farthest ahead leaves. Parameters: copied in, then gathered, {loads} times a step. "
+        "Near has room for {room} of {num} chunks; numbers are chunks. When one is missing, the one with the "
+        "farthest next use leaves. Parameters: copied in, then gathered, {loads} times a step. "
         "Gradients: reduced, then copied out to where Adam computes.").format(
         room=room, num=num, loads=len(loads)))  # fmt: skip
     drawing.legend()
