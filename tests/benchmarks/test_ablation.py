@@ -29,7 +29,7 @@ def test_no_speed_up_between_different_work(name: str) -> None:
         ablation.speed_up(result(2, 0.5, **{name: "other"}), result())
 
 
-def test_the_table_says_what_differs_and_what_did_not_run() -> None:
+def test_the_table_names_differences_and_variants_that_did_not_run() -> None:
     base = ablation.Variant("00_single", "one process", formula=ablation.NONE, runs=[result()])
     same = ablation.Variant("02_ddp", "DDP", runs=[result(2, 0.5), result(2, 0.4), result(2, 9.0)])
     other = ablation.Variant("04_apex", "O1", runs=[result(2, 0.1, precision="bf16")])

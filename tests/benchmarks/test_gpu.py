@@ -45,7 +45,7 @@ def test_the_page_is_made_of_all_runs_and_names_no_folder(run: tuple[int, Path])
 
 
 @pytest.mark.deep
-def test_who_cannot_train_has_a_row_that_says_why(tmp_path: Path) -> None:
+def test_a_model_that_cannot_train_has_a_row_with_the_reason(tmp_path: Path) -> None:
     flags = ["--quick", "--device", "cpu", "--rounds", "1", "--only", "pstar", "--results", str(tmp_path)]
     assert models.main([*flags, "--near-memory", "1000"]) == 1
     assert "| not tried: 0.0 GiB too little near |" in (tmp_path / "gpu_models.md").read_text()
@@ -54,7 +54,7 @@ def test_who_cannot_train_has_a_row_that_says_why(tmp_path: Path) -> None:
     assert "BudgetError: far budget 1000" in text and "or a disk_path |" in text
 
 
-def test_who_would_take_all_memory_is_not_tried() -> None:
+def test_a_run_that_would_take_all_memory_is_not_tried() -> None:
     assert models.hopeless("fsdp2", 13 * 10**9, {}, 128 * 2**30) == "not tried: needs 194 GiB of host memory"
     assert models.hopeless("fsdp2", 7 * 10**9, {}, 128 * 2**30) is None
     assert models.hopeless("pstar", 7 * 10**9, {"far": 2**31}, 128 * 2**30) == "not tried: 2.0 GiB too little far"

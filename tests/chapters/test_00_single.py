@@ -50,7 +50,7 @@ def test_metrics_have_a_row_a_step_with_all_the_contract_names(finished) -> None
     assert rows[-1]["valid_ppl"] == pytest.approx(math.exp(rows[-1]["valid_loss"]))
 
 
-def test_what_a_run_leaves_behind(finished) -> None:
+def test_a_run_leaves_metrics_checkpoints_settings_and_final(finished) -> None:
     output = finished[0].output
     assert {p.name for p in output.iterdir()} == {"metrics.jsonl", "tensorboard", "checkpoints", "config.json", "final"}
     assert {p.name for p in (output / "checkpoints").iterdir()} == {"step_000005", "step_000010"}
@@ -71,7 +71,7 @@ def test_tensorboard_has_curves_settings_and_samples(finished) -> None:
     assert any("samples" in tag for tag in board.Tags()["tensors"])
 
 
-def test_what_it_says(finished) -> None:
+def test_a_run_prints_header_progress_sample_and_summary(finished) -> None:
     said = finished[1]
     for words in (
         "2 layers, 32 wide",
@@ -146,7 +146,7 @@ def test_a_killed_run_goes_on_bit_for_bit(ranks, tmp_path: Path) -> None:
     assert killed.losses() == straight.losses() and len(straight.losses()) == 100
 
 
-def test_a_complete_run_says_so(finished) -> None:
+def test_a_second_call_prints_that_the_run_is_complete(finished) -> None:
     chapter = finished[0]
     before = (chapter.output / "metrics.jsonl").read_bytes()
     said = chapter.train(*STEPS)
@@ -213,7 +213,7 @@ def test_generate_takes_a_run_its_final_or_a_checkpoint(finished, where: str) ->
         assert said == run([*command, "--prompt", "今天", "--length", "20", "--num", "2", "--seed", "3"])
 
 
-def test_generate_says_what_is_wrong(finished, tmp_path: Path) -> None:
+def test_generate_names_a_missing_model_and_a_wrong_flag(finished, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gpt2_chinese.generate", "--model"]
     assert "no trained model in" in run([*command, str(tmp_path)], status=2)
     assert "--top-p 1.5 is out of range" in run([*command, str(finished[0].output), "--top-p", "1.5"], status=2)

@@ -44,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
 
 
 @needs_horovod
-def test_what_it_says_and_leaves(finished) -> None:
+def test_a_run_prints_its_ranks_and_leaves_all_files(finished) -> None:
     chapter, said = finished
     for words in ("2 ranks x 1 micro-batch x 6", "step 8/8", "perplexity", "「今天天气」", "03_horovod/generate.sh"):
         assert words in said, said
@@ -178,13 +178,13 @@ def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, t
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
     (("--elastik",), "did you mean --elastic?"),
 ])  # fmt: skip
-def test_what_it_refuses_in_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
+def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
     said = Chapter("03_horovod", tmp_path).train(*flags, status=2)
     assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
     assert not (tmp_path / "run").exists()
 
 
-def test_without_horovod_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_horovod_the_program_ends_with_one_line(tmp_path: Path) -> None:
     python, program, *flags = Chapter("03_horovod", tmp_path).command()
     hide = f"import importlib.util as u, runpy, sys; find = u.find_spec; sys.argv = {[program, *flags]!r}; " \
            "u.find_spec = lambda name, *a: None if name == 'horovod' else find(name, *a); " \

@@ -271,7 +271,7 @@ def test_the_bytes_of_a_layer_are_those_of_the_formula_and_of_the_kernel(tmp_pat
     (("--nproc", 2, "--batch-size", 7, "--grad-accum", 2), "--batch-size 7 is not divisible by 1 replicas"),
     (("--nproc", 1, "--schedule", "interleaved", "--grad-accum", 4), "--schedule interleaved with --pp 1"),
 ])  # fmt: skip
-def test_what_is_refused(capsys, tmp_path, flags, line):
+def test_a_wrong_flag_is_refused_in_one_line(capsys, tmp_path, flags, line):
     given = Chapter(NAME, tmp_path).command(*flags)[2:]
     assert line in settings_error(NAME, "parallel_settings", capsys, *given)
 

@@ -94,7 +94,7 @@ def test_the_walk_finds_a_deadlock_and_a_wrong_order():
         schedules.simulate(order)
 
 
-def test_the_table_and_what_is_refused(capsys):
+def test_the_command_prints_the_table_and_refuses_wrong_flags(capsys):
     schedules.main(["1f1b", "2", "3"])
     said = capsys.readouterr().out.splitlines()
     assert said == ["rank 0  F0 F1 .  B0 F2 B1 .  B2", "rank 1  .  F0 B0 F1 B1 F2 B2 .",

@@ -140,7 +140,7 @@ def test_final_is_the_plain_format(finished) -> None:
     (("--loss-scale", "0"), "--loss-scale 0: give a number above 0"),
     (("--zero-stag", "1"), "did you mean --zero-stage"),
 ])  # fmt: skip
-def test_what_it_refuses(capsys, tmp_path, flags, line) -> None:
+def test_a_wrong_flag_is_refused_in_one_line(capsys, tmp_path, flags, line) -> None:
     assert line in settings_error("06_zero", "zero_settings", capsys, "--output-dir", tmp_path, *flags)
 
 
@@ -151,7 +151,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert "rank 1 failed with status -9 (SIGKILL)" in said and "Traceback" not in said, said
 
 
-def test_what_it_says(tmp_path: Path) -> None:
+def test_a_run_prints_its_stage_and_the_table_of_memory(tmp_path: Path) -> None:
     """Starts it as a user does, on two processes: it prints the closing table and no warning."""
     said = Chapter("06_zero", tmp_path).train("--max-steps", 3, "--offload", "optimizer", "--save-every", 3)
     for words in ("stage 3 by zero/stage3.py", "in host memory: optimizer", "model states", "by the formula", "host moments",

@@ -152,7 +152,7 @@ def test_stage_3_holds_few_whole_units_at_a_time(ranks) -> None:
     assert 0 < result["whole"][0] < 4 * sum(result["numels"])
 
 
-def test_what_is_moved_by_offload_is_counted(ranks) -> None:
+def test_bytes_that_offload_moves_are_counted(ranks) -> None:
     """fp32 gradients of the shard out, the new parameters of the shard back; with params: in before each gather."""
     padded = lambda numels: sum(2 * math.ceil(n / 2) for n in numels)  # noqa: E731
     result = ranks(2).run(train, plan(2, "optimizer"))[0]

@@ -232,7 +232,7 @@ def test_it_follows_torch_s_adamw(accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_not_used_or_frozen_is_left_alone(frozen: bool) -> None:
+def test_unused_and_frozen_parameters_keep_their_values(frozen: bool) -> None:
     """One layer is used by one of two micro-batches, one by none, one is frozen; all share chunks with others."""
     modules = []
     for _ in range(2):

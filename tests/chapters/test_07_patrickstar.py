@@ -38,7 +38,7 @@ def interrupted(chapter: Chapter, folder: Path) -> Chapter:
     return Chapter(chapter.name, folder)
 
 
-def test_what_it_says_and_leaves(finished) -> None:
+def test_a_run_prints_its_memory_and_leaves_all_files(finished) -> None:
     chapter, said = finished
     for words in ("2 ranks x 1 micro-batch x 6", "chunks ", "model data", "16 bytes a parameter", "near ", "far ",
                   " at most", "far to near", "perplexity", "「今天天气」", "tensorboard", "07_patrickstar/generate.sh"):
@@ -51,7 +51,7 @@ def test_what_it_says_and_leaves(finished) -> None:
     assert left == {"metrics.jsonl", "tensorboard", "checkpoints", "config.json", "final"}
 
 
-def test_what_it_trained_loads_in_hugging_face_and_generates(finished) -> None:
+def test_the_trained_model_loads_in_hugging_face_and_generates(finished) -> None:
     transformers = pytest.importorskip("transformers")
     final = finished[0].output / "final"
     model, loading = transformers.GPT2LMHeadModel.from_pretrained(final, output_loading_info=True)
@@ -60,7 +60,7 @@ def test_what_it_trained_loads_in_hugging_face_and_generates(finished) -> None:
     assert "今天" in run([*command, "--prompt", "今天", "--greedy"])
 
 
-def test_a_second_call_says_that_the_run_is_complete(finished) -> None:
+def test_a_second_call_prints_that_the_run_is_complete(finished) -> None:
     assert finished[0].train(*STEPS).startswith("This run is complete: 10 steps")
 
 
@@ -92,7 +92,7 @@ def test_one_process_and_chapter_00_resume_each_other(ranks, tmp_path: Path) -> 
         assert chapter.losses() == pytest.approx(plain.losses(), rel=1e-5)
 
 
-def test_what_it_refuses_is_one_line_before_a_process_starts(tmp_path: Path) -> None:
+def test_a_near_budget_too_small_is_one_line_before_a_process_starts(tmp_path: Path) -> None:
     said = Chapter("07_patrickstar", tmp_path).train("--near-budget", "100KiB", status=2)
     assert len(said.strip().splitlines()) == 1 and said.startswith("error: "), said
     assert "near budget 100KiB (102400 bytes) is too small: module 'transformer.wte' and its " in said
@@ -115,7 +115,7 @@ def test_wrong_flags_are_refused_before_anything_is_written(capsys, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_configuration_file_says_what_flags_say(ranks, tmp_path: Path) -> None:
+def test_a_configuration_file_gives_the_curve_of_the_same_flags(ranks, tmp_path: Path) -> None:
     values = json.loads((ROOT / "chapters/07_patrickstar/config.json").read_text()) | {"near_budget": "min"}
     values["optimizer"]["params"]["betas"] = [0.8, 0.9]
     curves = []

@@ -68,7 +68,7 @@ def test_the_chapters_follow_the_curve_in_ranks_of_a_pool(ranks, tmp_path: Path,
     (("--batch-size", "7"), "--batch-size 7 is not divisible by --nproc 2"),
     (("--bucket-md", "1"), "did you mean --bucket-mb"),
 ])  # fmt: skip
-def test_what_02_refuses(capsys, tmp_path, flags, line) -> None:
+def test_a_wrong_flag_of_02_is_refused_in_one_line(capsys, tmp_path, flags, line) -> None:
     assert line in settings_error("02_ddp", "ddp_settings", capsys, "--output-dir", tmp_path, *flags)
 
 
@@ -82,7 +82,7 @@ def test_what_02_refuses(capsys, tmp_path, flags, line) -> None:
     (("--slow-worker-s", "1", "--nproc", "1"), "--slow-worker-s slows rank 1 down, which --nproc 1"),
     (("--backend", "torch", "--mode", "async"), "--mode async needs --backend own"),
 ])  # fmt: skip
-def test_what_01_refuses(capsys, tmp_path, flags, line) -> None:
+def test_a_wrong_flag_of_01_is_refused_in_one_line(capsys, tmp_path, flags, line) -> None:
     assert line in settings_error("01_parameter_server", "server_settings", capsys, "--output-dir", tmp_path, *flags)
 
 

@@ -32,7 +32,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_program_says_one_line(case: str, tmp_path: Path) -> None:
+def test_the_program_ends_with_one_line(case: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "comments.json").write_text('{"n_layer": 2, // few\n"n_head": 2}')
     name, flags, variables, line = WRONG[case]

@@ -90,7 +90,7 @@ def by_hand(folder: Path, ids: np.ndarray, seq_len: int, stride: int) -> list[tu
 
 
 @pytest.mark.parametrize("seq_len, stride", [(32, 32), (32, 11), (20, 20)])
-def test_hugging_face_says_the_same(runs, corpus: Path, tmp_path: Path, seq_len: int, stride: int) -> None:
+def test_hugging_face_computes_the_same_loss(runs, corpus: Path, tmp_path: Path, seq_len: int, stride: int) -> None:
     final = runs["00_single"].output / "final"
     flags = ("--seq-len", seq_len, "--stride", stride, "--by", "genre", "position", "frequency")
     found = evaluated(tmp_path, final, "--corpus", corpus, *flags)
@@ -226,7 +226,7 @@ def files(runs, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_one_line(runs, files: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_input_is_one_line(runs, files: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags, line = WRONG[case]
     if case == "no GPU" and torch.cuda.is_available():
         pytest.skip("there is one")

@@ -108,7 +108,7 @@ def test_the_first_loss_is_hugging_faces(ranks, folder, wanted, first, tmp_path:
     assert chapter.losses()[0] == pytest.approx(wanted, abs=1e-5)
     assert chapter.losses() == pytest.approx(first, rel=1e-4) and len(first) == 2
     config = json.loads((chapter.output / "final" / "config.json").read_text())
-    assert config["eos_token_id"] == Vocabulary.load(folder).end_id, "50256 lies outside of the vocabulary"
+    assert config["eos_token_id"] == Vocabulary.load(folder).end_id, "50256 is outside of the vocabulary"
 
 
 @pytest.mark.deep
@@ -164,7 +164,7 @@ def test_wrong_inputs_with_init_from_are_refused_in_one_line(folder, tmp_path: P
     assert not chapter.output.exists()
 
 
-def test_the_program_says_where_it_begins_and_generates(folder, wanted, tmp_path: Path) -> None:
+def test_the_program_prints_the_weights_it_begins_with(folder, wanted, tmp_path: Path) -> None:
     chapter = Begun("02_ddp", tmp_path)
     said = chapter.train("--init-from", folder, "--max-steps", 2, "--nproc", 2)
     assert f"begin as those of {folder}/pytorch_model.bin" in said and "resuming" not in said

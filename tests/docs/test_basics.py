@@ -39,7 +39,7 @@ def said(docs) -> dict[str, str]:
     return docs.programs.outputs()
 
 
-def test_every_program_is_on_a_page_with_what_it_printed() -> None:
+def test_every_program_is_on_a_page_with_its_output() -> None:
     for language in LANGUAGES:
         text = "\n".join(page for path, page in PAGES.items() if language in path.parts)
         assert sorted(re.findall(r'"file/docs/programs/(\w+)\.py\.md"', text)) == sorted(PROGRAMS)
@@ -54,7 +54,7 @@ def test_a_program_has_at_most_15_lines(docs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_a_collective_does_what_it_is_called(docs, said: dict[str, str], name: str) -> None:
+def test_a_collective_gives_the_result_of_its_definition(docs, said: dict[str, str], name: str) -> None:
     after = [[int(cell) for cell in cells] for _, cells in docs.collectives.rows_of(said[name])]
     assert after == AFTER[name]
 
@@ -90,7 +90,7 @@ def test_launchers_tell_each_process_its_number(said: dict[str, str]) -> None:
         assert all(f"'WORLD_SIZE': '{num_ranks}'" in line for line in lines)
 
 
-def test_the_other_programs_show_what_the_pages_say(docs, said: dict[str, str]) -> None:
+def test_the_other_programs_print_the_numbers_of_the_pages(docs, said: dict[str, str]) -> None:
     assert "= 0.0" in said["order"] and "= 1.0" in said["order"]
     apart = [float(number) for number in re.findall(r"difference (\S+)", said["order"])]
     assert len(apart) == 2 and all(1e-9 < number < 1e-6 for number in apart)

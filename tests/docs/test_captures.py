@@ -44,7 +44,7 @@ def test_every_chapter_is_captured_with_the_command_of_now(captures) -> None:
 
 
 @pytest.mark.parametrize("chapter", quick_only(["00_single", "07_patrickstar"], "00_single"))
-def test_a_chapter_still_does_what_was_captured(captures, chapter: str) -> None:
+def test_a_chapter_still_prints_its_captured_output(captures, chapter: str) -> None:
     """Warm-up has the same steps in a run of any length, so the shortest run begins like the captured one."""
     flags = re.sub(rf"--(max-steps|eval-every) {captures.STEPS}", rf"--\1 {captures.WARMUP + 1}", captures.flags_of(chapter))
     now, then = captures.run(chapter, flags), captures.captured(chapter)
@@ -83,7 +83,7 @@ def test_a_number_and_a_name_mean_a_chapter(captures) -> None:
         captures.name_of("2")
 
 
-def test_a_missing_capture_says_how_to_make_it(captures, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_a_missing_capture_names_the_command_that_makes_it(captures, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(captures, "REPO", tmp_path)
     monkeypatch.setattr(captures, "FOLDER", tmp_path / "captured")
     captures.captured.cache_clear()

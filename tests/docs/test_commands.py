@@ -72,7 +72,7 @@ def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
     assert sum("train.sh" in command for command in ran) >= 2 and any("generate.sh" in command for command in ran)
 
 
-def test_every_command_of_other_pages_is_run_by_a_test_or_says_why_not() -> None:
+def test_every_command_of_other_pages_is_run_by_a_test_or_has_a_reason() -> None:
     """seen.py has the commands of production/. test_readme.py runs those that start.md and index.md share with a README."""
     by_readme = set(test_readme.commands()) - set(test_readme.NOT_RUN)
     here = {command for page in CHAPTERS for command in commands_of(page)}
@@ -92,7 +92,7 @@ def test_without_its_program_a_command_fails(reader) -> None:
         reader("bash chapters/02_ddp/train.sh --max-steps 2 --bucket-mb 0")
 
 
-def test_what_a_reader_without_a_gpu_is_told_to_run_was_timed_and_is_short() -> None:
+def test_commands_for_readers_without_a_gpu_were_timed_and_are_short() -> None:
     from docs.generate import build
     from docs.generate.recorded import timed
 

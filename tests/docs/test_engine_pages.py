@@ -150,7 +150,7 @@ def test_both_languages_show_the_same_step(build, recording: Recording) -> None:
     assert {frame["said"] for frame in english["frames"]} <= set(english["words"])
 
 
-def test_a_frame_says_what_happened_to_its_block(build) -> None:
+def test_a_frame_names_the_copy_of_its_block(build) -> None:
     profile = Profile(about={"budgets": {"near": 100}})
     profile.enter(("param", 0), "far", 40)
     profile.step(0)

@@ -143,7 +143,7 @@ def test_traffic_of_pstar_lies_where_its_own_prediction_does(formulas) -> None:
 
 @pytest.mark.parametrize("t", [1, 2, 4])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_tensor_parallel_holds_and_sends_what_chapter_05_counts(formulas, monkeypatch, t: int, checkpointing: bool) -> None:
+def test_tensor_parallel_holds_and_sends_the_bytes_of_chapter_05(formulas, monkeypatch, t: int, checkpointing: bool) -> None:
     tensor, parallel = technique("05_model_parallel", "tensor"), technique("05_model_parallel", "parallel")
     case = job(strategy="tensor", ranks=t, vocab_size=104, micro_batches=2, checkpointing=checkpointing)
     group = tensor.TensorGroup(None)
@@ -163,7 +163,7 @@ def test_tensor_parallel_holds_and_sends_what_chapter_05_counts(formulas, monkey
 
 @pytest.mark.parametrize("name, p, m, v", [("naive", 2, 3, 1), ("gpipe", 4, 6, 1), ("1f1b", 4, 6, 1), ("1f1b", 2, 1, 1),
                                            ("interleaved", 2, 4, 2)])  # fmt: skip
-def test_pipeline_holds_sends_and_keeps_what_chapter_05_says(formulas, name: str, p: int, m: int, v: int) -> None:
+def test_pipeline_holds_sends_and_keeps_the_bytes_of_chapter_05(formulas, name: str, p: int, m: int, v: int) -> None:
     schedules, pipeline = technique("05_model_parallel", "schedules"), technique("05_model_parallel", "pipeline")
     case = job(strategy="layer_split" if name == "naive" else name, ranks=p, micro_batches=m)
     order = schedules.orders(name, p, m, v)
@@ -234,7 +234,7 @@ def saved_bytes(net: nn.Module, context, tokens: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3"])
-def test_blocks_keep_what_the_formula_says(formulas, precision: str) -> None:
+def test_blocks_keep_the_bytes_of_the_formula(formulas, precision: str) -> None:
     """Measures how much more autograd saves with two more blocks. The formula also counts two dropout masks."""
     casts = technique("04_apex", "casts")
     kept, weights = [], []

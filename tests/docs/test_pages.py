@@ -37,7 +37,7 @@ def test_chinese_is_not_broken_into_lines(page: Path) -> None:
         assert not pages.broken_chinese_lines(page.read_text())
 
 
-def test_what_builds_the_site_does_not_reach_outside_either() -> None:
+def test_the_builders_of_the_site_load_nothing_from_outside() -> None:
     for path in [ROOT / "mkdocs.yml", *ROOT.glob("docs/*.*")]:
         assert not pages.beyond_the_repository(path.read_text()), path
 

@@ -54,7 +54,7 @@ def test_the_published_example_runs_and_learns(entry: str) -> None:
     assert next(iter(optimizer.param_groups)).keys() == {"params", "lr", "betas", "eps", "weight_decay"}
 
 
-def test_its_keys_mean_what_the_reference_says() -> None:
+def test_its_keys_have_the_meaning_of_the_reference() -> None:
     near = {"near_budget": "1GiB"}
     hybrid, host = (pstar.plan_engine(MyModel, near | {"optimizer": {"params": {"use_hybrid_adam": value}}})
                     for value in (True, False))

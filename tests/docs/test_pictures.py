@@ -49,7 +49,7 @@ def test_the_pictures_follow_the_data_of_the_repository(build) -> None:
     assert boxes.count(7) == 2 * 2 * 4, "forward and backward of micro-batch 7 on four ranks, in two schedules with numbers"
 
 
-def test_the_slots_of_the_engine_hold_what_is_needed(build) -> None:
+def test_the_slots_of_the_engine_hold_every_needed_chunk(build) -> None:
     from docs.generate.pictures import data
     from pstar.schedule.schedule import count_loads
 
@@ -59,7 +59,7 @@ def test_the_slots_of_the_engine_hold_what_is_needed(build) -> None:
     assert len(loads) == count_loads(order, 3, "next_use")
 
 
-def test_what_does_not_fit_is_an_error(build) -> None:
+def test_a_text_that_does_not_fit_is_an_error(build) -> None:
     drawing = build.pictures.Drawing(str, "test")
     drawing.box(0, 0, 60, 20, "gradients", "short")
     with pytest.raises(ValueError, match="does not fit"):

@@ -47,7 +47,7 @@ def messages(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parts[-3]}/{page.stem}")
-def test_the_code_can_say_what_the_page_says(page) -> None:
+def test_the_code_can_print_every_message_of_the_page(page) -> None:
     found = messages(page.read_text(encoding="utf-8"))
     assert len(found) >= 3
     wrong = [message for message in found if not all(said_by_code(part) for part in message.split("…") if len(part) > LEAST)]

@@ -41,14 +41,14 @@ def docs():
     return {"seen": seen, "terms": terms, "overview": overview}
 
 
-def test_every_command_of_the_pages_was_run_or_says_why_not(docs) -> None:
+def test_every_command_of_the_pages_was_run_or_has_a_reason(docs) -> None:
     ran = {one.command for one in docs["seen"].SEEN.values()}
     found = {command.split("#")[0].strip() for page in PAGES for command in pages.commands(page.read_text())}
     assert found and found <= ran | set(NOT_RUN), found - ran - set(NOT_RUN)
     assert set(NOT_RUN) <= found, "a reason for a command that no page has"
 
 
-def test_what_was_seen_is_what_the_list_says(docs) -> None:
+def test_the_stored_outputs_are_of_the_listed_commands(docs) -> None:
     stored = json.loads(docs["seen"].STORE.read_text(encoding="utf-8"))["commands"]
     assert {name: (one.command, one.status) for name, one in docs["seen"].SEEN.items()} == {
         name: (one["command"], one["status"]) for name, one in stored.items()}  # fmt: skip

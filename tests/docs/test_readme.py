@@ -52,7 +52,7 @@ def test_the_two_commands_come_first() -> None:
         assert first == ["bash chapters/07_patrickstar/train.sh", "bash tests/run.sh"]
 
 
-def test_what_is_required_is_what_the_set_up_asks_for() -> None:
+def test_the_readme_requires_the_space_and_python_of_the_set_up() -> None:
     free = re.search(r"FREE_BYTES_NEEDED = (\d+) \* 2\*\*30", (ROOT / "scripts/setup_environment.py").read_text())[1]
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     for text in TEXTS.values():
@@ -114,7 +114,7 @@ def unchanging(said: str) -> list[str]:
 
 
 @pytest.mark.parametrize("language", READMES)
-def test_the_captured_run_is_what_the_command_prints_now(build, language: str) -> None:
+def test_the_captured_run_is_the_output_of_the_command_now(build, language: str) -> None:
     """Compares with chapter 07's committed capture; test_captures.py compares that with a new run."""
     captured = build.readme.regions(TEXTS[language])["output"]
     now = build.captures.captured("07_patrickstar")["said"]

@@ -25,7 +25,7 @@ def test_both_languages_have_the_same_pages_and_headings(site: Path) -> None:
     assert len(pages.Page(english["engine/index.html"]).headings) > 5, "headings are seen"
 
 
-def test_every_page_loads_only_what_is_there(site: Path) -> None:
+def test_every_page_loads_only_files_of_the_site(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not pages.unloadable(page, site)
 
@@ -37,7 +37,7 @@ def test_no_path_of_this_machine_is_on_a_page(site: Path) -> None:
             assert path not in text, f"{page.relative_to(site)} has {path}"
 
 
-def test_only_pages_and_what_they_need_are_published(site: Path) -> None:
+def test_only_pages_and_the_files_they_need_are_published(site: Path) -> None:
     kinds = {path.suffix for path in site.rglob("*") if path.is_file()}
     assert not kinds & {".py", ".sh", ".md"} and not (site / "zh.json").exists() and not (site / "zh").exists()
     courses = [path.parent.name for path in ROOT.glob("chapters/*/train.py")]
@@ -52,7 +52,7 @@ def test_only_pages_and_what_they_need_are_published(site: Path) -> None:
     assert {path.name for path in (site / "_generated").rglob("*") if path.is_file()} == figures
 
 
-def test_pages_show_what_the_files_say(site: Path) -> None:
+def test_pages_show_the_content_of_the_files(site: Path) -> None:
     english = pages.pages_of(site, "en")
     last = english["chapters/07_patrickstar/index.html"]
     assert "initialize_engine" in last and "--near-budget" in last and 'class="hll"' in last, "new lines are marked"
@@ -110,7 +110,7 @@ def test_a_missing_page_and_another_heading_are_found() -> None:
     assert pages.differences(chinese, moved) == ["index.html: headings in another order"]
 
 
-def test_what_cannot_be_loaded_is_found(tmp_path: Path) -> None:
+def test_a_file_that_a_page_cannot_load_is_found(tmp_path: Path) -> None:
     page = tmp_path / "index.html"
     page.write_text('<img src="a.png"><script src="https://cdn.example.org/x.js"></script><img src="data:,x">')
     assert pages.unloadable(page, tmp_path) == [

@@ -255,7 +255,7 @@ def test_the_player_answers(schedules, site: Path, below: str) -> None:
 
 
 @needs_browser
-def test_what_no_program_runs_is_refused_and_a_wrong_address_is_the_default(formulas, site: Path) -> None:
+def test_an_impossible_run_is_refused_and_a_wrong_address_gives_the_default(formulas, site: Path) -> None:
     address = (site / "en/tools/memory").as_uri()
     assert "heads do not divide" in dumped(f"{address}/index.html#model=small&strategy=tensor&precision=fp32&ranks=5")
     default = formulas.device_bytes(formulas.memory({**SMALL, "strategy": "ddp", "precision": "O2", "ranks": 4}))

@@ -285,7 +285,7 @@ def started_in(folder):
     return [int(pid) for file in folder.iterdir() for pid in file.read_text().split()]
 
 
-def test_ranks_and_what_they_started_are_gone_after_close(tmp_path):
+def test_ranks_and_their_children_are_gone_after_close(tmp_path):
     with RankPool(2) as pool:
         pool.run(start_a_child, tmp_path, False)
         pids = started_in(tmp_path)
@@ -295,7 +295,7 @@ def test_ranks_and_what_they_started_are_gone_after_close(tmp_path):
     assert not folder.exists()
 
 
-def test_ranks_and_what_they_started_are_gone_after_a_hang(tmp_path):
+def test_ranks_and_their_children_are_gone_after_a_hang(tmp_path):
     with RankPool(2) as pool:
         with pytest.raises(RankFailure):
             pool.run(start_a_child, tmp_path, True, timeout=3)

@@ -54,7 +54,7 @@ def test_a_chapter_takes_its_settings_from_the_face_without_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
-def test_the_face_has_what_it_names():
+def test_every_name_of_the_package_face_can_be_imported():
     missing = [name for name in gpt2_chinese.__all__ if not hasattr(gpt2_chinese, name)]
     assert not missing, missing
     with pytest.raises(ImportError, match="cannot import name 'Trainer'"):

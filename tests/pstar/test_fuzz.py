@@ -47,7 +47,7 @@ def test_configurations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fifo", "/dev/zero", "folder", "none", "nul\0", "x" * 300, "loop"])
-def test_what_is_no_file_is_told_at_once(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_is_no_file_is_refused(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     import os
 
     os.mkfifo(tmp_path / "fifo")

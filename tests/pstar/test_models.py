@@ -186,7 +186,7 @@ def test_lazy_start_makes_the_same_weights_and_never_holds_the_model() -> None:
     compare(Deep, deep_inputs, lambda out: out)
 
 
-def test_a_model_that_looks_at_its_values_starts_plainly_and_says_so() -> None:
+def test_a_model_that_reads_its_values_in_init_starts_without_lazy_init_and_warns() -> None:
     class Looking(Deep):
         def __init__(self) -> None:
             super().__init__()
@@ -202,7 +202,7 @@ def test_a_model_that_looks_at_its_values_starts_plainly_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("what", ["block.compile()", "torch.compile(block)", "torch.compile(engine)"])
-def test_torch_compile_gives_the_same_bits_and_compiles_what_is_between_the_hooks(what: str) -> None:
+def test_torch_compile_gives_the_same_bits_and_compiles_the_code_between_the_hooks(what: str) -> None:
     """With the backend aot_eager, whose graphs have autograd of their own but the kernels of plain PyTorch."""
     def model_func() -> toy.Toy:
         model = toy.Toy()

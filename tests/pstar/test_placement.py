@@ -120,7 +120,7 @@ def test_looking_ahead_moves_nothing_more(keys, prefetch):
 
 
 @pytest.mark.parametrize("near", ["min", "25%", "45%", "60%"])
-def test_what_was_updated_far_comes_back_while_the_rest_is_updated_and_no_more_than_without(near):
+def test_groups_updated_far_come_near_during_the_update_and_move_no_more_bytes(near):
     """Updated groups come near during the update, into free room, in the order of need. A step moves the same bytes as
     without prefetch."""
     tables, early = [], {}
@@ -198,14 +198,14 @@ def test_model_data_larger_than_near_and_far_go_to_disk(tmp_path):
     assert "exp_avg" in kinds
 
 
-def test_a_far_budget_too_small_without_a_disk_says_so(tmp_path):
+def test_a_far_budget_too_small_names_the_disk_path(tmp_path):
     with pytest.raises(pstar.BudgetError, match="far budget 30% .* or a disk_path"):
         toy.build(near_budget="min", far_budget="30%")
     with pytest.raises(pstar.BudgetError, match="far budget 1%"):
         toy.build(near_budget="min", far_budget="1%", disk_path=str(tmp_path))
 
 
-def test_the_disk_being_full_is_one_line_and_the_last_checkpoint_stands(tmp_path):
+def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(tmp_path):
     model, optimizer = toy.build(near_budget="min", far_budget="30%", disk_path=str(tmp_path / "disk"),
                                  default_chunk_size=5_000)
     toy.train(model, optimizer, 2)
@@ -220,7 +220,7 @@ def test_the_disk_being_full_is_one_line_and_the_last_checkpoint_stands(tmp_path
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_room_follows_what_else_is_near():
+def test_the_room_for_chunks_follows_the_activations_in_near():
     """The first step measures what is no chunk; from then on chunks fill what near_memory leaves, and never more."""
     whole, expected = toy.build()[0].model_data_bytes, toy.oracle(STEPS)
     model, optimizer = toy.build(near_budget="100%", near_memory="1500KiB", default_chunk_size=5_000)
@@ -251,7 +251,7 @@ def test_states_move_near_when_the_measured_margin_allows_it():
     assert model.near.used_bytes + max(model.schedule.known_peaks()) <= 2200 * 1024
 
 
-def test_a_near_memory_too_small_says_how_much_would_do():
+def test_a_near_memory_too_small_names_an_amount_that_suffices():
     model, optimizer = toy.build(near_memory="300KiB", default_chunk_size=5_000)
     with pytest.raises(pstar.BudgetError, match="near_memory 300 KiB is too small: .* give at least") as error:
         toy.train(model, optimizer, 1)
@@ -372,7 +372,7 @@ def test_gradients_thrown_away_between_micro_steps_leave_nothing_behind():
     assert all(torch.equal(weight, weights[name]) for name, weight in model.gather_state()[0].items())
 
 
-def test_a_sum_over_micro_steps_counts_what_arrived_in_each_of_them():
+def test_a_sum_over_micro_steps_counts_the_gradients_of_each():
     """A layer that only some micro-steps use, and the same table twice in one: sums are those of a plain loop."""
     class Sometimes(toy.Toy):
         def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

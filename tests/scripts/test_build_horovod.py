@@ -106,7 +106,7 @@ def test_it_unpacks_with_a_python_that_has_no_filters(script, monkeypatch, tmp_p
     assert (script.unpack(tmp_path / "sdist.tar.gz", tmp_path) / "setup.py").exists()
 
 
-def test_what_it_installs_is_pinned(script) -> None:
+def test_every_installed_package_is_pinned(script) -> None:
     extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["horovod"]
     assert script.requirements() == extra
     pins = (REPO / "constraints.txt").read_text()

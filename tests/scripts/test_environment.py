@@ -79,7 +79,7 @@ def test_nothing_is_pinned_that_nothing_needs():
 
 
 @in_pinned_environment
-def test_what_setup_installed_is_what_is_pinned():
+def test_the_installed_versions_are_the_pinned_ones():
     installed = {name: importlib.metadata.version(name).partition("+")[0] for name in PINNED}
     assert installed == PINNED
 

@@ -109,7 +109,7 @@ for before in (queue := [first]):  # grows while new states are found
         killed = save(after, was + 1, die_at)
         kills += killed
         assert value_in(after) in ((was, was + 1) if killed else (was + 1,)), (before, die_at, os.listdir(after))
-        # what lies in folders that are not finished is removed by the next writer
+        # the next writer removes unfinished folders
         left = tuple(sorted(str(f.relative_to(after)) for f in after.rglob("*") if ".tmp" not in str(f)))
         if left not in states:
             states[left] = after
@@ -237,7 +237,7 @@ def test_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_saved(tmp_path: Path, value: float) -> None:
+def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path, value: float) -> None:
     kept = written(tmp_path, 1)
     with pytest.raises(RunError, match="a holds numbers that are not finite"):
         written(tmp_path, 2, value)

@@ -144,7 +144,7 @@ def test_a_folder_goes_in_and_out_unchanged(theirs, folder: Path, tmp_path: Path
     assert read_weights(export(tmp_path / "out", tmp_path / "twice")).keys() == dict(theirs.named_parameters()).keys()
 
 
-def test_export_takes_other_numbers_and_says_what_they_cannot_hold(theirs, folder: Path, tmp_path: Path) -> None:
+def test_export_converts_to_another_dtype_and_refuses_numbers_out_of_its_range(theirs, folder: Path, tmp_path: Path) -> None:
     found = state(theirs)
     write(found, folder, "bin")
     out = export(folder, tmp_path / "half", dtype="float16")

@@ -170,7 +170,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_one_line_and_leaves_nothing(tmp_path: Path, capsys, name: str) -> None:
+def test_a_wrong_input_is_one_line_and_leaves_no_file(tmp_path: Path, capsys, name: str) -> None:
     content, flags, line = WRONG[name]
     if content is not None:
         write(tmp_path / "in.txt", content)
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(tmp_path: Path, capsys, na
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_would_be_overwritten_is_not_read(tmp_path: Path, capsys) -> None:
+def test_an_input_inside_the_output_is_refused(tmp_path: Path, capsys) -> None:
     given = write(tmp_path / "out/train/a.json", '["一"]')
     with pytest.raises(SystemExit):
         convert(given.parent, "--output", tmp_path / "out", "--overwrite")

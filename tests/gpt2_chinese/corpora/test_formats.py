@@ -95,24 +95,24 @@ def test_a_record_without_its_fields_is_named(form: str, record, said: str) -> N
 
 
 @pytest.mark.parametrize("form", RECORDS)
-@pytest.mark.parametrize("lies", ["lines", "array", "objects", "pretty"])
-def test_formats_are_detected_by_their_fields_in_every_layout(form: str, lies: str) -> None:
+@pytest.mark.parametrize("arrangement", ["lines", "array", "objects", "pretty"])
+def test_formats_are_detected_by_their_fields_in_every_layout(form: str, arrangement: str) -> None:
     record, expected = RECORDS[form]
     text = {
         "lines": "\n".join([dumps(record)] * 3) + "\n",
         "array": dumps([record] * 3),
         "objects": dumps(record) * 3,
         "pretty": "\n".join([json.dumps(record, ensure_ascii=False, indent=2)] * 3),
-    }[lies]
+    }[arrangement]
     head = Head(text, True)
     assert detect(head, True, "x").format == form
-    assert layout(head) == lies.replace("pretty", "objects")
-    items = list(json_lines([text]) if lies == "lines" else json_values([text], "x"))
+    assert layout(head) == arrangement.replace("pretty", "objects")
+    items = list(json_lines([text]) if arrangement == "lines" else json_values([text], "x"))
     assert [record_texts(form, item.value, Choices()) for item in items] == [expected] * 3
 
 
 @pytest.mark.parametrize(
-    "text, form, lies",
+    "text, form, arrangement",
     [
         ('["一段。", "二段。"]', "array-json", "array"),
         ("\n [\n]", "array-json", "array"),
@@ -126,9 +126,9 @@ def test_formats_are_detected_by_their_fields_in_every_layout(form: str, lies: s
         (dumps(WIKI)[:40] + "\n" + "\n".join([dumps(WIKI)] * 4), "wiki2019zh", "lines"),
     ],
 )
-def test_array_lines_and_plain_text_are_told_apart(text: str, form: str, lies: str) -> None:
+def test_array_lines_and_plain_text_are_told_apart(text: str, form: str, arrangement: str) -> None:
     head = Head(text, True)
-    assert detect(head, True, "x").format == form and layout(head) == lies
+    assert detect(head, True, "x").format == form and layout(head) == arrangement
 
 
 def test_detection_looks_at_fifty_lines_and_a_blank_text_decides_nothing() -> None:
@@ -176,15 +176,15 @@ def test_places_are_lines_and_items() -> None:
 
 
 @pytest.mark.parametrize("bad", ['{"text": tru}', '{"text" "一"}', '{"text": "没有引号}', '{"text": "\\x"}', "[" * 100_000])
-@pytest.mark.parametrize("lies", ["lines", "array", "objects"])
-def test_after_a_bad_record_the_next_line_is_read(bad: str, lies: str) -> None:
+@pytest.mark.parametrize("arrangement", ["lines", "array", "objects"])
+def test_after_a_bad_record_the_next_line_is_read(bad: str, arrangement: str) -> None:
     good = [dumps({"text": f"第{i}段"}) for i in range(4)]
     lines = [good[0], good[1], bad, good[2], good[3]]
-    text = "[\n" + ",\n".join(lines) + "\n]" if lies == "array" else "\n".join(lines)
-    found = list(json_lines([text]) if lies == "lines" else json_values([text], "x"))
+    text = "[\n" + ",\n".join(lines) + "\n]" if arrangement == "array" else "\n".join(lines)
+    found = list(json_lines([text]) if arrangement == "lines" else json_values([text], "x"))
     assert [item.value["text"] for item in found if not item.problem] == [f"第{i}段" for i in range(4)]
     (item,) = [item for item in found if item.problem]
-    assert item.where.startswith("4" if lies == "array" else "3") and item.value == bad[:30] or lies != "lines"
+    assert item.where.startswith("4" if arrangement == "array" else "3") and item.value == bad[:30] or arrangement != "lines"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_encodings_and_marks() -> None:
 # ---- cleaning
 
 
-def test_cleaning_takes_what_is_no_text_and_keeps_full_width_forms() -> None:
+def test_cleaning_removes_characters_that_are_no_text_and_keeps_full_width_forms() -> None:
     assert clean("一\x00二\x07三\x7f\u200b，。！？“”　（四）").text == "一二三，。！？“”　（四）"
     assert clean("一\r\n二\r三\u2028四\x85五\t六").text == "一\n二\n三\n四\n五 六"
     assert clean("  一\n").text == "一"

@@ -240,7 +240,7 @@ def test_two_commands_at_once_give_one_right_cache(corpus: Path, tmp_path: Path)
     assert said[0][-1] == said[1][-1]
 
 
-def test_the_command_says_what_it_made(cache: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_counts_speed_and_path(cache: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--corpus", str(corpus)])
     lines = capsys.readouterr().out.splitlines()
     tokens = load_tokens(corpus, ROOT / "cache/vocab.txt")
@@ -251,7 +251,7 @@ def test_the_command_says_what_it_made(cache: Path, corpus: Path, capsys: pytest
     assert stop.value.code == 2 and "does not exist" in capsys.readouterr().err
 
 
-def test_what_was_left_by_a_kill_after_the_last_write_is_removed(tmp_path: Path) -> None:
+def test_files_left_by_a_kill_after_the_last_write_are_removed(tmp_path: Path) -> None:
     corpus, where = permuted(tmp_path / "corpus", 1), environment(tmp_path / "cache")
     subprocess.run(command(corpus), env=where, check=True, capture_output=True, timeout=HANGS_S)
     whole = content(tmp_path / "cache")
@@ -273,7 +273,7 @@ def test_a_prepared_cache_is_read_without_permission_to_write(
         load_tokens(corpus, vocab)
 
 
-def test_in_a_shared_cache_anyone_goes_on_with_what_another_user_left(
+def test_in_a_shared_cache_any_user_continues_files_that_another_left(
     cache: Path, corpus: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks modes, and replaces files without write permission by links: the tests may run as root, who may write to

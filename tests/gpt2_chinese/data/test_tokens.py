@@ -67,7 +67,7 @@ def test_changed_content_gets_a_cache_of_its_own(folder: Path, corpus: Path, voc
 
 @pytest.mark.parametrize("part", [".bin", ".json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "empty"])
-def test_what_is_damaged_or_half_written_is_made_again(
+def test_a_damaged_or_incomplete_file_is_made_again(
     folder: Path, corpus: Path, vocab: Path, part: str, harm: str
 ) -> None:
     good = load_tokens(corpus, vocab)
@@ -113,7 +113,7 @@ def test_a_large_vocabulary_takes_uint32(folder: Path, corpus: Path, vocab: Path
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 64, 1 << 20])
-def test_reading_in_pieces_gives_what_json_gives(tmp_path: Path, monkeypatch, piece: int) -> None:
+def test_reading_in_pieces_gives_the_items_that_json_gives(tmp_path: Path, monkeypatch, piece: int) -> None:
     monkeypatch.setattr(corpus_module, "_PIECE_BYTES", piece)
     items = ["一", "", 'a"b\\c\n', "\U0001f600尾", "x" * 100, "\\", "]", "，"]
     for ascii_only in (True, False):
@@ -141,7 +141,7 @@ def test_reading_in_pieces_gives_what_json_gives(tmp_path: Path, monkeypatch, pi
         ('["a\tb"]', "item 1 is broken"),
     ],
 )
-def test_what_is_no_array_of_strings_is_named(tmp_path: Path, content: str, line: str) -> None:
+def test_a_corpus_that_is_no_array_of_strings_is_named(tmp_path: Path, content: str, line: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(content, encoding="utf-8")
     with pytest.raises(UserError) as error:

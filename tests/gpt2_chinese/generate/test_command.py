@@ -141,7 +141,7 @@ def byte_vocabulary(path: Path) -> Vocabulary:
     return Vocabulary.load(path / "tokenizer.json")
 
 
-def test_what_is_streamed_never_changes_and_has_whole_characters(tmp_path: Path, vocab: Path) -> None:
+def test_streamed_text_never_changes_and_has_whole_characters(tmp_path: Path, vocab: Path) -> None:
     draw = random.Random(0)
     for vocabulary in (Vocabulary.load(vocab), byte_vocabulary(tmp_path)):
         texts = ["今天hello world, 3 天气。good-bye! a b c", "明天é下雨，𠮷野家", "  天 气 ", "new york city\n你好"]

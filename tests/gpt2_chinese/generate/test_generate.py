@@ -95,7 +95,7 @@ def test_the_cache_changes_no_id_within_the_context_and_beyond(model: GPT2LMHead
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("sampling", [GREEDY, WILD], ids=["greedy", "drawn"])
-def test_a_batch_of_any_lengths_gives_what_each_gives_alone(model: GPT2LMHeadModel, sampling, cache: bool) -> None:
+def test_a_batch_of_any_lengths_gives_the_results_of_each_alone(model: GPT2LMHeadModel, sampling, cache: bool) -> None:
     together = draw(model, RAGGED, 40, 3, sampling=sampling, cache=cache, end_id=11)
     for i, prompt in enumerate(RAGGED):
         assert draw(model, [prompt], 40, 3, sampling=sampling, numbers=[i], end_id=11)[0] == together[i]

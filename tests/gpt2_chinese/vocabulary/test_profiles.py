@@ -61,7 +61,7 @@ def test_gpt2_chinese_is_bert_tokenizer_with_blanks_around_digits_and_its_own_ma
 
 
 @pytest.mark.parametrize("kind", ["gpt2_chinese", "uer", "bpe"])
-def test_what_is_exported_is_read_alike_by_everyone(kind: str, numbers: Path, corpus: Path, tmp_path: Path) -> None:
+def test_an_exported_vocabulary_gives_all_readers_equal_ids(kind: str, numbers: Path, corpus: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     if kind == "bpe":
         (tmp_path / "tokenizer.json").write_text(train_bpe(corpus, 400), encoding="utf-8")
@@ -103,7 +103,7 @@ def write(path: Path, content: object) -> Path:
         ({"config.json": {"model_type": "gpt2"}}, "gpt2_chinese"),
     ],
 )
-def test_auto_is_what_the_folder_records(tmp_path: Path, numbers: Path, beside: dict, profile: str) -> None:
+def test_auto_is_the_profile_that_the_folder_records(tmp_path: Path, numbers: Path, beside: dict, profile: str) -> None:
     write(tmp_path / "vocab.txt", numbers.read_text(encoding="utf-8"))
     for name, content in beside.items():
         write(tmp_path / name, content)
@@ -140,7 +140,7 @@ def test_ids_are_lines_whatever_the_line_ends(tmp_path: Path) -> None:
     assert Vocabulary.load(plain, "uer").digest not in digests
 
 
-def test_a_digest_is_of_what_decides_the_ids(tmp_path: Path, corpus: Path) -> None:
+def test_a_digest_depends_on_everything_that_decides_the_ids(tmp_path: Path, corpus: Path) -> None:
     source = write(tmp_path / "tokenizer.json", train_bpe(corpus, 300))
     first = Vocabulary.load(source)
     (tmp_path / "final").mkdir()
@@ -185,7 +185,7 @@ def test_a_wrong_file_is_one_line(case: str, tmp_path: Path, vocab: Path) -> Non
 # -- the commands -----------------------------------------------------------------------------------------------------
 
 
-def test_check_tells_what_a_count_by_hand_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_numbers_of_a_count_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocab = write(tmp_path / "vocab.txt", "".join(f"{t}\n" for t in [*SPECIAL_TOKENS, "天", "地", "a", "##b", "1", "月"]))
     corpus = write(tmp_path / "c.json", ["天天地 鸟鸟", "ab 11 兽鸟", "abc"])
     fit = measure(Vocabulary.load(vocab), corpus)
@@ -200,7 +200,7 @@ def test_check_tells_what_a_count_by_hand_tells(tmp_path: Path, capsys: pytest.C
     assert "[MASK] 4" in said["special"]
 
 
-def test_training_by_command_writes_what_the_function_makes(tmp_path: Path, corpus: Path, capsys) -> None:
+def test_training_by_command_writes_the_vocabulary_of_the_function(tmp_path: Path, corpus: Path, capsys) -> None:
     for kind, name in (("characters", "vocab.txt"), ("wordpiece", "vocab.txt"), ("bpe", "tokenizer.json")):
         out = tmp_path / kind / name
         main(["train", "--kind", kind, "--corpus", str(corpus), "--size", "300", "--output", str(out)])

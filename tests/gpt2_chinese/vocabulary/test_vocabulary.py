@@ -20,7 +20,7 @@ from gpt2_chinese.vocabulary.vocabulary import SPECIAL_TOKENS, Vocabulary, tidy
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_shipped_vocabulary_is_what_make_vocab_makes(vocab: Path) -> None:
+def test_make_vocab_makes_the_shipped_vocabulary(vocab: Path) -> None:
     shipped = vocab.read_text(encoding="utf-8").splitlines()
     assert train(ROOT / "data/train", 4096) == shipped
     assert shipped[:5] == SPECIAL_TOKENS

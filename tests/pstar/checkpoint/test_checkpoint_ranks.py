@@ -88,7 +88,7 @@ def saved(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("num_ranks, config", [(1, MIDDLE), (1, SHARDED), (2, SMALL), (2, MIDDLE), (2, SHARDED), (3, MIDDLE),
                                                (4, SHARDED)])  # fmt: skip
-def test_what_two_ranks_saved_goes_on_anywhere(ranks, saved, num_ranks, config):
+def test_a_checkpoint_of_two_ranks_continues_at_any_number_of_ranks(ranks, saved, num_ranks, config):
     path, through = saved
     results = ranks(num_ranks).run(resume, config, str(path))
     assert mean(results) == pytest.approx(mean(through), rel=0 if num_ranks == 2 else 1e-6, abs=0)
@@ -233,7 +233,7 @@ def test_a_rank_that_cannot_write_fails_all_and_nothing_is_lost(ranks, tmp_path)
         assert extra == {"step": 0} and left == ["checkpoint"]
 
 
-def test_what_json_cannot_hold_is_refused_before_a_file_is_made(tmp_path):
+def test_client_state_that_is_no_json_is_refused_before_a_file_is_made(tmp_path):
     model, _, _ = build(SMALL)
     with pytest.raises(pstar.CheckpointError, match="not JSON serializable"):
         model.save_checkpoint(tmp_path / "checkpoint", {"scheduler": object()})

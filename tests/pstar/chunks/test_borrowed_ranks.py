@@ -62,7 +62,7 @@ def test_a_borrowed_parameter_follows_one_process(ranks, pattern, near, prefetch
 @pytest.mark.parametrize("keys", [{}, {"ownership": "sharded"}, {"communication": "chunk"}, {"bf16": {"enabled": True}}],
                          ids=str)
 @pytest.mark.parametrize("pattern", MEANS)
-def test_placement_changes_no_bit_of_what_is_borrowed(ranks, pattern, keys):
+def test_placement_changes_no_bit_of_borrowed_parameters(ranks, pattern, keys):
     if "bf16" in keys and pattern == FLOATING_BUFFERS:
         pytest.skip("spectral norm keeps vectors in buffers, which the engine leaves in fp32")
     first, second = (ranks(2).run(case, pattern, keys | more)[0]

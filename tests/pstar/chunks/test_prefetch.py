@@ -126,7 +126,7 @@ def test_a_slow_link_changes_the_order_of_updates_and_no_number(overlap):
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_while_gradients_are_on_their_way_what_forward_needs_comes_in_its_order(prefetch):
+def test_while_gradients_leave_parameters_come_in_the_order_of_forward(prefetch):
     """`prefetch` of those after the first that is not updated yet; that one when it is."""
     model, optimizer = build(prefetch=prefetch)
     order = needed(model)

@@ -74,7 +74,7 @@ def test_a_block_is_used_under_the_keys_that_touch_it() -> None:
 # ---- what is under way
 
 
-def test_what_is_under_way_is_finished_once_gathers_first_even_where_one_finishes_the_others() -> None:
+def test_collectives_under_way_are_finished_once_gathers_first() -> None:
     under_way, finished = UnderWay(), []
 
     class Pending:

@@ -46,7 +46,7 @@ def exchange_case(rank: int, num_ranks: int, through_memory: bool):
 
 
 @pytest.mark.parametrize("num_ranks", quick_only([2, 3, 4], 3))
-def test_shared_memory_gives_what_the_process_group_gives(ranks, num_ranks):
+def test_shared_memory_gives_the_results_of_the_process_group(ranks, num_ranks):
     if not shared_memory.available():
         pytest.skip("no shared memory with ordered writes on this machine")
     ours = ranks(num_ranks).run(exchange_case, True)

@@ -257,7 +257,7 @@ def test_stochastic_rounding_keeps_the_mean(implementation):
 
 
 def test_the_code_of_a_moment_is_the_nearest():
-    """Each value has its own code, and so have numbers that lie closer to it than to its neighbours."""
+    """Each value has its own code, and so have numbers that are closer to it than to its neighbours."""
     for values, boundaries, least in zip(code_tables(CPU)[::2], code_tables(CPU)[1::2], least_codes(), strict=True):
         assert (values.diff() > 0).all() and values[-1] == 1 and boundaries[-1] == math.inf
         numbers = torch.cat([values, boundaries[:-1], torch.nextafter(boundaries[:-1], torch.tensor(9.0)), random(10**6, 0)])
@@ -358,7 +358,7 @@ def test_a_gradient_that_no_kernel_takes_is_stored_by_torch():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_squared_norm_shows_what_is_not_finite_and_nothing_else(implementation):
+def test_squared_norm_is_not_finite_exactly_if_an_element_is_not(implementation):
     for odd in (math.inf, -math.inf, math.nan):
         for place in (0, 8_191, 8_192, 20_000):
             grad = torch.full((20_001,), 3e38)    # whose squares overflow fp32, and float64 not

@@ -76,7 +76,7 @@ def random_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.pairs
 @pytest.mark.parametrize("numel", [0, 1, 1000, ALIGN, ALIGN + 1, OWN_PAGES_BYTES, OWN_PAGES_BYTES + 7, 5 * MIB + 3])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int16, torch.float32])
-def test_what_was_written_is_read(tier, numel, dtype):
+def test_a_read_returns_the_bytes_that_were_written(tier, numel, dtype):
     content = random_bytes(numel * dtype.itemsize, numel)
     source, target = buffer(content.nbytes), buffer(content.nbytes)
     source.copy_(content)
@@ -148,7 +148,7 @@ def test_bytes_of_content_are_counted_and_the_budget_is_the_files(tmp_path):
     tier.close()
 
 
-def test_an_extent_of_equal_size_is_used_again_and_the_file_grows_only_by_what_is_missing(tmp_path):
+def test_an_extent_of_equal_size_is_used_again_before_the_file_grows(tmp_path):
     tier = DiskTier(tmp_path)
     extents = [tier.allocate(size * ALIGN, torch.uint8, "param") for size in (1, 2, 1, 3)]
     for extent in extents[1::2]:

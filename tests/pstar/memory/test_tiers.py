@@ -60,7 +60,7 @@ def test_fault_room_making_fails_although_there_is_room():
     assert tier.allocate(250, torch.float32, "param").nbytes == 1000
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing():
+def test_an_allocation_that_does_not_fit_is_refused_and_changes_nothing():
     tier = Tier(NEAR, CPU, 1000)
     kept = tier.allocate(100, torch.float32, "param")
     with pytest.raises(BudgetError, match="near: 800 bytes for grad do not fit: 400 of 1000"):
@@ -149,7 +149,7 @@ def test_amounts_of_memory(text, value):
 
 
 @pytest.mark.parametrize("text", ["", "much", "-5MiB", "5 parsecs", "0", "0%", True, "1e3"])
-def test_what_is_no_amount_of_memory(text):
+def test_a_wrong_amount_of_memory_is_refused(text):
     with pytest.raises(ConfigError, match="memory"):
         parse_bytes(text, 1000)
 

@@ -95,7 +95,7 @@ def test_it_is_the_norm_of_torch_up_to_rounding():
     assert global_norm([params[0].grad, torch.tensor([math.inf])]) == math.inf
 
 
-def test_what_was_summed_when_it_was_stored_is_not_read_again_and_is_the_oracle_after_every_change():
+def test_norms_summed_when_gradients_were_stored_equal_the_oracle_and_read_nothing_again():
     layout = make_layout([ModuleSpec("m", tuple(SIZES.items()))], 10**6)
     norms = ParameterNorms(layout, list(SIZES), Collectives(None, Ledger()), torch.device("cpu"))
     piece, given = torch.full((layout.groups[0].piece_elems,), math.nan), grads()

@@ -126,7 +126,7 @@ def trained(budget: int | str, hybrid: bool = True, far: int | str = "auto", mic
     return model
 
 
-def test_all_near_takes_the_bytes_that_the_plan_says():
+def test_all_near_takes_the_planned_bytes():
     whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, JOB)[0].total_elems
     plan = predict(TINY, one_gpu(whole, 10**9, JOB), JOB)
     engine = trained(whole)
@@ -138,7 +138,7 @@ def test_all_near_takes_the_bytes_that_the_plan_says():
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_all_states_far_takes_the_bytes_that_the_plan_says(precision, micro_steps):
+def test_all_states_far_takes_the_planned_bytes(precision, micro_steps):
     job, size = replace(JOB, precision=precision, micro_steps=micro_steps), 4 if precision == "fp32" else 2
     whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, job)[0].total_elems
     plan = predict(TINY, one_gpu(whole, 10**9, job), job, modes=("far",))
@@ -154,7 +154,7 @@ def test_all_states_far_takes_the_bytes_that_the_plan_says(precision, micro_step
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("near_states", ["margin", "fill"])
-def test_hybrid_takes_the_bytes_that_the_plan_says(near_states, micro_steps):
+def test_hybrid_takes_the_planned_bytes(near_states, micro_steps):
     job = replace(JOB, near_states=near_states, micro_steps=micro_steps)
     whole = 16 * choose_layout(TINY, costs_of("fp32"), 1, 10**9, job)[0].total_elems
     plan = predict(TINY, one_gpu(whole * 3 // 4, 10**9, job), job)
@@ -202,7 +202,7 @@ def with_room(near: int, far: int, job: Job = AWAY, disk: int = 0) -> Machine:
                    gpu_fragmentation=0.0, host_reserve_bytes=0, process_reserve_bytes=0)
 
 
-def test_offloaded_activations_take_the_bytes_that_the_plan_says(tmp_path):
+def test_offloaded_activations_take_the_planned_bytes(tmp_path):
     layout = choose_layout(WIDE, costs_of("fp32"), 1, 10**9, AWAY)[0]
     plan = predict(WIDE, with_room(16 * layout.total_elems, 10**9), AWAY)
     engine = offloading({"profile": str(tmp_path / "profile.json")})    # so that the engine counts what is no chunk
@@ -242,7 +242,7 @@ def test_far_must_have_room_for_activations_beside_all_chunks():
         Job(offload_activations=1)
 
 
-def test_who_offloads_activations_keeps_no_freed_memory(monkeypatch):
+def test_an_engine_that_offloads_activations_keeps_no_freed_memory(monkeypatch):
     called = []
     monkeypatch.setattr("pstar.engine.keep_freed_memory", lambda keep=True: called.append(keep))
     offloading({})
@@ -266,7 +266,7 @@ def test_full_fills_near_with_states_and_the_engine_trains_so_with_the_same_bits
         trained(near, hybrid=False, far=far)
 
 
-def test_what_does_not_fit_says_by_how_much_and_the_disk_takes_what_is_over():
+def test_a_plan_that_does_not_fit_names_the_missing_bytes_and_the_disk_takes_them():
     budget = smallest_near_budget(choose_layout(TINY, costs_of("fp32"), 1, 10**9, JOB)[0], TINY.uses(), costs_of("fp32"))[0]
     plan = predict(TINY, one_gpu(budget - 1, 10**9, JOB), JOB)
     assert not plan.fits and plan.short_of == {"near": 1}
@@ -293,7 +293,7 @@ def test_more_memory_never_fits_less(near, far, disk, which, more):
     assert predict(TINY, after, job).fits >= predict(TINY, before, job).fits
 
 
-def test_collectives_move_what_the_maths_says():
+def test_collectives_move_the_bytes_of_the_formula():
     # 6 S n_p (p - 1) / p in 16 bit where near holds few parameters: gathered twice, reduced once
     machine = MACHINES["superpod"]
     plan = predict(MODELS["68B"], machine, Job(chunk_elems=36 * 2**20))
@@ -379,7 +379,7 @@ def test_a_machine_from_a_file(tmp_path):
     assert all(find_machine(machine.name) is machine and machine.source for machine in MACHINES.values())
 
 
-def test_the_command_answers_and_its_exit_status_says_whether_it_fits(capsys):
+def test_the_command_prints_the_plan_and_its_exit_status_is_whether_it_fits(capsys):
     assert cli.main(["plan", "--model", "gpt2", "--machine", "h200", "--batch", "4"]) == 0
     text = capsys.readouterr().out
     assert "fits, near" in text and "124,439,808 parameters" in text and "tokens/s" in text
@@ -412,7 +412,7 @@ def test_the_command_plans_offloaded_activations(capsys):
     assert "activations offloaded" in text and "activations when forward ends" in text and "+ offload" in text
 
 
-def test_what_is_said_to_fit_does_fit(capsys):
+def test_a_flag_that_would_fit_does_fit(capsys):
     arguments = ["plan", "--model", "18B", "--machine", "h100-80", "--chunk-size", "33554432", "--json"]
     assert cli.main([*arguments, "--disk", "0"]) == 1
     first = json.loads(capsys.readouterr().out)["would_fit"]

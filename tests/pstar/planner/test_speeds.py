@@ -58,7 +58,7 @@ def on_a_slow_link(**keys) -> dict:
 
 
 @pytest.mark.parametrize("found, where", [(GPU, "stream"), (SLOW_LINK, "host")])
-def test_auto_is_what_the_speeds_say(measured, found, where):
+def test_auto_chooses_the_faster_by_the_speeds(measured, found, where):
     calls = measured(found)
     model, optimizer = toy.build(**on_a_slow_link(**ROOM))
     assert model.far_states == where and len(calls) == 1
@@ -127,7 +127,7 @@ def test_states_that_may_be_on_disk_are_the_hosts(measured, tmp_path):
     assert model.far_states == "host" and not calls
 
 
-def test_the_row_says_what_was_chosen_and_the_speeds(measured):
+def test_the_row_of_the_memory_plan_has_the_choice_and_the_speeds(measured):
     measured(GPU)
     row = dict(toy.build(**on_a_slow_link(**ROOM))[0].memory_plan())["far states"]
     assert row.startswith("updated by near, streamed (")

@@ -224,7 +224,7 @@ def test_lives_by_hand():
     }
 
 
-def test_a_cut_carries_over_what_held_and_clips_the_rest():
+def test_a_cut_carries_over_levels_and_clips_intervals():
     profile = Hand()
     profile.enter(("param", 0), FAR, 8)
     profile.used(NEAR, 1)
@@ -259,7 +259,7 @@ def test_a_cut_of_a_real_run_holds_the_same_lives(real):
 # ---- the file
 
 
-def test_the_file_says_what_was_recorded(tmp_path):
+def test_the_file_holds_the_recording(tmp_path):
     profile = train(first=3)[0]
     profile.step(6)
     path = tmp_path / "new" / "p.json"
@@ -502,7 +502,7 @@ def test_charts_of_nothing_are_refused(tmp_path):
 # ---- the command
 
 
-def test_the_command_writes_all_and_says_so(saved, tmp_path):
+def test_the_command_writes_all_files_and_prints_their_names(saved, tmp_path):
     pytest.importorskip("matplotlib")
     other = tmp_path / "rank1.json"
     train(rank=1)[0].save(other)
@@ -543,7 +543,7 @@ def test_an_out_that_is_a_file_is_one_line(saved, tmp_path, capsys):
     assert "out/trace.json: cannot be written" in printed and printed.count("\n") == 1
 
 
-def test_without_matplotlib_the_command_says_what_to_install(saved, tmp_path):
+def test_without_matplotlib_the_command_names_the_package_to_install(saved, tmp_path):
     """In a real process in which matplotlib cannot be found."""
     code = ("import sys; sys.modules['matplotlib'] = None; from pstar.cli import main; "
             "first = main(['trace', sys.argv[1], '--out', sys.argv[2]]); "

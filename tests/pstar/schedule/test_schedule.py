@@ -144,7 +144,7 @@ def test_illegal_uses():
     assert schedule.victim([]) is None
 
 
-def test_what_comes_next_is_known_inside_a_traced_step_only():
+def test_the_next_access_is_known_inside_a_traced_step_only():
     schedule = Schedule()
     accesses = [("gathered", 0), ("grad_full", 0), ("gathered", 1), ("grad_full", 1)]
     for step in range(2):
@@ -162,7 +162,7 @@ def test_what_comes_next_is_known_inside_a_traced_step_only():
         schedule.end_step()
 
 
-def test_what_is_coming_goes_on_around_the_end_of_the_step():
+def test_coming_stretches_continue_around_the_end_of_the_step():
     """In stretches: going back and forth between two keys is one of each, with the largest peak."""
     class Peaks:
         take_peak = staticmethod(iter(range(9, 20)).__next__)    # the first is asked for before the first moment
@@ -186,7 +186,7 @@ def test_what_is_coming_goes_on_around_the_end_of_the_step():
     assert not list(schedule.coming())
 
 
-def test_what_was_touched_last_is_forgotten_where_a_step_or_an_evaluation_begins_or_ends():
+def test_the_last_touched_key_is_forgotten_where_a_step_or_an_evaluation_begins_or_ends():
     """A caller that does not touch `last` a second time must lose no moment of the trace."""
     schedule = Schedule()
 
@@ -209,7 +209,7 @@ def test_what_was_touched_last_is_forgotten_where_a_step_or_an_evaluation_begins
     assert [schedule.first_use(key) for key in "abc"] == [0, 1, NEVER]
 
 
-def test_what_may_come_in_any_order_changes_the_trace_and_not_its_length():
+def test_keys_that_come_in_any_order_change_the_trace_and_not_its_length():
     schedule = Schedule()
     run_step(schedule, "abcabxyzw")
     schedule.begin_step()
