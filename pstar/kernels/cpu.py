@@ -106,7 +106,7 @@ def _norm(function, grad: torch.Tensor, result: object, path: str | None, place:
 
 def _number(path: str | None) -> int:
     if path is not None and path not in PATHS:
-        raise ArgumentError(f"path: one of {', '.join(PATHS)} is wanted, found {path!r}")
+        raise ArgumentError(f"path: one of {', '.join(PATHS)} expected, found {path!r}")
     return 0 if path is None else PATHS[path]
 
 

@@ -100,5 +100,5 @@ def norm_blocks(grad: torch.Tensor, implementation: str | None = None) -> torch.
 def _check_grads(grads: list[torch.Tensor]) -> None:
     for number, grad in enumerate(grads):
         if grad.dtype not in GRAD_KINDS or not grad.is_contiguous() or grad.device != grads[0].device:
-            raise ArgumentError(f"grads[{number}]: a contiguous fp32, fp16 or bf16 tensor on the device of the first is "
-                                f"wanted, found {grad.dtype} on {grad.device}, strides {grad.stride()}")
+            raise ArgumentError(f"grads[{number}]: a contiguous fp32, fp16 or bf16 tensor on the device of the first "
+                                f"expected, found {grad.dtype} on {grad.device}, strides {grad.stride()}")

@@ -93,7 +93,7 @@ class AdamUpdate:
         tensors = {name: getattr(self, name) for name in wanted if getattr(self, name) is not None}
         for name, tensor in tensors.items():    # this runs at each step: messages are formatted for errors only
             if not isinstance(tensor, torch.Tensor):
-                raise ArgumentError(f"{name}: a tensor is wanted, found {type(tensor).__name__}")
+                raise ArgumentError(f"{name}: a tensor expected, found {type(tensor).__name__}")
             if tensor.dtype not in wanted[name]:
                 _refuse(name, f"dtype {_names(wanted[name])}", tensor.dtype)
             if tensor.shape != self.param.shape:
@@ -145,7 +145,7 @@ class AdamUpdate:
 
 
 def _refuse(name: str, wanted: str, found: object) -> NoReturn:
-    raise ArgumentError(f"{name}: {wanted} is wanted, found {found}")
+    raise ArgumentError(f"{name}: {wanted} expected, found {found}")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

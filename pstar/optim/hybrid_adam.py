@@ -41,11 +41,11 @@ class HybridAdam(torch.optim.Optimizer):
                  weight_decay: float = 0.0, adamw_mode: bool = True, *, master: str = "split", bits: int = 32,
                  stochastic_rounding: bool = False, seed: int = 0, implementation: str | None = None):
         if master not in MASTERS:
-            raise ArgumentError(f"master: one of {', '.join(MASTERS)} is wanted, found {master!r}")
+            raise ArgumentError(f"master: one of {', '.join(MASTERS)} expected, found {master!r}")
         if bits not in (8, 32):
-            raise ArgumentError(f"bits: 8 or 32 is wanted, found {bits!r}")
+            raise ArgumentError(f"bits: 8 or 32 expected, found {bits!r}")
         if stochastic_rounding and master != "none":
-            raise ArgumentError(f"stochastic_rounding: master 'none' is wanted with it, found {master!r}")
+            raise ArgumentError(f"stochastic_rounding: master 'none' expected with it, found {master!r}")
         self.adamw_mode, self.master, self.bits = adamw_mode, master, bits
         self.stochastic_rounding, self.seed, self.implementation = stochastic_rounding, seed, implementation
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -56,12 +56,12 @@ class HybridAdam(torch.optim.Optimizer):
         group = self.param_groups[-1]
         for name in ("lr", "eps", "weight_decay"):
             if not group[name] >= 0:
-                raise ArgumentError(f"{name}: a number from 0 on is wanted, found {group[name]!r}")
+                raise ArgumentError(f"{name}: a number from 0 on expected, found {group[name]!r}")
         if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ArgumentError(f"betas: two numbers in [0, 1) are wanted, found {group['betas']!r}")
+            raise ArgumentError(f"betas: two numbers in [0, 1) expected, found {group['betas']!r}")
         for param in group["params"]:
             if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ArgumentError(f"params: fp32, bf16 or fp16 is wanted, found {param.dtype}")
+                raise ArgumentError(f"params: fp32, bf16 or fp16 expected, found {param.dtype}")
             if param.dtype == torch.float16 and self.master == "none":
                 raise ArgumentError("master: fp16 parameters need one; 'none' is for bf16")
 
@@ -88,7 +88,7 @@ class HybridAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     if param.grad.is_sparse:
-                        raise ArgumentError("grad: a dense gradient is wanted, found a sparse one")
+                        raise ArgumentError("grad: a dense gradient expected, found a sparse one")
                     updates.append(self._update(param, group, scales[param.device], skips[param.device]))
         adam_steps(updates, self.implementation)
         for update in updates:
@@ -120,7 +120,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     def _create_state(self, param: torch.Tensor, state: dict) -> None:
         if not param.is_contiguous():
-            raise ArgumentError(f"params: contiguous tensors are wanted, found strides {param.stride()}")
+            raise ArgumentError(f"params: contiguous tensors expected, found strides {param.stride()}")
         state["step"] = 0
         kind = torch.uint8 if self.bits == 8 else torch.float32
         for name in ("exp_avg", "exp_avg_sq"):

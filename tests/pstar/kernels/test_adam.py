@@ -378,15 +378,15 @@ BUFFER = torch.zeros(1_000)
 
 
 @pytest.mark.parametrize("update, message", [
-    (changed(param=torch.zeros(100, dtype=torch.float64)), "param: dtype float32 or bfloat16 is wanted, found"),
-    (changed(param=[0.0] * 100), "param: a tensor is wanted, found list"),
+    (changed(param=torch.zeros(100, dtype=torch.float64)), "param: dtype float32 or bfloat16 expected, found"),
+    (changed(param=[0.0] * 100), "param: a tensor expected, found list"),
     (changed(grad=torch.zeros(100, dtype=torch.int32)), "grad: dtype"),
     (changed(exp_avg=torch.zeros(100, dtype=BF16)), "exp_avg: dtype float32"),
-    (changed(exp_avg_sq=torch.zeros(99)), r"exp_avg_sq: param's shape \(100,\) is wanted, found \(99,\)"),
+    (changed(exp_avg_sq=torch.zeros(99)), r"exp_avg_sq: param's shape \(100,\) expected, found \(99,\)"),
     (changed(grad=torch.zeros(100, 1)), "grad: param's shape"),
     (changed(grad=torch.zeros(200)[::2]), "grad: a contiguous tensor"),
-    (changed(grad=torch.zeros(100, device="meta")), "grad: param's device cpu is wanted, found meta"),
-    (changed(low=torch.zeros(100, dtype=torch.int16)), "low: a bf16 param with it is wanted"),
+    (changed(grad=torch.zeros(100, device="meta")), "grad: param's device cpu expected, found meta"),
+    (changed(low=torch.zeros(100, dtype=torch.int16)), "low: a bf16 param with it expected"),
     (changed(param=torch.zeros(100, dtype=BF16), copy16=torch.zeros(100, dtype=BF16)), "copy16: an fp32 param with it"),
     (changed(seed=1), "seed: a bf16 param without low"),
     (changed(scales=(torch.zeros(1), torch.zeros(1))), "exp_avg: dtype uint8"),
@@ -409,7 +409,7 @@ def test_an_argument_that_cannot_be_is_named(update, message):
 
 def test_a_path_that_is_not_there_is_named():
     if cpu.paths():
-        with pytest.raises(ArgumentError, match="path: one of plain, avx2, avx512 is wanted, found 'sse9'"):
+        with pytest.raises(ArgumentError, match="path: one of plain, avx2, avx512 expected, found 'sse9'"):
             adam_steps([make("fp32", FP32, 10)], "sse9")
     with pytest.raises(ArgumentError, match=r"grads\[1\]: a contiguous"):
         squared_norms([torch.zeros(3), torch.zeros(6)[::2]])
