@@ -22,10 +22,10 @@ def is_validation(text: str, percent: float) -> bool:
 
 def write_array(path: Path, items: list[str]) -> None:
     """Writes an array-JSON file with one item per line, into a temporary file that is then renamed."""
-    beside = path.with_name(path.name + ".tmp")
+    staging = path.with_name(path.name + ".tmp")
     lines = ",\n".join(json.dumps(item, ensure_ascii=False) for item in items)
-    beside.write_text(f"[\n{lines}\n]\n" if items else "[]\n", encoding="utf-8")
-    os.replace(beside, path)
+    staging.write_text(f"[\n{lines}\n]\n" if items else "[]\n", encoding="utf-8")
+    os.replace(staging, path)
 
 
 def main() -> None:

@@ -41,13 +41,13 @@ def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
     """
     ranks, said, file = optimizer.chunks.collectives, None, None
     begin, places = header_of(_shapes(optimizer))
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    staging = path.with_name(f"{path.name}.tmp{os.getpid()}")
     for tensors in _on_rank_0(optimizer):
         if ranks.rank != 0 or said:
             continue    # after an error rank 0 still receives, so that the other ranks can go on
         try:
             if file is None:
-                file = beside.open("wb")
+                file = staging.open("wb")
                 file.write(begin)
             for name, values in tensors.items():
                 file.seek(places[name])
@@ -60,11 +60,11 @@ def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
             os.fsync(file.fileno())
             file.close()
             if said is None:
-                os.replace(beside, path)
+                os.replace(staging, path)
         except OSError as error:
             said = said or str(error)
         finally:
-            beside.unlink(missing_ok=True)
+            staging.unlink(missing_ok=True)
     if said := ranks.from_rank_0(said):
         raise CheckpointError(f"the weights could not be written: {said}")
 

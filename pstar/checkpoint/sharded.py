@@ -138,18 +138,18 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
         CheckpointError: on all ranks, if one of them could not write. No staging folder is left, and `path` is as before.
     """
     ranks = optimizer.chunks.collectives
-    beside = path.with_name(f"{path.name}.tmp{ranks.from_rank_0(os.getpid())}")
+    staging = path.with_name(f"{path.name}.tmp{ranks.from_rank_0(os.getpid())}")
 
     def begin() -> None:
         if ranks.rank == 0:
             json.dumps(extra)    # content that is not JSON raises here, before anything is written
             if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
                 raise CheckpointError(f"{path} exists and is no checkpoint: it is not replaced; give another name")
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
 
     def write_parts() -> None:
-        writer, planner = dcp.FileSystemWriter(beside), SavePlanner(False, False)
+        writer, planner = dcp.FileSystemWriter(staging), SavePlanner(False, False)
         with quiet():
             dcp.save(_parts(optimizer, buffers), storage_writer=writer, planner=planner, no_dist=ranks.alone,
                      process_group=ranks.host_group)
@@ -161,27 +161,28 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
     def write_state() -> list[str]:
         if ranks.rank == 0:
             state = _state_of(optimizer) | {"num_ranks": ranks.num_ranks, "steps": steps, "extra": extra}
-            (beside / STATE).write_text(json.dumps(state), encoding="utf-8")
-        return sorted(file.name for file in beside.iterdir()) if ranks.rank == 0 else []
+            (staging / STATE).write_text(json.dumps(state), encoding="utf-8")
+        return sorted(file.name for file in staging.iterdir()) if ranks.rank == 0 else []
 
     def seal(digests: list[dict[str, dict]]) -> None:
         if ranks.rank == 0:
-            (beside / MANIFEST).write_text(json.dumps({k: v for each in digests for k, v in each.items()}), encoding="utf-8")
+            manifest = {name: value for each in digests for name, value in each.items()}
+            (staging / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
             for name in (STATE, MANIFEST, "."):
-                flush(beside / name)
-            put_in_place(beside, path, beside.with_name(f"{beside.name}.old"))
+                flush(staging / name)
+            put_in_place(staging, path, staging.with_name(f"{staging.name}.old"))
 
     try:
-        _together(ranks, f"make {beside}", begin)
+        _together(ranks, f"make {staging}", begin)
         _together(ranks, "write its part of the checkpoint", write_parts)
-        names = ranks.from_rank_0(_together(ranks, f"write {beside / STATE}", write_state))
+        names = ranks.from_rank_0(_together(ranks, f"write {staging / STATE}", write_state))
         mine = names[ranks.rank :: ranks.num_ranks]
-        digests = _together(ranks, "read the checkpoint back", lambda: {name: digest(beside / name) for name in mine})
+        digests = _together(ranks, "read the checkpoint back", lambda: {name: digest(staging / name) for name in mine})
         digests = ranks.from_all(digests)
         _together(ranks, f"finish {path}", lambda: seal(digests))
     finally:
         if ranks.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _state_of(optimizer: ChunkedAdam) -> dict[str, Any]:

@@ -230,8 +230,8 @@ def test_every_hole_has_a_solution_and_every_exercise_its_words(number):
     path = path_of(number)
     assert holes(path) <= set(vars(load(number, "solved"))), "a hole that the chapter's own code does not fill"
     command = f"pytest tests/exercises -k {number}"
-    text, beside = path.read_text(encoding="utf-8"), (path.parent / "README.md").read_text(encoding="utf-8")
-    assert command in text and "When you have tried: " in text and command in beside
+    text, readme = path.read_text(encoding="utf-8"), (path.parent / "README.md").read_text(encoding="utf-8")
+    assert command in text and "When you have tried: " in text and command in readme
     assert all(f'-k "{number} and ' in line for line in text.splitlines() if "pytest" in line and '-k "' in line)
 
 

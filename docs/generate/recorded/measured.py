@@ -126,6 +126,6 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    staging = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    staging.write_text(text, encoding="utf-8")
+    os.replace(staging, path)

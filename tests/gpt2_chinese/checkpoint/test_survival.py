@@ -149,11 +149,11 @@ def written(folder: Path, step: int, value: float = 1.0) -> Path:
 
 
 def written_in_parts(folder: Path, step: int) -> Path:
-    beside = step_folder.begin(folder, step, 0)
+    staging = step_folder.begin(folder, step, 0)
     names = ("model.a", "exp_avg.a", "exp_avg_sq.a")
     whole = {name: sharded.Part((4, 6), {(0, 0): torch.randn(4, 6)}) for name in names}
-    sharded.write_parts(beside / find.PARTS, whole, {"a": 1}, Ranks())
-    return step_folder.complete(beside, step, {"model": {}})
+    sharded.write_parts(staging / find.PARTS, whole, {"a": 1}, Ranks())
+    return step_folder.complete(staging, step, {"model": {}})
 
 
 def harmed(content: bytes, draw: random.Random) -> bytes:
@@ -241,9 +241,9 @@ def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path, value: float)
     kept = written(tmp_path, 1)
     with pytest.raises(RunError, match="a holds numbers that are not finite"):
         written(tmp_path, 2, value)
-    beside = step_folder.begin(tmp_path, 2, 0)
+    staging = step_folder.begin(tmp_path, 2, 0)
     with pytest.raises(RunError, match=r"model\.a holds numbers that are not finite"):
-        sharded.write_parts(beside / "parts", {"model.a": sharded.Part((2,), {(0,): torch.full((2,), value)})}, {}, Ranks())
+        sharded.write_parts(staging / "parts", {"model.a": sharded.Part((2,), {(0,): torch.full((2,), value)})}, {}, Ranks())
     assert find.newest_complete(tmp_path) == kept
 
 

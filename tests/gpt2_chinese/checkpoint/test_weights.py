@@ -374,11 +374,11 @@ def test_a_checkpoint_in_parts_with_a_payload_is_refused(folder: Path, tmp_path:
 
     target = tmp_path / "written"
     config = ModelConfig(**SIZES, vocab_size=Vocabulary.load(vocab).size)
-    beside = step_folder.begin(tmp_path / "checkpoints", 5, 0)
-    (beside / "parts").mkdir()
-    (beside / "parts" / ".metadata").write_bytes(pickle.dumps(Payload(target)))
-    (beside / "parts" / "state.json").write_text('{"steps": {}}')
-    step = step_folder.complete(beside, 5, {"model": config.to_dict(), "settings": {"vocab": str(vocab)}, "extra": {}})
+    staging = step_folder.begin(tmp_path / "checkpoints", 5, 0)
+    (staging / "parts").mkdir()
+    (staging / "parts" / ".metadata").write_bytes(pickle.dumps(Payload(target)))
+    (staging / "parts" / "state.json").write_text('{"steps": {}}')
+    step = step_folder.complete(staging, 5, {"model": config.to_dict(), "settings": {"vocab": str(vocab)}, "extra": {}})
     flags = ("--model-config", step, "--vocab", vocab, "--seq-len", 24, "--output-dir", tmp_path / "run")
     for door in (
         lambda: generate(["--model", str(step)]),

@@ -93,7 +93,7 @@ def write(path: Path, content: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    "beside, profile",
+    "files, profile",
     [
         ({}, "gpt2_chinese"),
         ({"tokenizer_config.json": {"layout_profile": "uer", "tokenizer_class": "PreTrainedTokenizerFast"}}, "uer"),
@@ -103,9 +103,9 @@ def write(path: Path, content: object) -> Path:
         ({"config.json": {"model_type": "gpt2"}}, "gpt2_chinese"),
     ],
 )
-def test_auto_is_the_profile_that_the_folder_records(tmp_path: Path, numbers: Path, beside: dict, profile: str) -> None:
+def test_auto_is_the_profile_that_the_folder_records(tmp_path: Path, numbers: Path, files: dict, profile: str) -> None:
     write(tmp_path / "vocab.txt", numbers.read_text(encoding="utf-8"))
-    for name, content in beside.items():
+    for name, content in files.items():
         write(tmp_path / name, content)
     for path in (tmp_path, tmp_path / "vocab.txt"):
         assert read_vocabulary(path).profile == profile
