@@ -220,7 +220,7 @@ class Thawed(Loss):
 
 
 @pytest.mark.parametrize("near", ["min", "auto"])
-def test_a_layer_frozen_at_the_start_and_thawed_later_is_trained(near):
+def test_what_was_frozen_at_the_start_and_is_thawed_later_is_trained(near):
     def thaw(model: nn.Module, step: int) -> None:
         layers = getattr(model, "module", model).layers
         if step == 2:
