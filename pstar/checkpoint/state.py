@@ -19,10 +19,9 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     """(weights, moments) on rank 0, two empty dicts on the others. Every rank must call it.
 
     weights: name -> fp32 master in the parameter's shape; of a frozen parameter the value with which the model computes.
-    moments, for all but frozen parameters: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the parameter's shape, 'step.NAME' ->
-    number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY', the state of the loss scale, fp32
-    scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK
-    for each. Moves no block.
+    moments, for all but frozen parameters: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the parameter's shape, 'step.NAME'
+    -> number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY', the state of the loss scale,
+    fp32 scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK for each. Moves no block.
     """
     chunks, outside, found = optimizer.chunks, optimizer.outside, {kind: {} for kind in PREFIXES}
     for group in chunks.layout.groups:

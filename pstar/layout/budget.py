@@ -21,7 +21,7 @@ class Costs:
         return self.param + self.grad + self.states
 
     def piece_bytes(self, group: Group) -> int:
-        """Bytes of one rank's piece of a group with all its model data; of a frozen group, which has parameters only, those."""
+        """Bytes of one rank's piece of a group with all its model data; a frozen group has parameters only."""
         return (self.param if group.frozen else self.total) * group.piece_elems
 
 

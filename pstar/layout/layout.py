@@ -220,7 +220,8 @@ def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int,
         groups = _pack_part(trained, chunk_elems, num_ranks, ownership)
     else:
         size = min(chunk_elems, sum(whole for _, whole, _ in frozen))    # a larger chunk is padding
-        parts = _pack_tightly(trained, chunk_elems, num_ranks, ownership), _pack_part(frozen, size, num_ranks, ownership, True)
+        parts = (_pack_tightly(trained, chunk_elems, num_ranks, ownership),
+                 _pack_part(frozen, size, num_ranks, ownership, frozen=True))
         groups = [replace(group, index=index, slots=tuple(replace(slot, group=index) for slot in group.slots))
                   for index, group in enumerate(group for part in parts for group in part)]
     if not groups:

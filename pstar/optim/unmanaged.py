@@ -142,7 +142,7 @@ class OutsideParams:
     # ------------------------------------------------------------------- state
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments, if it has any."""
+        """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments, if any."""
         buffers = self._buffers[name]
         moments = {kind: buffers[kind] for kind in (EXP_AVG, EXP_AVG_SQ) if kind in buffers}
         values = {PARAM: self._precision_of(name).read_master(buffers)} | moments
