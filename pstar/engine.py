@@ -17,7 +17,7 @@ from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
-from pstar.layout.budget import Costs, model_data_bytes
+from pstar.layout.budget import Costs, frozen_bytes, model_data_bytes
 from pstar.layout.layout import Layout
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
@@ -133,6 +133,8 @@ class Engine(torch.nn.Module):
         if self._plan.stays_near:
             self._chunks.bind_all()
         if training:
+            self._hooks.check_frozen()
+            self._outside.check_frozen()
             self._begin_forward(args, kwargs)
         args, kwargs = cast_inputs(args, kwargs, self._plan.param_dtype)
         watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
@@ -289,7 +291,9 @@ class Engine(torch.nn.Module):
         for tier in (self.near, self.far):
             bound = "no bound" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)
             budgets.append(f"{tier.name} {bound}")
-        whole = model_data_bytes(layout, self.costs)
+        whole, frozen = model_data_bytes(layout, self.costs), frozen_bytes(layout, self.costs)
+        share = [("frozen", f"{format_bytes(frozen)} of it, {self.costs.param} bytes a parameter, without gradients and "
+                            f"optimizer states, in {len(layout.frozen)} of the groups")] if frozen else []
         kept, held = len(self._outside.params), format_bytes(self._outside.num_bytes)
         where = "the host" if self.far_states == "host" else "near, streamed"
         states = [("far states", f"updated by {where} ({self._why})")] if self._why not in NO_CHOICE else []
@@ -299,7 +303,8 @@ class Engine(torch.nn.Module):
                        f"{layout.num_ranks} {'' if self.config.ownership == 'whole' else 'pieces of one '}(one a rank"
                        f"{', gathered one by one' if self.config.communication == 'chunk' else ''}), "
                        f"{layout.utilisation:.1%} used"),
-            ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a parameter"),
+            ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a {'trained ' if frozen else ''}parameter"),
+            *share,
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),
             *states,
@@ -312,7 +317,7 @@ class Engine(torch.nn.Module):
         rows = self.memory_plan()
         for tier in filter(None, (self.near, self.far, self.disk)):
             rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
-        rows.append(("Adam", f"{num_near} groups updated near, {len(self.layout.groups) - num_near} far"))
+        rows.append(("Adam", f"{num_near} groups updated near, {len(self.layout.trained) - num_near} far"))
         rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES
                  if self.disk is not None or DISK not in kind]
         return rows

@@ -212,14 +212,16 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     if missing or state["format"] != FORMAT:
         raise CheckpointError(f"{path} is of another model (it has no {', '.join(missing[:3])}) or of another version")
     for name in outside.params:
-        wanted = [kind for kind in NAMES if NAMES[kind] + own_keys[name] in known]
+        kinds = (PARAM,) if name in outside.frozen else NAMES
+        wanted = [kind for kind in kinds if NAMES[kind] + own_keys[name] in known]
         values = {NAMES[kind] + own_keys[name]: torch.empty(outside.shapes[name]) for kind in wanted}
         _read(reader, values, path)
         for kind, tensor in zip(wanted, values.values(), strict=True):
             outside.write(kind, name, tensor)
     for group in chunks.layout.groups:
         spans = group.spans(ranks.rank)
-        wanted = {(kind, span.name) for span in spans for kind in NAMES if NAMES[kind] + span.name in known}
+        kinds = (PARAM,) if group.frozen else NAMES    # a checkpoint of a run that trained it has moments as well
+        wanted = {(kind, span.name) for span in spans for kind in kinds if NAMES[kind] + span.name in known}
         parts = {(kind, name): Part(chunks.parameters.shapes[name], [span for span in spans if span.name == name])
                  for kind, name in sorted(wanted)}
         _read(reader, {NAMES[kind] + name: part for (kind, name), part in parts.items()}, path)
@@ -234,7 +236,8 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
             values = torch.empty(buffer.shape, dtype=buffer.dtype)
             _read(reader, {key: values}, path)
             buffer.copy_(values)
-    optimizer.steps.update({name: int(state["steps"].get(key, 0)) for name, key in own_keys.items()})
+    optimizer.steps.update({name: int(state["steps"].get(key, 0)) for name, key in own_keys.items()
+                            if not optimizer.is_frozen(name)})
     if optimizer.precision.name == "fp16" and state["precision"] == "fp16":
         optimizer.scaler.load(state["scaler"])
     if len(state["groups"]) == len(optimizer.param_groups):
@@ -280,9 +283,9 @@ def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[
         return read
 
     for group in chunks.layout.groups:
-        for kind, prefix in NAMES.items():
+        for kind in (PARAM,) if group.frozen else NAMES:
             for span in group.spans(rank):    # one a parameter
-                found[prefix + span.name] = Part(chunks.parameters.shapes[span.name], [span], reader(kind, group.index))
+                found[NAMES[kind] + span.name] = Part(chunks.parameters.shapes[span.name], [span], reader(kind, group.index))
     outside = optimizer.outside
     for name in outside.params:
         for kind, values in outside.read(name).items():    # the same on all ranks: rank 0 writes it; else each its own

@@ -18,14 +18,15 @@ PREFIXES = {PARAM: "", EXP_AVG: "exp_avg.", EXP_AVG_SQ: "exp_avg_sq."}
 def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     """(weights, moments) on rank 0, two empty dicts on the others. Every rank must call it.
 
-    weights: name -> fp32 master in the parameter's shape. moments: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the
-    parameter's shape, 'step.NAME' -> number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY',
-    the state of the loss scale, fp32 scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK
+    weights: name -> fp32 master in the parameter's shape; of a frozen parameter the value with which the model computes.
+    moments, for all but frozen parameters: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the parameter's shape, 'step.NAME' ->
+    number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY', the state of the loss scale, fp32
+    scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK
     for each. Moves no block.
     """
     chunks, outside, found = optimizer.chunks, optimizer.outside, {kind: {} for kind in PREFIXES}
     for group in chunks.layout.groups:
-        for kind in PREFIXES:
+        for kind in (PARAM,) if group.frozen else PREFIXES:
             flat = chunks.collectives.gather_on_host(read_piece(optimizer, kind, group.index).cpu())
             for slot in group.slots if flat is not None else ():
                 values = flat[slot.offset : slot.offset + slot.numel].view(chunks.parameters.shapes[slot.name]).clone()
@@ -40,8 +41,9 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
                 (steps if kind == "step" else found[kind])[key] = own.view(values.shape).clone()
     if chunks.collectives.rank != 0:
         return {}, {}
-    order = [key for name in optimizer.steps for key in (outside.keys(name) if name in outside.params else [name])]
-    weights = {key: found[PARAM][key] for key in order}
+    keys_of = {name: outside.keys(name) if name in outside.params else [name] for name in optimizer.steps}
+    weights = {key: found[PARAM][key] for keys in keys_of.values() for key in keys}
+    order = [key for name, keys in keys_of.items() if not optimizer.is_frozen(name) for key in keys]
     moments = {PREFIXES[kind] + key: found[kind][key] for key in order for kind in (EXP_AVG, EXP_AVG_SQ)}
     moments |= {f"step.{key}": steps[key] for key in order}
     if optimizer.precision.name == "fp16":
@@ -68,7 +70,7 @@ def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
     for name in optimizer.steps:
         key = outside.own_key(name) if name in outside.params else name
         write(optimizer, PARAM, name, weights[key])
-        if moments:
+        if moments and not optimizer.is_frozen(name):
             for kind in (EXP_AVG, EXP_AVG_SQ):
                 if f"{kind}.{key}" in moments:
                     write(optimizer, kind, name, moments[f"{kind}.{key}"])
@@ -98,12 +100,16 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor) ->
 @torch.no_grad()
 def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor) -> None:
     """Puts the values of one span, (span.numel,), into this rank's piece."""
-    store = optimizer.store
-    kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
+    store, precision = optimizer.store, optimizer.precision_of(optimizer.chunks.layout.groups[group])
+    kinds = precision.kinds if kind == PARAM else (kind,)
     part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
+    if store.blocks[PARAM, group].fixed:
+        for data in store.fixed_copies((PARAM, group)):
+            precision.write_master(values, {PARAM: data[part]})
+        return
     with store.reading([(each, group) for each in kinds]) as places:
         if kind == PARAM:
-            optimizer.precision.write_master(values, {each: data[part] for (each, _), (_, data) in places.items()})
+            precision.write_master(values, {each: data[part] for (each, _), (_, data) in places.items()})
         else:
             places[kind, group][1][part] = values
         written = {key: tier for key, (tier, _) in places.items()}
@@ -113,7 +119,8 @@ def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values
 
 def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing."""
-    kinds = optimizer.precision.kinds if kind == PARAM else (kind,)
+    precision = optimizer.precision_of(optimizer.chunks.layout.groups[group])
+    kinds = precision.kinds if kind == PARAM else (kind,)
     with optimizer.store.reading([(each, group) for each in kinds]) as places:
         data = {each: buffer for (each, _), (_, buffer) in places.items()}
-        return optimizer.precision.read_master(data) if kind == PARAM else data[kind].clone()
+        return precision.read_master(data) if kind == PARAM else data[kind].clone()

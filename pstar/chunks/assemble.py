@@ -51,5 +51,5 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
                           plan.accumulates, config.find_unused_parameters)
     prefetch = Prefetch(unsharding, store, room, tiers, config.prefetch, plan.grad_dtype)
     for group in layout.groups:
-        store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR).zero_()
+        store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR, fixed=group.frozen).zero_()
     return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives)

@@ -91,7 +91,7 @@ class Hooks:
             child.register_forward_hook(self._after_forward(own), always_call=True)
         for name, param in params.items():
             trained = param.requires_grad
-            param.requires_grad_(True)    # else torch sets no hook, and a frozen parameter may be thawed later
+            param.requires_grad_(True)    # else torch sets no hook, and a frozen parameter may be thawed (check_frozen)
             param.register_post_accumulate_grad_hook(self._after_grad(name))
             param.requires_grad_(trained)
 
@@ -131,12 +131,23 @@ class Hooks:
             if hooks is None:
                 return
             hooks._leave_node()
+            hooks.check_frozen()
             hooks.check_used(name)
             with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model
                 hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)
                 param.grad = None
 
         return take
+
+    def check_frozen(self) -> None:
+        """Raises StateError if a parameter that was frozen when the engine started requires a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model
+            thawed = [name for name in self.chunks.units.frozen if self.chunks.params[name].requires_grad]
+        if thawed:
+            raise StateError(
+                f"parameter {min(thawed)} was frozen when the engine started and requires a gradient now: its chunk has no "
+                "room for gradients and optimizer states. Freeze what will be trained later after initialize_engine, not in "
+                "model_func; or save a checkpoint, and start again without freezing it")
 
     def check_used(self, name: str) -> None:
         """Raises StateError for a gradient of a parameter that no forward has acquired in this step."""

@@ -116,6 +116,8 @@ class Units:
         self.place = {slot.name: (unit, slot.offset) for unit in self.records for slot in unit.spec.slots}
         """Name of a parameter -> (its unit, offset inside it)."""
         self.at = {unit.key: unit for unit in self.records}
+        self.frozen = frozenset(slot.name for group in layout.frozen for slot in group.slots)
+        """The parameters in frozen groups: those that were frozen when the engine started."""
         self.of_group: dict[int, list[UnitRecord]] = {}
         for unit in self.records:
             self.of_group.setdefault(unit.spec.group, []).append(unit)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pstar.layout.layout import Layout, ModuleSpec, Unit, candidate_layouts
+from pstar.layout.layout import Group, Layout, ModuleSpec, Unit, candidate_layouts
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,26 @@ class Costs:
         """16 for fp32, 14 for bf16 with a split master, 16 for fp16; in 16 bit 2 more with fp32 accumulation."""
         return self.param + self.grad + self.states
 
+    def piece_bytes(self, group: Group) -> int:
+        """Bytes of one rank's piece of a group with all its model data; of a frozen group, which has parameters only, those."""
+        return (self.param if group.frozen else self.total) * group.piece_elems
+
 
 def model_data_bytes(layout: Layout, costs: Costs) -> int:
     """Bytes of all model data of all ranks, padding included."""
-    return costs.total * layout.total_elems
+    return layout.num_ranks * sum(costs.piece_bytes(group) for group in layout.groups)
+
+
+def frozen_bytes(layout: Layout, costs: Costs) -> int:
+    """Bytes of the frozen parameters of all ranks, padding included. They are in far, or on disk, all the time."""
+    return layout.num_ranks * sum(costs.piece_bytes(group) for group in layout.frozen)
 
 
 def _grad_bytes(unit: Unit, layout: Layout, costs: Costs) -> int:
     """Near bytes while a unit's gradients are collected and reduced: all of them plus the reduced piece of a group (a chunk
-    is reduced in place)."""
+    is reduced in place). 0 for frozen parameters."""
+    if layout.groups[unit.group].frozen:
+        return 0
     reduced = layout.groups[unit.group].piece_elems if layout.num_ranks > 1 and unit.owner is None else 0
     return costs.grad * (unit.elems + reduced)
 
@@ -93,14 +104,14 @@ def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, comm
     if kept_free is not None:
         margin, per_elem = near_budget - kept_free, costs.total
     elif single:
-        margin = near_budget - (costs.param + costs.grad) * layout.total_elems
+        margin = near_budget - costs.param * layout.total_elems - costs.grad * layout.trained_elems
         per_elem = costs.states
     else:
         gradients = max(_grad_bytes(unit, layout, costs) for unit in layout.units(communication))
         margin = near_budget - costs.param * layout.total_elems - gradients
         per_elem = costs.total
     near = []
-    for group in layout.groups:
+    for group in layout.trained:
         if per_elem * group.piece_elems <= margin:
             margin -= per_elem * group.piece_elems
             near.append(group.index)
@@ -131,7 +142,7 @@ def choose_near_states(near_states: str, layout: Layout, near_budget: int, costs
 def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
     """Bytes that a tier needs for the update of a group whose blocks it does not keep: all model data of the largest group.
     Far needs so much if there is a disk, and near if states are streamed through it."""
-    return costs.total * max(group.piece_elems for group in layout.groups)
+    return max(costs.piece_bytes(group) for group in layout.groups)
 
 
 def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
@@ -143,10 +154,10 @@ def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: in
     Args:
         working_bytes: the layout's smallest_near_budget.
     """
-    largest = max(group.piece_elems for group in layout.groups)
+    largest = max((group.piece_elems for group in layout.trained), default=0)
     margin = near_budget - max(working_bytes, (costs.param + costs.grad) * largest)
     near = []
-    for group in layout.groups:
+    for group in layout.trained:
         if costs.states * group.piece_elems <= margin:
             margin -= costs.states * group.piece_elems
             near.append(group.index)
@@ -157,7 +168,8 @@ def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs:
                         grads_wait_far: bool = False) -> int:
     """Bytes that far must hold on each rank without a disk, whatever the near budget: all that near need not keep.
 
-    These are this rank's pieces of all parameters, and of the gradients and states of groups that are updated far. With
+    These are this rank's pieces of all parameters, frozen ones too (their far copy stays valid while they are near), and of
+    the gradients and states of groups that are updated far. With
     several ranks gradients that wait for their reduction are added (all of them while micro-steps are accumulated). With one
     rank a micro-step's gradients of one group are added, which are summed in far.
 
@@ -166,10 +178,10 @@ def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs:
     near = set(near_state_groups)
     kept_far = costs.param + (costs.grad if grads_wait_far else 0)
     pieces = sum(
-        group.piece_elems * (kept_far if group.index in near else costs.total) for group in layout.groups
+        group.piece_elems * kept_far if group.index in near else costs.piece_bytes(group) for group in layout.groups
     )
     if layout.num_ranks == 1:
-        added = [costs.param * group.piece_elems for group in layout.groups if group.index not in near]
+        added = [costs.param * group.piece_elems for group in layout.trained if group.index not in near]
         return pieces + (max(added, default=0) if accumulates else 0)
-    waiting = [costs.grad * group.elems for group in layout.groups]
-    return pieces + (sum(waiting) if accumulates else max(waiting))
+    waiting = [costs.grad * group.elems for group in layout.trained]
+    return pieces + (sum(waiting) if accumulates else max(waiting, default=0))

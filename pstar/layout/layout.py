@@ -14,9 +14,13 @@ cut into p equal pieces, one a rank: a gathered group is then one chunk, not p, 
 Parameters are packed in construction order, module by module. A module's parameters are never split over two chunks if they
 fit into one ("module-atomic next-fit"). A parameter larger than a chunk gets a separate group, cut into p equal pieces: each
 owner of a piece has a part of the parameter.
+
+Frozen parameters are packed apart: groups are trained or *frozen*, and frozen groups come last. A frozen group holds
+parameters only, without gradients and states. Trained parameters may be few (adapters): their chunks then shrink as far as
+that needs no more groups, because padding costs as many bytes there as a trained element.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pstar.errors import ConfigError
@@ -27,6 +31,9 @@ ALIGN_ELEMS = 32
 
 OWNERSHIPS = ("whole", "sharded")
 COMMUNICATIONS = ("group", "chunk")
+
+TRIALS = 16
+"""Smaller chunk sizes that are tried for the trained parameters of a model with frozen ones."""
 
 # The cost of one more collective and copy, in elements that the link moves in the time of their start: some 100 microseconds
 # at 0.6 GB/s between two processes without a GPU. On a faster link it is more elements, and matters less.
@@ -40,6 +47,8 @@ class ModuleSpec:
     name: str
     parameters: tuple[tuple[str, int], ...]
     """(qualified name, number of elements) of each."""
+    frozen: frozenset[str] = frozenset()
+    """Names of those that are not trained."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Group:
     piece_elems: int
     num_ranks: int
     slots: tuple[Slot, ...]
+    frozen: bool = False
+    """Whether it holds parameters only, which are never written."""
 
     @property
     def elems(self) -> int:
@@ -109,6 +120,16 @@ class Layout:
     chunk_elems: int
     num_ranks: int
     groups: tuple[Group, ...]
+
+    @property
+    def trained(self) -> tuple[Group, ...]:
+        """The groups that have gradients and optimizer states: groups[: len(trained)]."""
+        return tuple(group for group in self.groups if not group.frozen)
+
+    @property
+    def frozen(self) -> tuple[Group, ...]:
+        """The groups of frozen parameters, the last ones."""
+        return tuple(group for group in self.groups if group.frozen)
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -149,6 +170,11 @@ class Layout:
         return self.total_elems // self.num_ranks
 
     @property
+    def trained_elems(self) -> int:
+        """total_elems without frozen groups."""
+        return sum(group.elems for group in self.trained)
+
+    @property
     def utilisation(self) -> float:
         """u: the share of the chunks that holds parameters."""
         return self.num_params / self.total_elems
@@ -171,19 +197,56 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
     return _pack(_measure(modules), align(chunk_elems), num_ranks, ownership)
 
 
-def _measure(modules: Sequence[ModuleSpec]) -> list[tuple[list[tuple[str, int, int]], int, int]]:
-    """For each module with parameters: their (name, numel, aligned numel), and the sum and maximum of the aligned numels."""
-    measured = []
+Measured = list[tuple[list[tuple[str, int, int]], int, int]]
+"""For each module with parameters: their (name, numel, aligned numel), and the sum and maximum of the aligned numels."""
+
+
+def _measure(modules: Sequence[ModuleSpec]) -> tuple[Measured, Measured]:
+    """The modules' trained parameters, and their frozen ones."""
+    measured: tuple[Measured, Measured] = ([], [])
     for module in modules:
-        own = [(name, numel, align(numel)) for name, numel in module.parameters]
-        if own:
-            measured.append((own, sum(size for _, _, size in own), max(size for _, _, size in own)))
+        sizes = [(name, numel, align(numel)) for name, numel in module.parameters]
+        for part, frozen in zip(measured, (False, True), strict=True):
+            own = [item for item in sizes if (item[0] in module.frozen) is frozen]
+            if own:
+                part.append((own, sum(size for _, _, size in own), max(size for _, _, size in own)))
     return measured
 
 
-def _pack(measured: list[tuple[list[tuple[str, int, int]], int, int]], chunk_elems: int, num_ranks: int,
-          ownership: str) -> Layout:
+def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int, ownership: str) -> Layout:
     """make_layout of the result of _measure: a search measures once and packs many times."""
+    trained, frozen = measured
+    if not frozen:
+        groups = _pack_part(trained, chunk_elems, num_ranks, ownership)
+    else:
+        size = min(chunk_elems, sum(whole for _, whole, _ in frozen))    # a larger chunk is padding
+        parts = _pack_tightly(trained, chunk_elems, num_ranks, ownership), _pack_part(frozen, size, num_ranks, ownership, True)
+        groups = [replace(group, index=index, slots=tuple(replace(slot, group=index) for slot in group.slots))
+                  for index, group in enumerate(group for part in parts for group in part)]
+    if not groups:
+        raise ConfigError("the model has no parameters: there is nothing to put into chunks")
+    return Layout(chunk_elems, num_ranks, tuple(groups))
+
+
+def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str) -> list[Group]:
+    """_pack_part with the chunk size, at most chunk_elems, that wastes least without more groups."""
+    whole = sum(size for _, size, _ in measured)
+    most = min(chunk_elems, whole)
+    best = _pack_part(measured, most, num_ranks, ownership) if measured else []
+
+    def elems(groups: Iterable[Group]) -> int:
+        return sum(group.elems for group in groups)
+
+    num_groups, least = len(best), align(-(-whole // (num_ranks * max(len(best), 1))))
+    for trial in range(TRIALS if least < most else 0):
+        groups = _pack_part(measured, align(least + (most - least) * trial // TRIALS), num_ranks, ownership)
+        if len(groups) <= num_groups and elems(groups) < elems(best):
+            best = groups
+    return best
+
+
+def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, frozen: bool = False) -> list[Group]:
+    """The groups of all trained, or all frozen, parameters."""
     chunks: list[list[tuple[str, int, int]]] = []    # the ordinary chunks: name, numel, offset inside the chunk
     oversized: list[tuple[str, int]] = []            # parameters larger than a chunk
     fill = chunk_elems                               # "full", so that the first module opens the first chunk
@@ -209,7 +272,7 @@ def _pack(measured: list[tuple[list[tuple[str, int, int]], int, int]], chunk_ele
         """A group of one or more chunks: (first element in the group's flat space, content) of each."""
         index = len(groups)
         slots = [Slot(name, numel, index, start + offset) for start, own in parts for name, numel, offset in own]
-        groups.append(Group(len(groups), piece_elems, num_ranks, tuple(slots)))
+        groups.append(Group(len(groups), piece_elems, num_ranks, tuple(slots), frozen))
 
     for name, numel in oversized:
         add_group(align(-(-numel // num_ranks)), [(0, [(name, numel, 0)])])
@@ -220,9 +283,7 @@ def _pack(measured: list[tuple[list[tuple[str, int, int]], int, int]], chunk_ele
         for first in range(0, len(chunks), num_ranks):
             together = chunks[first : first + num_ranks]
             add_group(chunk_elems, [(position * chunk_elems, chunk) for position, chunk in enumerate(together)])
-    if not groups:
-        raise ConfigError("the model has no parameters: there is nothing to put into chunks")
-    return Layout(chunk_elems, num_ranks, tuple(groups))
+    return groups
 
 
 def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,

@@ -20,6 +20,8 @@ class Block:
     numel: int
     dtype: torch.dtype
     derived: bool = False
+    fixed: bool = False
+    """Never written while it is near: a copy in far or on disk stays valid, so its eviction from near needs no copy."""
     copies: dict[str, Any] = field(default_factory=dict)
     """The valid copies by tier, all of them equal: tensors, on disk an Extent."""
     came: dict[str, int] = field(default_factory=dict)

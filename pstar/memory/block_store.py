@@ -98,11 +98,13 @@ class BlockStore:
         """Bytes of model data: each block counts once, however many copies it has, and derived ones do not count."""
         return sum(block.num_bytes for block in self.blocks.values() if not block.derived)
 
-    def create(self, key: Key, numel: int, dtype: torch.dtype, tier: str, derived: bool = False) -> torch.Tensor:
-        """Creates a block in near or far. Returns its buffer, (numel,) of dtype, its content undefined."""
+    def create(self, key: Key, numel: int, dtype: torch.dtype, tier: str, derived: bool = False,
+               fixed: bool = False) -> torch.Tensor:
+        """Creates a block in near or far; a fixed one (see Block) in far. Returns its buffer, (numel,) of dtype, its content
+        undefined."""
         if key in self.blocks:
             raise StateError(f"block {key} exists already")
-        block, fences = Block(key, numel, dtype, derived), []
+        block, fences = Block(key, numel, dtype, derived, fixed), []
         buffer = self._allocate(tier, block, fences)
         self.wait(fences)
         self._add_copy(block, tier, buffer)
@@ -214,9 +216,20 @@ class BlockStore:
         block = self._block(key)
         if tier not in block.copies:
             raise StateError(f"block {key} was written in {tier}, where it is not")
+        if block.fixed and tier == NEAR:
+            raise StateError(f"block {key} is fixed, but was written near: its far copy would be out of date")
         if len(block.copies) > 1:
             for other in [name for name in block.copies if name != tier]:
                 self._drop_copy(block, other)
+
+    def fixed_copies(self, key: Key) -> list[torch.Tensor]:
+        """A fixed block's copies in far and, if it is there, in near: the caller writes the same new content into all of them.
+        Its copy on disk, which would be out of date, is dropped."""
+        self.ensure(key, FAR)
+        block = self._block(key)
+        if DISK in block.copies:
+            self._drop_copy(block, DISK)
+        return [block.copies[tier] for tier in (FAR, NEAR) if tier in block.copies]
 
     def send_far(self, key: Key) -> None:
         """Evicts the block from near: copies it to far if no other tier has an equal copy; drops it if it is derived."""
@@ -337,11 +350,19 @@ class BlockStore:
         return Candidate(block.key, block.num_bytes, 0 if clean else block.num_bytes, block.came[tier])
 
     def _drop_duplicate(self) -> bool:
-        """Drops one far copy of a block that is also in near (a clean block becomes dirty, no bytes are lost)."""
-        for block in self.blocks.values():
-            if NEAR in block.copies and FAR in block.copies and not block.pins:
-                self._drop_copy(block, FAR)
-                return True
+        """Drops one far copy of a block that is also in near (a clean block becomes dirty, no bytes are lost).
+
+        A fixed block stays clean: it is written to disk first, once for the whole run. Without a disk its far copy stays.
+        """
+        both = [block for block in self.blocks.values() if NEAR in block.copies and FAR in block.copies and not block.pins]
+        stays = {block.key for block in both if block.fixed and DISK not in block.copies}
+        for block in sorted(both, key=lambda block: block.key in stays):
+            if block.key in stays:
+                if DISK not in self.tiers:
+                    return False
+                self._begin(block, DISK, source=FAR)
+            self._drop_copy(block, FAR)
+            return True
         return False
 
     # ---------------------------------------------------------------- copies
@@ -353,9 +374,10 @@ class BlockStore:
             self._begin(block, tier)
         return block
 
-    def _begin(self, block: Block, tier: str, for_next_step: bool = False) -> None:
-        """Begins to copy a block to a tier, from the fastest tier that has it; between disk and near through far."""
-        source = next(tier for tier in ORDER if tier in block.copies)
+    def _begin(self, block: Block, tier: str, for_next_step: bool = False, source: str | None = None) -> None:
+        """Begins to copy a block to a tier, from `source` or the fastest tier that has it; between disk and near through
+        far."""
+        source = source or next(tier for tier in ORDER if tier in block.copies)
         if {source, tier} == {NEAR, DISK}:
             self._begin(block, FAR)
             source = FAR

@@ -85,7 +85,7 @@ class ParameterNorms:
         self._num_blocks = 0
         self._found: dict[int, _Found] = {}
         self._stored: dict[str, float] = {}                  # sums of squares that `store` has computed
-        for group in layout.groups:
+        for group in layout.trained:
             for rank in range(group.num_ranks):
                 for span in group.spans(rank):
                     if span.param_offset == 0 and span.numel < self._numel[span.name]:

@@ -8,6 +8,10 @@
 
 bf16 has fp32's exponent, so a master can be split into two halves without loss (see kernels.split_master). fp16 has not, so
 it needs a whole master (Micikevicius et al. 2018). With 16 bit, gradients summed in fp32 take 2 bytes more a parameter.
+
+A frozen parameter has no states: 4 bytes in fp32, 2 in 16 bit. It is stored in the dtype in which the model computes, because
+no update ever needs the digits beyond it. Its 16 bits are those that a trained parameter of the same value has: for a forward
+it makes no difference whether a parameter is frozen.
 """
 
 from collections.abc import Mapping
@@ -28,13 +32,14 @@ class Precision:
 
     Args:
         name: fp32, bf16 or fp16.
+        frozen: whether the parameters are never updated: they have no states.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, frozen: bool = False):
         self.name = name
         self.param_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
         master = {"fp32": {}, "bf16": {LOW: torch.int16}, "fp16": {MASTER: torch.float32}}[name]
-        self.states: dict[str, torch.dtype] = {EXP_AVG: torch.float32, EXP_AVG_SQ: torch.float32} | master
+        self.states: dict[str, torch.dtype] = {} if frozen else {EXP_AVG: torch.float32, EXP_AVG_SQ: torch.float32} | master
         """The optimizer's states, by kind."""
 
     @property
@@ -57,15 +62,16 @@ class Precision:
             return buffers[MASTER].clone()
         if LOW in self.states:
             return join_master(buffers[PARAM].to(buffers[LOW].device), buffers[LOW])
-        return buffers[PARAM].clone()
+        return buffers[PARAM].to(torch.float32, copy=True)    # fp32, or frozen
 
     def write_master(self, values: torch.Tensor, buffers: Buffers) -> None:
         """Writes fp32 values, (N,), into the parameter and its master."""
-        if LOW in self.states:
-            high, low = (torch.empty_like(values, dtype=buffers[kind].dtype) for kind in (PARAM, LOW))
-            split_master(values.contiguous(), high, low)
+        if self.name == "bf16":
+            high, low = (torch.empty_like(values, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+            split_master(values.contiguous(), high, low)    # a frozen parameter too: .to(bfloat16) rounds ties to even
             buffers[PARAM].copy_(high)
-            buffers[LOW].copy_(low)
+            if LOW in self.states:
+                buffers[LOW].copy_(low)
             return
         buffers[PARAM].copy_(values)
         if MASTER in self.states:

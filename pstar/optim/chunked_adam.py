@@ -29,7 +29,7 @@ class ChunkedAdam(torch.optim.Optimizer):
     of updates stay as they are. The norm decides, which is computed after the reduction and is the same on all ranks.
 
     Args:
-        param_groups: as for any torch optimizer.
+        param_groups: as for any torch optimizer; frozen parameters may be left out.
         params: qualified name to parameter, all of them, in the model's order.
         chunks: the parameters and gradients.
         outside: the parameters that are in no chunk.
@@ -60,7 +60,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         self._far_stays = not (chunks.tiers.streamed or movable)
         self._pins: dict[Key, Block] = {}
         """The pins of states that never leave the tier of their update."""
-        for group in chunks.layout.groups:
+        for group in chunks.layout.trained:
             for kind, dtype in precision.states.items():
                 key = (kind, group.index)
                 self.store.create(key, group.piece_elems, dtype, chunks.tiers.states_tier[group.index]).zero_()
@@ -74,14 +74,22 @@ class ChunkedAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _check_groups(self) -> None:
-        """Raises ConfigError unless the groups list every parameter of the model and no others."""
+        """Raises ConfigError unless the groups list every parameter of the model, frozen ones or not, and no others."""
         listed = {id(param) for group in self.param_groups for param in group["params"]}
-        missing = [name for number, name in self.names.items() if number not in listed]
+        missing = [name for number, name in self.names.items() if number not in listed and not self.is_frozen(name)]
         if missing:
-            raise ConfigError(f"param_groups lacks {len(missing)} parameters ({', '.join(missing[:3])}): list all of the "
-                              "model, frozen ones too")
-        if len(listed) > len(self.names):
-            raise ConfigError(f"param_groups lists {len(listed) - len(self.names)} parameters that the model does not have")
+            raise ConfigError(f"param_groups lacks {len(missing)} parameters ({', '.join(missing[:3])}): list all that the "
+                              "model trains")
+        if unknown := len(listed - self.names.keys()):
+            raise ConfigError(f"param_groups lists {unknown} parameters that the model does not have")
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter was frozen when the engine started: it has no gradient and no states."""
+        return name in self.chunks.units.frozen or name in self.outside.frozen
+
+    def precision_of(self, group: Group) -> Precision:
+        """The kinds of buffers of a group."""
+        return Precision(self.precision.name, frozen=True) if group.frozen else self.precision
 
     def _stays(self, group: int) -> bool:
         """Whether the group's states never leave their tier."""
@@ -90,7 +98,7 @@ class ChunkedAdam(torch.optim.Optimizer):
     def move_states(self, near: Collection[int]) -> bool:
         """Moves the states of these groups to near and all others to far; returns whether any moved. Between two steps."""
         changed, tiers = False, self.chunks.tiers
-        for group in self.chunks.layout.groups:
+        for group in self.chunks.layout.trained:
             tier = NEAR if group.index in near else FAR
             if tiers.states_tier[group.index] == tier:
                 continue

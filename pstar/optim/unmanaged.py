@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pstar.comm.collectives import Collectives
+from pstar.errors import StateError
 from pstar.kernels import adam_steps
 from pstar.modules.scope import Outside, mode_of
 from pstar.numerics.grad_norm import parameter_norms
@@ -35,6 +36,9 @@ class OutsideParams:
         self.shapes = {name: param.shape for name, param in params.items()}
         self._devices = {name: torch.device("cpu") if mode == Outside.FAR else device for name, mode in self.modes.items()}
         self._grad_dtype = precision.grad_dtype(accumulates)
+        self.frozen = frozenset(name for name, param in params.items() if not param.requires_grad)
+        """Those that were frozen at the start: they have no states."""
+        self._without_states = Precision(precision.name, frozen=True)
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
 
     def keys(self, name: str) -> list[str]:
@@ -52,19 +56,31 @@ class OutsideParams:
         """Bytes of parameters and states on this rank."""
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
 
+    def check_frozen(self) -> None:
+        """Raises StateError if a parameter that was frozen at the start requires a gradient now."""
+        thawed = [name for name in self.params if name in self.frozen and self.params[name].requires_grad]
+        if thawed:
+            raise StateError(
+                f"parameter {thawed[0]} was frozen when the engine started and requires a gradient now: it has no optimizer "
+                "states. Freeze what will be trained later after initialize_engine, not in model_func")
+
     @torch.no_grad()
     def adopt(self) -> None:
         """Moves the parameters with their initial values to the device, in the compute dtype, and makes their states."""
         for name, param in self.params.items():
             device = self._devices[name]
             values = param.data.to(device, torch.float32).reshape(-1)
-            kinds = {PARAM: self.precision.param_dtype, **self.precision.states}
+            precision = self._precision_of(name)
+            kinds = {PARAM: precision.param_dtype, **precision.states}
             buffers = {kind: torch.zeros(values.numel(), dtype=dtype, device=device) for kind, dtype in kinds.items()}
-            self.precision.write_master(values, buffers)
+            precision.write_master(values, buffers)
             param.data = buffers[PARAM].view(self.shapes[name])
             if param.dtype != self._grad_dtype:
                 param.grad_dtype = self._grad_dtype
             self._buffers[name] = buffers
+
+    def _precision_of(self, name: str) -> Precision:
+        return self._without_states if name in self.frozen else self.precision
 
     # --------------------------------------------------------------- gradients
 
@@ -126,9 +142,10 @@ class OutsideParams:
     # ------------------------------------------------------------------- state
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments."""
+        """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments, if it has any."""
         buffers = self._buffers[name]
-        values = {PARAM: self.precision.read_master(buffers), EXP_AVG: buffers[EXP_AVG], EXP_AVG_SQ: buffers[EXP_AVG_SQ]}
+        moments = {kind: buffers[kind] for kind in (EXP_AVG, EXP_AVG_SQ) if kind in buffers}
+        values = {PARAM: self._precision_of(name).read_master(buffers)} | moments
         return {kind: each.to("cpu", copy=True).view(self.shapes[name]) for kind, each in values.items()}
 
     @torch.no_grad()
@@ -136,6 +153,6 @@ class OutsideParams:
         """Sets the master (kind PARAM) or a moment to values, which have its shape and any floating dtype."""
         flat = values.to(self._devices[name], torch.float32).reshape(-1)
         if kind == PARAM:
-            self.precision.write_master(flat, self._buffers[name])
+            self._precision_of(name).write_master(flat, self._buffers[name])
         else:
             self._buffers[name][kind].copy_(flat)

@@ -32,13 +32,27 @@ Uses = Mapping[str, Sequence[str]]
 def module_specs(module: torch.nn.Module) -> tuple[list[ModuleSpec], Uses]:
     """(each module with the parameters that it is the first to use, each module's name with all parameters that it uses)."""
     names = {id(param): name for name, param in module.named_parameters() if mode_of(param) is None}
+    frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
     specs, uses, placed = [], {}, set()
     for module_name, child in module.named_modules():
         used = {names[id(param)]: param.numel() for param in used_by(child) if id(param) in names}
         uses[module_name] = tuple(used)
-        specs.append(ModuleSpec(module_name, tuple((name, size) for name, size in used.items() if name not in placed)))
+        first = {name: size for name, size in used.items() if name not in placed}
+        specs.append(ModuleSpec(module_name, tuple(first.items()), frozen & first.keys()))
         placed |= set(used)
     return specs, uses
+
+
+def _refuse_half_frozen(module: torch.nn.Module) -> None:
+    """Raises ConfigError for two parameters that are one memory, of which one is frozen: in chunks they would be two."""
+    seen: dict[tuple, tuple[str, bool]] = {}
+    for name, param in module.named_parameters():
+        if mode_of(param) is None and param.numel():
+            place = param.untyped_storage()._cdata, param.storage_offset(), param.numel()
+            other, trained = seen.setdefault(place, (name, param.requires_grad))
+            if trained != param.requires_grad:
+                raise ConfigError(f"parameters {other} and {name} share their memory, and only one of them is frozen: make "
+                                  "them one Parameter (second.weight = first.weight), or give one of them its own memory")
 
 
 class Plan:
@@ -58,6 +72,7 @@ class Plan:
         self.precision = Precision(config.precision)
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes)
         specs, uses = module_specs(module)
+        _refuse_half_frozen(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
         """least_near: bytes of near with which every module can run. Chunks need them in any case."""
         if config.far_states == "stream":
@@ -65,7 +80,7 @@ class Plan:
         self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory()
         self.near_state_groups = self.choose_near_states(self.near_budget) if self._states_near else []
         whole = model_data_bytes(self.layout, self.costs)
-        all_near = len(self.near_state_groups) == len(self.layout.groups)
+        all_near = len(self.near_state_groups) == len(self.layout.trained)
         self.stays_near = (num_ranks == 1 and self.near_memory is None and all_near and self.near_budget >= whole
                            and config.profile is None and not config.offload_activations)
         """Whether no block is ever evicted from near, so that modules need not acquire their parameters."""
@@ -169,7 +184,7 @@ class Plan:
         layout, costs = self.layout, self.costs
         near = choose_near_states(self.config.near_states, layout, room, costs, self.config.communication, self.least_near,
                                   self.config.prefetch)
-        if self.config.far_states == "stream" and len(near) < len(layout.groups):
+        if self.config.far_states == "stream" and len(near) < len(layout.trained):
             # States in near never leave it: one streamed group must fit in addition to them.
             left = room - smallest_streaming_budget(layout, costs)
             while near and costs.states * sum(layout.groups[index].piece_elems for index in near) > left:
@@ -191,8 +206,9 @@ class Plan:
             return [make_layout(specs, chunk, num_ranks, config.ownership)]
         near = None
         if config.near_budget not in ("auto", "min"):
-            params = sum(size for spec in specs for _, size in spec.parameters)
-            near = parse_bytes(config.near_budget, self.costs.total * params)
+            whole = sum(size * (self.costs.param if name in spec.frozen else self.costs.total)
+                        for spec in specs for name, size in spec.parameters)
+            near = parse_bytes(config.near_budget, whole)
         return auto_layouts(specs, num_ranks, self.costs, near, config.ownership, config.communication)
 
 

@@ -50,7 +50,7 @@ def choose_far_states(plan: Plan, movers: Movers, collectives: Collectives, devi
     if reason:
         return "host", reason
     near = set(plan.near_state_groups)
-    far_pieces = [group.piece_elems for group in plan.layout.groups if group.index not in near]
+    far_pieces = [group.piece_elems for group in plan.layout.trained if group.index not in near]
     collectives.from_all(None)    # so that all begin at once
     mine = measure_speeds(plan.precision, plan.grad_dtype, plan.costs, movers, device, max(far_pieces))
     speeds = slowest(collectives.from_all(mine))
@@ -62,7 +62,7 @@ def choose_far_states(plan: Plan, movers: Movers, collectives: Collectives, devi
 def _known(plan: Plan, device: torch.device) -> str:
     """The reason why the host updates groups in far, whatever the speeds; empty if the speeds decide."""
     config, costs, layout = plan.config, plan.costs, plan.layout
-    if len(plan.near_state_groups) == len(layout.groups):
+    if len(plan.near_state_groups) == len(layout.trained):
         return NOTHING_FAR
     if config.disk_path is not None:
         return "states may be on disk"    # they would cross two links
