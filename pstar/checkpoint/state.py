@@ -45,7 +45,7 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
             flat = chunks.collectives.gather_on_host(values.reshape(-1)) if len(keys) > 1 else values.reshape(-1)
             for key, own in zip(keys, flat.view(len(keys), -1) if flat is not None else (), strict=False):
                 (steps if kind == "step" else found[kind])[key] = own.view(values.shape).clone()
-        for kind, values in outside.read_scales(name).items():
+        for kind, (_, values) in outside.read_codes(name).items():
             flat = chunks.collectives.gather_on_host(values) if len(keys) > 1 else values
             for key, own in zip(keys, flat.view(len(keys), -1) if flat is not None else (), strict=False):
                 scales[SCALE_PREFIXES[kind] + key] = own.clone()

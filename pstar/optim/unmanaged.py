@@ -152,10 +152,11 @@ class OutsideParams:
         values = {PARAM: precision.read_master(buffers)} | moments
         return {kind: each.to("cpu").view(self.shapes[name]) for kind, each in values.items()}
 
-    def read_scales(self, name: str) -> dict[str, torch.Tensor]:
-        """{kind: its scales, (blocks,), on the host} of 8-bit moments; else empty."""
-        scales = self._buffers[name].get(SCALES, ())
-        return {kind: each.to("cpu", copy=True) for kind, each in zip((EXP_AVG, EXP_AVG_SQ), scales, strict=False)}
+    def read_codes(self, name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """{kind: (codes in the parameter's shape, their scales (blocks,)), on the host} of 8-bit moments; else empty."""
+        buffers = self._buffers[name]
+        return {kind: (buffers[kind].to("cpu", copy=True).view(self.shapes[name]), scales.to("cpu", copy=True))
+                for kind, scales in zip((EXP_AVG, EXP_AVG_SQ), buffers.get(SCALES, ()), strict=False)}
 
     @torch.no_grad()
     def write(self, kind: str, name: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
