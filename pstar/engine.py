@@ -304,8 +304,8 @@ class Engine(torch.nn.Module):
                        f"{layout.num_ranks} {'' if self.config.ownership == 'whole' else 'pieces of one '}(one a rank"
                        f"{', gathered one by one' if self.config.communication == 'chunk' else ''}), "
                        f"{layout.utilisation:.1%} used"),
-            ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a {'trained ' if frozen else ''}parameter"
-                           f"{scales}"),
+            ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a "
+                           f"{'trained ' if frozen else ''}parameter{scales}"),
             *share,
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),

@@ -131,7 +131,8 @@ class Hooks:
             if hooks is None:
                 return
             hooks._leave_node()
-            hooks.check_frozen()
+            if name in hooks.chunks.units.frozen:    # thawed in the middle of a forward
+                hooks.check_frozen()
             hooks.check_used(name)
             with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model
                 hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)

@@ -28,7 +28,7 @@ class Costs:
         return self.states * group.piece_elems + (self.scales * group.piece_blocks if self.scales else 0)
 
     def piece_bytes(self, group: Group) -> int:
-        """Bytes of one rank's piece of a group with all its model data; of a frozen group, which has parameters only, those."""
+        """Bytes of one rank's piece of a group with all its model data; a frozen group has parameters only."""
         if group.frozen:
             return self.param * group.piece_elems
         return (self.param + self.grad) * group.piece_elems + self.state_bytes(group)

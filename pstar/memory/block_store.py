@@ -223,8 +223,8 @@ class BlockStore:
                 self._drop_copy(block, other)
 
     def fixed_copies(self, key: Key) -> list[torch.Tensor]:
-        """A fixed block's copies in far and, if it is there, in near: the caller writes the same new content into all of them.
-        Its copy on disk, which would be out of date, is dropped."""
+        """A fixed block's copies in far and, if it is there, in near: the caller writes the same new content into each.
+        The copy on disk, which would be out of date, is dropped."""
         self.ensure(key, FAR)
         block = self._block(key)
         if DISK in block.copies:

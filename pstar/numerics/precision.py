@@ -12,9 +12,9 @@ With state_bits 8 a moment takes 1 byte in place of 4, and every 2,048 elements 
 bf16 has fp32's exponent, so a master can be split into two halves without loss (see kernels.split_master). fp16 has not, so
 it needs a whole master (Micikevicius et al. 2018). With 16 bit, gradients summed in fp32 take 2 bytes more a parameter.
 
-A frozen parameter has no states: 4 bytes in fp32, 2 in 16 bit. It is stored in the dtype in which the model computes, because
-no update ever needs the digits beyond it. Its 16 bits are those that a trained parameter of the same value has: for a forward
-it makes no difference whether a parameter is frozen.
+A frozen parameter has no states: 4 bytes in fp32, 2 in 16 bit. It is stored in the dtype in which the model computes,
+because no update ever needs the digits beyond it. Its 16 bits are those of a trained parameter with the same value: for a
+forward it makes no difference whether a parameter is frozen.
 """
 
 from collections.abc import Mapping

@@ -146,7 +146,7 @@ class OutsideParams:
     # ------------------------------------------------------------------- state
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments, if it has any."""
+        """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments, if any."""
         buffers, precision = self._buffers[name], self._precision_of(name)
         moments = {kind: precision.read_moment(kind, buffers) for kind in (EXP_AVG, EXP_AVG_SQ) if kind in buffers}
         values = {PARAM: precision.read_master(buffers)} | moments

@@ -23,6 +23,9 @@ class GptShape:
     """Rows of the learned position embedding: the longest sequence."""
     inner: int | None = None
     """Width inside the MLP; None for 4 * hidden."""
+    lora_rank: int = 0
+    """0: all parameters are trained. Else all of them are frozen, and each linear layer of a block gets two trained matrices
+    of this rank (LoRA, Hu et al. 2021; in all linear layers as in QLoRA, Dettmers et al. 2023, section 4)."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "positions"):
@@ -30,6 +33,9 @@ class GptShape:
                 raise ConfigError(f"model: {name} is {getattr(self, name)!r}; give a whole number of at least 1")
         if self.inner is not None and (type(self.inner) is not int or self.inner < 1):
             raise ConfigError(f"model: inner is {self.inner!r}; give a whole number of at least 1")
+        if type(self.lora_rank) is not int or not 0 <= self.lora_rank <= self.hidden:
+            raise ConfigError(f"model: the LoRA rank is {self.lora_rank!r} (--trainable); give 0 to the width, "
+                              f"{self.hidden}")
         if self.hidden % self.heads:
             raise ConfigError(f"model: hidden {self.hidden} is not divisible by {self.heads} heads")
 
@@ -42,24 +48,40 @@ class GptShape:
         """M; the tied head counts once."""
         return sum(numel for module in self.modules() for _, numel in module.parameters)
 
+    @property
+    def num_trained(self) -> int:
+        """The parameters that are not frozen."""
+        return sum(numel for module in self.modules() for name, numel in module.parameters if name not in module.frozen)
+
     def modules(self) -> list[ModuleSpec]:
-        """The modules that own parameters, in construction order, for pstar.layout.layout."""
-        width, mlp = self.hidden, self.mlp
-        modules = [ModuleSpec("transformer.wte", (("transformer.wte.weight", self.vocab * width),)),
-                   ModuleSpec("transformer.wpe", (("transformer.wpe.weight", self.positions * width),))]
+        """The modules that own parameters, in construction order, for pstar.layout.layout.
 
-        def add(name: str, weight: int, bias: int) -> None:
-            name = f"transformer.{name}"
-            modules.append(ModuleSpec(name, ((f"{name}.weight", weight), (f"{name}.bias", bias))))
+        An adapted layer NAME has its matrices in NAME.lora_A, (rank, in), and NAME.lora_B, (out, rank).
+        """
+        width, mlp, rank = self.hidden, self.mlp, self.lora_rank
+        modules: list[ModuleSpec] = []
 
+        def add(name: str, *sizes: tuple[str, int], trained: bool = not rank) -> None:
+            parameters = tuple((f"transformer.{name}.{kind}", numel) for kind, numel in sizes)
+            modules.append(ModuleSpec(f"transformer.{name}", parameters,
+                                      frozenset() if trained else frozenset(dict(parameters))))
+
+        def linear(name: str, inputs: int, outputs: int) -> None:
+            add(name, ("weight", inputs * outputs), ("bias", outputs))
+            if rank:
+                add(f"{name}.lora_A", ("weight", rank * inputs), trained=True)
+                add(f"{name}.lora_B", ("weight", outputs * rank), trained=True)
+
+        add("wte", ("weight", self.vocab * width))
+        add("wpe", ("weight", self.positions * width))
         for layer in range(self.layers):
-            add(f"h.{layer}.ln_1", width, width)
-            add(f"h.{layer}.attn.c_attn", 3 * width**2, 3 * width)
-            add(f"h.{layer}.attn.c_proj", width**2, width)
-            add(f"h.{layer}.ln_2", width, width)
-            add(f"h.{layer}.mlp.c_fc", width * mlp, mlp)
-            add(f"h.{layer}.mlp.c_proj", width * mlp, width)
-        add("ln_f", width, width)
+            add(f"h.{layer}.ln_1", ("weight", width), ("bias", width))
+            linear(f"h.{layer}.attn.c_attn", width, 3 * width)
+            linear(f"h.{layer}.attn.c_proj", width, width)
+            add(f"h.{layer}.ln_2", ("weight", width), ("bias", width))
+            linear(f"h.{layer}.mlp.c_fc", width, mlp)
+            linear(f"h.{layer}.mlp.c_proj", mlp, width)
+        add("ln_f", ("weight", width), ("bias", width))
         return modules
 
     def uses(self) -> dict[str, tuple[str, ...]]:
@@ -77,9 +99,21 @@ class GptShape:
         layer = 2 * tokens * (4 * self.hidden**2 + 2 * self.hidden * self.mlp) + 4 * tokens * seq_len * self.hidden
         return self.layers * layer, 2 * tokens * self.hidden * self.vocab
 
+    def step_flops(self, batch: int, seq_len: int, recompute: bool = False) -> int:
+        """Flops of forward and backward over (batch, seq_len); recompute: each layer's forward is computed again.
+
+        Backward takes twice the forward's flops: half of them for the gradients of inputs, half for those of weights. Frozen
+        weights have none; the matrices of rank r take 2 r (in + out) flops a token forward, like any weights.
+        """
+        layers, head = self.forward_flops(batch, seq_len)
+        adapters = 2 * batch * seq_len * (self.num_trained if self.lora_rank else 0)
+        passes = 2 if self.lora_rank else 3
+        return layers * (passes + recompute) + head * passes + adapters * (3 + recompute)
+
     def activation_bytes(self, batch: int, seq_len: int, bytes_per_value: int = 2, recompute: bool = False,
                          offload: bool = False) -> int:
-        """Bytes of activations near at the worst moment of a step on one GPU.
+        """Bytes of activations near at the worst moment of a step on one GPU; with lora_rank an upper bound, the bytes that
+        training all parameters takes (the matrices' inputs are kept then too, and their outputs are small).
 
         Korthikanti et al. 2022, without tensor parallelism. A layer keeps 34 s b h bytes in 16 bit if the attention matrix
         is never stored (a fused kernel, or their selective recomputation). With full recomputation it keeps its input, 2 s b
@@ -118,6 +152,16 @@ class GptShape:
     def _kept_bytes(self, tokens: int, scale: float, recompute: bool) -> float:
         """Bytes kept between forward and backward, without the logits; see activation_bytes."""
         return (self.layers * (2 if recompute else 34) + 6) * tokens * self.hidden * scale
+
+
+def parse_trainable(text: str) -> int:
+    """The lora_rank of a GptShape: 0 for "all", RANK for "lora:RANK". Raises ConfigError."""
+    kind, _, rank = text.partition(":")
+    if text == "all":
+        return 0
+    if kind != "lora" or not rank.isdecimal() or int(rank) < 1:
+        raise ConfigError(f"--trainable {text}: give all, or lora:RANK with a rank of at least 1, as lora:8")
+    return int(rank)
 
 
 # GPT-2 (Radford et al. 2019), and the configurations of PatrickStar's evaluation: examples/model_builder.py of the authors'

@@ -7,7 +7,7 @@ from typing import Any
 
 from pstar.errors import ConfigError
 from pstar.memory.tier import format_bytes, parse_bytes
-from pstar.planner.gpt_shape import MODELS, find_model
+from pstar.planner.gpt_shape import MODELS, find_model, parse_trainable
 from pstar.planner.machines import MACHINES, Machine, find_machine
 from pstar.planner.paper import ASSUMPTIONS, paper_rows
 from pstar.planner.predict import PRECISIONS, Job, Prediction, predict, what_would_fit
@@ -26,6 +26,8 @@ def add_parser(commands: Any) -> None:
     """Adds the command to `commands`, the result of ArgumentParser.add_subparsers."""
     parser = commands.add_parser("plan", help="whether a model fits on a machine, in which mode, and how fast")
     parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}; LAYERSxHIDDEN[xHEADS]; or a config.json")
+    parser.add_argument("--trainable", default="all", help="all (default); or lora:RANK: the model is frozen, and each "
+                        "linear layer of a block gets two trained matrices of that rank")
     parser.add_argument("--machine", default="h200", help=f"{', '.join(MACHINES)}; or a JSON file (default: h200)")
     parser.add_argument("--gpus", type=int, help="number of GPUs, of all nodes together")
     parser.add_argument("--gpu-memory", help="of one GPU, as 80GiB")
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"rows": rows, "assumptions": ASSUMPTIONS}, indent=2) if arguments.json else paper_table(rows))
         return 0
     machine = _machine(arguments)
-    shape = find_model(arguments.model)
+    shape = replace(find_model(arguments.model), lora_rank=parse_trainable(arguments.trainable))
     seq_len = shape.positions if arguments.seq_len is None else arguments.seq_len
     if arguments.model.lower().replace("x", "").isdecimal() and seq_len > shape.positions:
         shape = replace(shape, positions=seq_len)    # LAYERSxHIDDEN does not say how many positions there are
@@ -105,6 +107,7 @@ def as_json(answer: Prediction) -> dict[str, Any]:
     layout = answer.layout
     return {
         "fits": answer.fits, "mode": answer.mode, "model": vars(answer.shape), "parameters": answer.num_params,
+        "trained_parameters": answer.shape.num_trained, "frozen_bytes": answer.frozen_bytes,
         "machine": answer.machine.name, "job": vars(answer.job), "chunk_elems": layout.chunk_elems,
         "groups": len(layout.groups), "utilisation": layout.utilisation, "groups_updated_near": answer.near_groups,
         "near_bytes": answer.near_bytes, "near_budget": answer.near_budget, "activation_bytes": answer.activation_bytes,
@@ -134,14 +137,18 @@ def configuration(answer: Prediction) -> dict[str, Any]:
 def table(answer: Prediction) -> str:
     """The prediction as text."""
     shape, machine, job, layout = answer.shape, answer.machine, answer.job, answer.layout
-    costs = job.costs
+    costs, frozen = job.costs, answer.frozen_bytes
+    a_parameter = f"{costs.total} bytes a parameter"
+    if frozen:
+        a_parameter = f"{costs.total} bytes a trained parameter, {costs.param} a frozen one"
     rows = [
-        ("model", f"{shape.layers} layers of width {shape.hidden}, {answer.num_params:,} parameters"),
+        ("model", f"{shape.layers} layers of width {shape.hidden}, {answer.num_params:,} parameters"
+                  + (f", {shape.num_trained:,} of them trained (LoRA of rank {shape.lora_rank})" if frozen else "")),
         ("machine", f"{machine.name}: {machine.num_gpus} x {format_bytes(machine.gpu_bytes)} GPU, {machine.nodes} x "
                     f"{format_bytes(machine.host_bytes)} host"
                     + (f", {machine.nodes} x {format_bytes(machine.disk_bytes)} disk" if machine.disk_bytes else "")),
         ("job", f"{job.batch} x {job.seq_len} tokens a GPU, {job.micro_steps} micro-step(s), {job.precision} "
-                f"({costs.total} bytes a parameter{', 8-bit states' if job.state_bits == 8 else ''}), "
+                f"({a_parameter}{', 8-bit states' if job.state_bits == 8 else ''}), "
                 f"{'full recomputation' if job.recompute else 'no recomputation'}"
                 + (", activations offloaded" if job.offload_activations else "")),
         ("chunks", f"{layout.chunk_elems:,} elements, {len(layout.groups)} groups of {layout.num_ranks}, "
@@ -154,6 +161,7 @@ def table(answer: Prediction) -> str:
     rows += [
         ("GPU peak", f"{format_bytes(answer.near_bytes)} model data + {format_bytes(answer.activation_bytes)} activations + "
                      f"{format_bytes(machine.gpu_bytes - machine.usable_gpu_bytes)} reserve"),
+        *([("frozen", f"{format_bytes(frozen)} of all ranks, copied from the host and never back")] if frozen else []),
         ("host peak", f"{format_bytes(answer.far_bytes)} of {format_bytes(answer.far_room)} a rank"
                       + (f", {format_bytes(answer.offloaded_bytes)} activations when forward ends" if job.offload_activations
                          else "")),
@@ -162,9 +170,9 @@ def table(answer: Prediction) -> str:
         rows.append(("disk peak", f"{format_bytes(answer.disk_bytes)} of {format_bytes(answer.disk_room)} a rank"))
     if answer.fits:
         seconds = answer.seconds
-        rows.append(("Adam", f"{answer.near_groups} groups near, {len(layout.groups) - answer.near_groups} far"
+        rows.append(("Adam", f"{answer.near_groups} groups near, {len(layout.trained) - answer.near_groups} far"
                      + (f", these by {answer.adam.where} (host {answer.adam.host_seconds:.3g} s, streamed "
-                        f"{answer.adam.stream_seconds:.3g} s)" if answer.near_groups < len(layout.groups) else "")))
+                        f"{answer.adam.stream_seconds:.3g} s)" if answer.near_groups < len(layout.trained) else "")))
         rows += [(f"moved, {kind}", f"{format_bytes(count)} a rank and step")
                  for kind, count in answer.moved.items() if count]
         rows += [

@@ -21,6 +21,7 @@ from pstar.layout.budget import (
     Costs,
     auto_layouts,
     choose_near_states,
+    frozen_bytes,
     near_states_for_capacity,
     smallest_far_budget,
     smallest_near_budget,
@@ -135,6 +136,11 @@ class Prediction:
         return self.mode is not None
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes of frozen parameters of all ranks, padding included; in far, or on disk, all the time."""
+        return frozen_bytes(self.layout, self.job.costs)
+
+    @property
     def gpu_peak_bytes(self) -> int:
         """Bytes of one GPU: model data, activations, and the machine's reserves."""
         return self.near_bytes + self.activation_bytes + self.machine.gpu_bytes - self.machine.usable_gpu_bytes
@@ -194,7 +200,8 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
     else:
         for candidate in modes:
             updated_near, far, disk = _tiers(candidate, layout, near_state_groups, near_budget, need, costs, job, chunk_room)
-            right = {"near": len(updated_near) == len(layout.groups), "hybrid": 0 < len(updated_near) < len(layout.groups)}
+            num = len(layout.trained)
+            right = {"near": len(updated_near) == num, "hybrid": 0 < len(updated_near) < num}
             if right.get(candidate, True) and far <= chunk_room and disk <= disk_room:
                 mode = candidate
                 break
@@ -227,10 +234,11 @@ def _tiers(mode: str, layout: Layout, near_state_groups: list[int], near_budget:
     if mode == "full" or far <= far_room:
         return updated_near, far, 0
     # On disk: states of as many groups as necessary, then gradients and parameters. Two groups at a time pass through far.
-    elsewhere = [group.piece_elems for group in layout.groups if group.index not in set(updated_near)]
-    states = sum(elsewhere) * costs.states
-    passing = 2 * max(elsewhere, default=0) * costs.total
-    disk = min(far + passing - far_room, states + layout.elems_per_rank * (costs.param + costs.grad))
+    elsewhere = [group for group in layout.groups if group.index not in set(updated_near)]
+    states = sum(costs.state_bytes(group) for group in elsewhere if not group.frozen)
+    passing = 2 * max(map(costs.piece_bytes, elsewhere), default=0)
+    disk = min(far + passing - far_room,
+               states + costs.param * layout.elems_per_rank + costs.grad * layout.trained_elems // layout.num_ranks)
     return updated_near, far + passing - disk, disk
 
 
@@ -245,7 +253,7 @@ def _far_peak(layout: Layout, updated_near: list[int], chunks: int, away: int, m
     if layout.num_ranks > 1 or job.micro_steps > 1 or mode in ("disk", "full", None):
         return chunks + away
     near = set(updated_near)
-    grads = costs.grad * sum(group.piece_elems for group in layout.groups if group.index not in near)
+    grads = costs.grad * sum(group.piece_elems for group in layout.trained if group.index not in near)
     return max(chunks, chunks - grads + away)
 
 
@@ -255,11 +263,11 @@ def _grads_in_flight(layout: Layout, updated_near: list[int], costs: Costs, job:
     0 on one rank if all groups' states are in near: _resident_bytes counts their gradients.
     """
     several_ranks = layout.num_ranks > 1
-    if not several_ranks and len(updated_near) == len(layout.groups):
+    if not several_ranks and len(updated_near) == len(layout.trained):
         return 0
     grad = costs.grad if several_ranks or job.micro_steps == 1 else costs.param    # micro-steps are summed far
     sizes = sorted((grad * (unit.elems + (layout.groups[unit.group].piece_elems if several_ranks else 0))
-                    for unit in layout.units(job.communication)), reverse=True)
+                    for unit in layout.units(job.communication) if not layout.groups[unit.group].frozen), reverse=True)
     return sum(sizes[:at_once])
 
 
@@ -282,30 +290,32 @@ def moved_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs
 
     Near has room for R of T elements of parameters. Forward and backward copy each of the other T - R to near twice:
     2(n - C) loads in the notation of the pages. Parameters that were updated in far are copied in forward in any case.
-    With p ranks all T are gathered after an update, and (p - 1) / p of each comes from other ranks.
+    With p ranks all trained elements are gathered after an update, and (p - 1) / p of each comes from other ranks. Frozen
+    ones stay as long as there is room, are copied to near and never to far.
     """
-    ranks, total = layout.num_ranks, layout.total_elems
+    ranks, total, trained = layout.num_ranks, layout.total_elems, layout.trained_elems
     near_elems = sum(layout.groups[index].elems for index in updated_near)
     resident = _resident_bytes(layout, updated_near, costs)
     in_flight = _grads_in_flight(layout, updated_near, costs, job, at_once=1)
     crowded = resident + in_flight > near_budget    # mode full: only states stay near, gradients and parameters are evicted
     if crowded:
         resident = sum(costs.state_bytes(layout.groups[index]) for index in updated_near)
-    far_elems = total if crowded else total - near_elems
+    far_elems = trained if crowded else trained - near_elems
+    frozen = total - trained
     away = total - min(total, max((near_budget - resident - in_flight) // costs.param, 0))
     again = away * (2 * job.micro_steps - 1)
-    fetched = (total if ranks > 1 else max(far_elems, away)) + again
-    share = far_elems / total if ranks > 1 else 1.0
-    dirty = near_elems if crowded else max(0, away - far_elems) if ranks == 1 else 0    # updated near, and evicted
+    fetched = max(trained if ranks > 1 else far_elems, away) + again
+    share = (far_elems + frozen) / total if ranks > 1 else 1.0    # the rest of this rank's pieces is near
+    dirty = near_elems if crowded else max(0, away - far_elems - frozen) if ranks == 1 else 0    # updated near, and evicted
     for_update = (costs.grad + costs.param) * near_elems if crowded else 0
     left = costs.grad * far_elems
     if ranks == 1 and job.micro_steps > 1:    # for updates in far, each micro-step's gradients are copied and summed there
-        left = costs.param * job.micro_steps * (total - near_elems) + costs.grad * (far_elems - (total - near_elems))
+        left = costs.param * job.micro_steps * (trained - near_elems) + costs.grad * (far_elems - (trained - near_elems))
     return {
         "far to near": int(costs.param * fetched * share + for_update) // ranks,
         "near to far": (left + costs.param * dirty) // ranks,
         "gather": costs.param * fetched * (ranks - 1) // ranks,
-        "reduce": costs.grad * total * (ranks - 1) // ranks,
+        "reduce": costs.grad * trained * (ranks - 1) // ranks,
     }
 
 
@@ -315,9 +325,8 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, update
     collectives and compute overlap, so the longest counts; but compute waits for the copies of activations (`offloaded`
     bytes in both directions together). Then come Adam in near, Adam in far and the disk, all at the same time."""
     costs = job.costs
-    layers, head = shape.forward_flops(job.batch, job.seq_len)
     flops = machine.gpu_flops / (2 if job.precision == "fp32" else 1)    # TF32
-    compute = job.micro_steps * (layers * (4 if job.recompute else 3) + head * 3) / flops
+    compute = job.micro_steps * shape.step_flops(job.batch, job.seq_len, job.recompute) / flops
     offload = offloaded / machine.link_bytes_per_s
     link = max(moved["far to near"], moved["near to far"]) / machine.link_bytes_per_s
     received = moved["gather"] + moved["reduce"]
@@ -327,7 +336,7 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, update
     speeds = Speeds((machine.host_adam_params_per_s or machine.host_memory_bytes_per_s / traffic) / machine.gpus_per_node,
                     machine.link_bytes_per_s, machine.gpu_memory_bytes_per_s,
                     machine.host_memory_bytes_per_s / machine.gpus_per_node)
-    adam = choose_adam(speeds, costs, layout.elems_per_rank - near_elems)
+    adam = choose_adam(speeds, costs, layout.trained_elems // layout.num_ranks - near_elems)
     near_adam = near_elems * traffic / machine.gpu_memory_bytes_per_s
     rate = machine.disk_bytes_per_s / machine.gpus_per_node
     disk = (moved["disk to far"] + moved["far to disk"]) / rate if moved["disk to far"] else 0.0
