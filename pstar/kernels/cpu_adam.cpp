@@ -91,31 +91,51 @@ PSTAR_FN void update_block(const AdamChunk &c, const AdamScalars &h, int param, 
 }
 
 typedef void (*Decode)(const Regions &, const pstar_u8 *, float, float *, int);
-typedef float (*Encode)(const Regions &, float *, pstar_u8 *, int);
+typedef void (*Encode)(const Regions &, float *, float, pstar_u8 *, int);
 
-// Elements [begin, end) of a chunk; begin is a multiple of the quantisation block. codes: of both moments; null: fp32 moments.
+// Elements [begin, end) of a chunk with 8-bit moments; begin is a multiple of the quantisation block. A block can be encoded
+// when all of it is updated. While one block is updated, the one before it is encoded, a few elements of each in turn:
+// division and root keep one unit of the processor busy, codes the others.
+PSTAR_FN void update_quantised(const AdamChunk &c, const AdamScalars &h, int param, int grad, const Regions *codes,
+                               pstar_i64 begin, pstar_i64 end, Decode decode, Encode encode) {
+    alignas(64) float m_buffers[2][PSTAR_QUANT_BLOCK], v_buffers[2][PSTAR_QUANT_BLOCK];
+    pstar_u8 *all_m = (pstar_u8 *)c.exp_avg, *all_v = (pstar_u8 *)c.exp_avg_sq;
+    int n_before = 0;    // elements of the block that is encoded, from `before` on
+    for (pstar_i64 start = begin, before = begin; start < end || n_before; before = start, start += PSTAR_QUANT_BLOCK) {
+        const int n = start >= end ? 0 : end - start < PSTAR_QUANT_BLOCK ? (int)(end - start) : PSTAR_QUANT_BLOCK;
+        const pstar_i64 block = start / PSTAR_QUANT_BLOCK, last = before / PSTAR_QUANT_BLOCK;
+        float *m = m_buffers[block & 1], *v = v_buffers[block & 1];
+        float *m_last = m_buffers[last & 1], *v_last = v_buffers[last & 1];
+        pstar_u32 largest_m = 0, largest_v = 0;
+        for (int k = 0; k < n || k < n_before; k += BLOCK) {
+            if (k < n) {
+                const int some = n - k < BLOCK ? n - k : BLOCK;
+                decode(codes[0], all_m + start + k, c.exp_avg_scale[block], m + k, some);
+                decode(codes[1], all_v + start + k, c.exp_avg_sq_scale[block], v + k, some);
+                update_block(c, h, param, grad, start + k, some, m + k, v + k);
+                largest_m = largest_magnitude(m + k, some, largest_m);
+                largest_v = largest_magnitude(v + k, some, largest_v);
+            }
+            if (k < n_before) {
+                const int some = n_before - k < BLOCK ? n_before - k : BLOCK;
+                encode(codes[0], m_last + k, c.exp_avg_scale[last], all_m + before + k, some);
+                encode(codes[1], v_last + k, c.exp_avg_sq_scale[last], all_v + before + k, some);
+            }
+        }
+        if (n) c.exp_avg_scale[block] = bits_float(largest_m), c.exp_avg_sq_scale[block] = bits_float(largest_v);
+        n_before = n;
+    }
+}
+
+// Elements [begin, end) of a chunk. codes: of both moments; null: fp32 moments.
 PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Regions *codes, pstar_i64 begin, pstar_i64 end,
                            Decode decode, Encode encode) {
     const AdamScalars h = scalars_of(c);
     if (c.skip && *c.skip != 0.0f) return;
-    if (!codes) {
-        float *m = (float *)c.exp_avg, *v = (float *)c.exp_avg_sq;
-        for (pstar_i64 first = begin; first < end; first += BLOCK)
-            update_block(c, h, param, grad, first, end - first < BLOCK ? (int)(end - first) : BLOCK, m + first, v + first);
-        return;
-    }
-    alignas(64) float m[PSTAR_QUANT_BLOCK], v[PSTAR_QUANT_BLOCK];
-    for (pstar_i64 start = begin; start < end; start += PSTAR_QUANT_BLOCK) {
-        const int n = end - start < PSTAR_QUANT_BLOCK ? (int)(end - start) : PSTAR_QUANT_BLOCK;
-        const pstar_i64 block = start / PSTAR_QUANT_BLOCK;
-        pstar_u8 *codes_m = (pstar_u8 *)c.exp_avg + start, *codes_v = (pstar_u8 *)c.exp_avg_sq + start;
-        decode(codes[0], codes_m, c.exp_avg_scale[block], m, n);
-        decode(codes[1], codes_v, c.exp_avg_sq_scale[block], v, n);
-        for (int k = 0; k < n; k += BLOCK)
-            update_block(c, h, param, grad, start + k, n - k < BLOCK ? n - k : BLOCK, m + k, v + k);
-        c.exp_avg_scale[block] = encode(codes[0], m, codes_m, n);
-        c.exp_avg_sq_scale[block] = encode(codes[1], v, codes_v, n);
-    }
+    if (codes) return update_quantised(c, h, param, grad, codes, begin, end, decode, encode);
+    float *m = (float *)c.exp_avg, *v = (float *)c.exp_avg_sq;
+    for (pstar_i64 first = begin; first < end; first += BLOCK)
+        update_block(c, h, param, grad, first, end - first < BLOCK ? (int)(end - first) : BLOCK, m + first, v + first);
 }
 
 // Stores n elements of the gradients, from `first` on. Returns the stored values in fp32: the place itself, or the buffer.

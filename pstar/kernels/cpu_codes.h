@@ -26,16 +26,17 @@ struct Codes {
 const int DECADES = 7;                 // NUM_DECADES of quantize.py
 // How close to a boundary nearest_code decides. The linear function is wrong by less than 3e-5 codes: slope, start, y and
 // the result, up to 256, are each rounded to 24 bits. The beginning of a region is compared with a y that is wrong by 2^-23.
-const float NEAR_BOUNDARY = 1.0f / 8192;      // in codes
-const float NEAR_BEGIN = 1.0f / 1048576;      // relative to y
+const int SHIFT = 13;         // counts are fixed-point numbers with so many binary digits: 1 more or less is close
+const int NEAR_BEGIN = 8;     // units in the last place of y
 
 // The positive values of one moment as linear functions. Region 0 is below the first boundary, regions 1 to 7 are the
 // decades, region 8 is above the last boundary. In region r the number of positive boundaries below y is the integer part of
-// min(slope[r] * y + start[r], last[r]).
+// min(slope[r] * y + start[r], last[r]), all in units of 2^-SHIFT. start is 1 unit too large: fractions 0 and 1 are close.
 struct Regions {
     float begin[DECADES + 1];                     // region r begins above begin[r - 1], a boundary
     alignas(64) float slope[16], start[16], last[16];
-    alignas(64) float begin_in[32];               // the begin with the same binary exponent, modulo 32; infinity: none
+    alignas(64) pstar_u32 begin_in[32];           // bits of the begin with the same binary exponent, modulo 32, less
+                                                  // NEAR_BEGIN; if there is none, of infinity
     alignas(64) int region_in[32];                // the region at the least number with that exponent
     alignas(64) pstar_u16 low[256], high[256];    // the halves of the values' bits
     const float *values, *bounds;
@@ -53,21 +54,22 @@ Regions regions_of(const float *values, const float *bounds, const pstar_u8 *lea
     const float *positive = bounds + (is_signed ? 127 : 0);
     int steps = is_signed ? 1 : 2, first = 0;
     double top = 1e-6;
-    r.start[0] = r.last[0] = 0.5f;
+    const float unit = 1 << SHIFT;
+    r.start[0] = r.last[0] = 0.5f * unit;
     for (int k = 0; k < DECADES; k++, first += steps, steps *= 2, top *= 10) {
         r.begin[k] = positive[first];
-        r.slope[k + 1] = (float)(steps / (0.9 * top));
-        r.start[k + 1] = (float)(first + 1 - steps / 9.0);
-        r.last[k + 1] = first + steps + 0.5f;
+        r.slope[k + 1] = (float)(steps / (0.9 * top)) * unit;
+        r.start[k + 1] = (float)((first + 1 - steps / 9.0) * unit + 1);
+        r.last[k + 1] = (first + steps + 0.5f) * unit;
     }
     r.begin[DECADES] = positive[first];
-    r.start[DECADES + 1] = r.last[DECADES + 1] = first + 1.5f;
+    r.start[DECADES + 1] = r.last[DECADES + 1] = (first + 1.5f) * unit;
     for (int e = 96; e < 128; e++) {
         const float lower = bits_float((pstar_u32)e << 23), upper = bits_float((pstar_u32)(e + 1) << 23);
-        r.begin_in[e & 31] = bits_float(0x7f800000u);
+        r.begin_in[e & 31] = 0x7f800000u;
         for (int k = 0; k <= DECADES; k++) {
             if (r.begin[k] < lower) r.region_in[e & 31]++;
-            else if (r.begin[k] < upper) r.begin_in[e & 31] = r.begin[k];
+            else if (r.begin[k] < upper) r.begin_in[e & 31] = float_bits(r.begin[k]) - NEAR_BEGIN;
         }
     }
     return r;
@@ -79,26 +81,24 @@ PSTAR_FN void decode_any(const Regions &r, const pstar_u8 *codes, float scale, f
     _Pragma("omp simd") for (int i = 0; i < n; i++) to[i] = r.values[codes[i]] * scale;
 }
 
-// The largest magnitude. Magnitudes are compared as integers, where NaN > infinity > numbers: a NaN is found in any order of
-// comparisons.
-PSTAR_FN float largest_magnitude(const float *from, int n) {
-    pstar_u32 largest = 0;
+// The bits of the largest magnitude, at least `largest`. Magnitudes are compared as integers, where NaN > infinity >
+// numbers: a NaN is found in any order of comparisons.
+PSTAR_FN pstar_u32 largest_magnitude(const float *from, int n, pstar_u32 largest) {
     _Pragma("omp simd reduction(max : largest)") for (int i = 0; i < n; i++) {
         pstar_u32 magnitude = float_bits(from[i]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
-    return bits_float(largest);
+    return largest;
 }
 
-PSTAR_FN float encode_any(const Regions &r, float *from, pstar_u8 *codes, int n) {
-    const float scale = largest_magnitude(from, n);
+// Writes the codes of numbers divided by the scale, the largest magnitude of their block; overwrites the numbers.
+PSTAR_FN void encode_any(const Regions &r, float *from, float scale, pstar_u8 *codes, int n) {
     _Pragma("omp simd") for (int i = 0; i < n; i++) from[i] = scale > 0.0f ? from[i] / scale : 0.0f;
     // nearest_code in two steps instead of eight: no cell of the table holds more than one boundary.
     for (int i = 0; i < n; i++) {
         const pstar_u8 code = r.least[float_bits(from[i]) >> 16];
         codes[i] = (pstar_u8)(code + (from[i] > r.bounds[code] ? 1 : 0));
     }
-    return scale;
 }
 
 // Whether vectors can encode: not if an element is not finite, or all are 0, or the scale or its reciprocal is denormal.
@@ -108,8 +108,9 @@ void decode_plain(const Regions &r, const pstar_u8 *codes, float scale, float *t
     decode_any(r, codes, scale, to, n);
 }
 
-// Writes the codes, overwrites the numbers, and returns the new scale: the largest magnitude.
-float encode_plain(const Regions &r, float *from, pstar_u8 *codes, int n) { return encode_any(r, from, codes, n); }
+void encode_plain(const Regions &r, float *from, float scale, pstar_u8 *codes, int n) {
+    encode_any(r, from, scale, codes, n);
+}
 
 #if defined(__x86_64__)
 
@@ -150,35 +151,35 @@ AVX512 void decode_avx512(const Regions &r, const pstar_u8 *codes, float scale, 
 
 template <bool SIGNED>
 AVX512 void encode_usual_avx512(const Regions &r, const float *from, float scale, pstar_u8 *codes, int n) {
-    const __m512 by = _mm512_set1_ps(1.0f / scale), margin = _mm512_set1_ps(NEAR_BOUNDARY);
-    const __m512 down = _mm512_set1_ps(1.0f - NEAR_BEGIN), up = _mm512_set1_ps(1.0f + NEAR_BEGIN);
+    const __m512 by = _mm512_set1_ps(1.0f / scale);
     const __m512 slope = _mm512_load_ps(r.slope), start = _mm512_load_ps(r.start), last = _mm512_load_ps(r.last);
-    const __m512 begin0 = _mm512_load_ps(r.begin_in), begin1 = _mm512_load_ps(r.begin_in + 16);
+    const __m512i begin0 = _mm512_load_si512(r.begin_in), begin1 = _mm512_load_si512(r.begin_in + 16);
     const __m512i region0 = _mm512_load_si512(r.region_in), region1 = _mm512_load_si512(r.region_in + 16);
-    const __m512i one = _mm512_set1_epi32(1), half = _mm512_set1_epi32(127);
+    const __m512i one = _mm512_set1_epi32(1), minus_one = _mm512_set1_epi32(-1);
+    const __m512i near_begin = _mm512_set1_epi32(NEAR_BEGIN), near_both = _mm512_set1_epi32(2 * NEAR_BEGIN);
+    const __m512i fraction = _mm512_set1_epi32((1 << SHIFT) - 2);
     const __m512 least = _mm512_castsi512_ps(_mm512_set1_epi32(96 << 23));    // smaller exponents are not in the tables
     int i = 0;
     for (; i + 16 <= n; i += 16) {
         const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(from + i), by);
-        const __m512 y = _mm512_max_ps(SIGNED ? _mm512_abs_ps(x) : x, least);
-        const __m512i exponent = _mm512_srli_epi32(_mm512_castps_si512(y), 23);
-        const __m512 begin = _mm512_permutex2var_ps(begin0, exponent, begin1);
-        const __mmask16 above = _mm512_cmp_ps_mask(_mm512_mul_ps(y, down), begin, _CMP_GT_OQ);
-        const __mmask16 perhaps = _mm512_cmp_ps_mask(_mm512_mul_ps(y, up), begin, _CMP_GE_OQ);
+        const __m512 y = SIGNED ? _mm512_range_ps(x, least, 0xb) : _mm512_max_ps(x, least);    // 0xb: the larger magnitude
+        const __m512i bits = _mm512_castps_si512(y), exponent = _mm512_srli_epi32(bits, 23);
+        const __m512i beyond = _mm512_sub_epi32(bits, _mm512_permutex2var_epi32(begin0, exponent, begin1));
         __m512i region = _mm512_permutex2var_epi32(region0, exponent, region1);
-        region = _mm512_mask_add_epi32(region, above, region, one);
+        region = _mm512_mask_add_epi32(region, _mm512_cmpgt_epi32_mask(beyond, near_begin), region, one);
         __m512 count = _mm512_fmadd_ps(_mm512_permutexvar_ps(region, slope), y, _mm512_permutexvar_ps(region, start));
         count = _mm512_min_ps(count, _mm512_permutexvar_ps(region, last));
-        const __m512i low = _mm512_cvttps_epi32(_mm512_sub_ps(count, margin));
-        const __m512i high = _mm512_cvttps_epi32(_mm512_add_ps(count, margin));
-        __m512i code = low;
-        if (SIGNED) {
+        const __m512i units = _mm512_cvttps_epi32(count), whole = _mm512_srli_epi32(units, SHIFT);
+        __m128i code;
+        if (SIGNED) {    // code - 128: whole - 1, or -whole - 1, of which the least would be -129
             const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
-            code = _mm512_add_epi32(half, low);
-            code = _mm512_mask_sub_epi32(code, negative, half, _mm512_min_epi32(low, half));
+            const __m512i centred = _mm512_mask_sub_epi32(_mm512_add_epi32(whole, minus_one), negative, minus_one, whole);
+            code = _mm_xor_si128(_mm512_cvtsepi32_epi8(centred), _mm_set1_epi8((char)0x80));
+        } else {
+            code = _mm512_cvtepi32_epi8(whole);
         }
-        _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(code));
-        unsigned close = _mm512_cmpneq_epi32_mask(low, high) | (above ^ perhaps);
+        _mm_storeu_si128((__m128i *)(codes + i), code);
+        unsigned close = _mm512_testn_epi32_mask(units, fraction) | _mm512_cmple_epu32_mask(beyond, near_both);
         for (; __builtin_expect(close != 0, 0); close &= close - 1) {
             const int k = i + __builtin_ctz(close);
             codes[k] = nearest_code(from[k] / scale, r.bounds);
@@ -187,12 +188,10 @@ AVX512 void encode_usual_avx512(const Regions &r, const float *from, float scale
     for (; i < n; i++) codes[i] = nearest_code(from[i] / scale, r.bounds);
 }
 
-AVX512 float encode_avx512(const Regions &r, float *from, pstar_u8 *codes, int n) {
-    const float scale = largest_magnitude(from, n);
-    if (!is_usual(scale)) return encode_any(r, from, codes, n);
-    if (r.is_signed) encode_usual_avx512<true>(r, from, scale, codes, n);
+AVX512 void encode_avx512(const Regions &r, float *from, float scale, pstar_u8 *codes, int n) {
+    if (!is_usual(scale)) encode_any(r, from, scale, codes, n);
+    else if (r.is_signed) encode_usual_avx512<true>(r, from, scale, codes, n);
     else encode_usual_avx512<false>(r, from, scale, codes, n);
-    return scale;
 }
 
 // ---- AVX2: 8 numbers at once
@@ -207,7 +206,7 @@ AVX2 void decode_avx2(const Regions &r, const pstar_u8 *codes, float scale, floa
 
 template <bool SIGNED>
 AVX2 void encode_usual_avx2(const Regions &r, const float *from, float scale, pstar_u8 *codes, int n) {
-    const __m256 by = _mm256_set1_ps(scale), margin = _mm256_set1_ps(NEAR_BOUNDARY);
+    const __m256 by = _mm256_set1_ps(scale);
     const __m256 slope = _mm256_load_ps(r.slope), start = _mm256_load_ps(r.start), last = _mm256_load_ps(r.last);
     const __m256i half = _mm256_set1_epi32(127);
     __m256 begin[DECADES + 1];
@@ -226,16 +225,17 @@ AVX2 void encode_usual_avx2(const Regions &r, const float *from, float scale, ps
             region = _mm256_sub_epi32(region, _mm256_castps_si256(_mm256_cmp_ps(y, begin[k], _CMP_GT_OQ)));
         __m256 count = _mm256_fmadd_ps(_mm256_permutevar8x32_ps(slope, region), y, _mm256_permutevar8x32_ps(start, region));
         count = _mm256_min_ps(count, _mm256_permutevar8x32_ps(last, region));
-        const __m256i low = _mm256_cvttps_epi32(_mm256_sub_ps(count, margin));
-        const __m256i high = _mm256_cvttps_epi32(_mm256_add_ps(count, margin));
-        __m256i code = _mm256_sub_epi32(low, _mm256_castps_si256(_mm256_cmp_ps(y, begin[DECADES], _CMP_GT_OQ)));
+        const __m256i units = _mm256_cvttps_epi32(count);
+        __m256i code = _mm256_srli_epi32(units, SHIFT);
+        code = _mm256_sub_epi32(code, _mm256_castps_si256(_mm256_cmp_ps(y, begin[DECADES], _CMP_GT_OQ)));
         if (SIGNED) {
             const __m256i below = _mm256_sub_epi32(half, _mm256_min_epi32(code, half));
             code = _mm256_blendv_epi8(_mm256_add_epi32(half, code), below, negative);
         }
         const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
         _mm_storel_epi64((__m128i *)(codes + i), _mm_packus_epi16(words, words));
-        unsigned close = 0xff ^ (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(low, high)));
+        const __m256i digits = _mm256_and_si256(units, _mm256_set1_epi32((1 << SHIFT) - 2));
+        unsigned close = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(digits, _mm256_setzero_si256())));
         for (; __builtin_expect(close != 0, 0); close &= close - 1) {
             const int k = i + __builtin_ctz(close);
             codes[k] = nearest_code(from[k] / scale, r.bounds);
@@ -244,12 +244,10 @@ AVX2 void encode_usual_avx2(const Regions &r, const float *from, float scale, ps
     for (; i < n; i++) codes[i] = nearest_code(from[i] / scale, r.bounds);
 }
 
-AVX2 float encode_avx2(const Regions &r, float *from, pstar_u8 *codes, int n) {
-    const float scale = largest_magnitude(from, n);
-    if (!is_usual(scale)) return encode_any(r, from, codes, n);
-    if (r.is_signed) encode_usual_avx2<true>(r, from, scale, codes, n);
+AVX2 void encode_avx2(const Regions &r, float *from, float scale, pstar_u8 *codes, int n) {
+    if (!is_usual(scale)) encode_any(r, from, scale, codes, n);
+    else if (r.is_signed) encode_usual_avx2<true>(r, from, scale, codes, n);
     else encode_usual_avx2<false>(r, from, scale, codes, n);
-    return scale;
 }
 
 #endif
