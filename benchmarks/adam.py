@@ -5,7 +5,7 @@
 
 Every contender is timed once a round, in an order that rotates from round to round. Reported is the median over rounds of
 its ratio to the stream kernel of the SAME round, so that other work on the machine affects all equally. Writes
-benchmarks/results/adam.md and adam.png. DeepSpeed's CPUAdam takes part if it is installed.
+benchmarks/results/adam.md and adam.png. DeepSpeed's CPUAdam and bitsandbytes' AdamW8bit take part if they are installed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,10 @@ def contenders(numel: int) -> list[Contender]:
     ours("pstar bf16, shared slot", 28, "shared", param, slot, exp_avg, exp_avg_sq, copy16=slot)
     ours("pstar bf16, split master", 26, "split", high, grad16, exp_avg, exp_avg_sq, low=low)
     ours("pstar bf16, split master, 8-bit moments", 14, "split", high, grad16, *codes, low=low, scales=scales)
+    ours("pstar fp32, 8-bit moments", 16, "fp32", param, grad, *codes, scales=scales)
+    bitsandbytes = bitsandbytes_adam(param, grad)
+    if bitsandbytes is not None:
+        found.append(Contender("bitsandbytes fp32, 8-bit moments", 16, "fp32", bitsandbytes.step))
     found.append(Contender("chain: copy, torch fused, copy", 28, "separate", chain))
     return found
 
@@ -124,6 +128,16 @@ def deepspeed_adam(param: torch.Tensor, grad: torch.Tensor) -> torch.optim.Optim
     return DeepSpeedCPUAdam([leaf], **OPTIONS, adamw_mode=True)
 
 
+def bitsandbytes_adam(param: torch.Tensor, grad: torch.Tensor) -> torch.optim.Optimizer | None:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        return None
+    leaf = torch.nn.Parameter(param)
+    leaf.grad = grad
+    return AdamW8bit([leaf], **OPTIONS)
+
+
 def measure(found: list[Contender], rounds: int) -> float:
     """Times every contender once a round. Returns the number of cores that other programs used meanwhile."""
     busy, own, begin = busy_seconds(), time.process_time(), time.perf_counter()
@@ -147,6 +161,8 @@ def report(found: list[Contender], numel: int, rounds: int, others: float) -> st
     by_name = {contender.name: contender for contender in found}
     chain, ours = by_name["chain: copy, torch fused, copy"], by_name["pstar fp32"]
     deepspeed = {} if "DeepSpeed CPUAdam" in by_name else {"DeepSpeed": "not installed"}
+    if not any(name.startswith("bitsandbytes") for name in by_name):
+        deepspeed["bitsandbytes"] = "not installed"
     lines = [
         "# Adam on the CPU", "",
         *bullets([
@@ -168,11 +184,12 @@ def report(found: list[Contender], numel: int, rounds: int, others: float) -> st
         median = statistics.median(contender.seconds)
         stream = by_name[f"stream, {contender.stream}"]
         share = ratio(stream, contender) if "8-bit" not in contender.name else None
-        against = f"{ratio(chain, contender):.2f}" if contender.stream != "fp32" else ""
+        against = f"{ratio(chain, contender):.2f}" if contender.stream != "fp32" or share is None else ""
         lines.append(f"| {contender.name} | {contender.bytes_per_param} | {median * 1e3:.1f} | "
                      f"{contender.bytes_per_param * numel / median / 1e9:.1f} | {'' if share is None else f'{share:.2f}'} | "
                      f"{against} |")
-    peers = [each for each in found if each.stream == "fp32" and not each.name.startswith(("pstar", "stream"))]
+    peers = [each for each in found if each.stream == "fp32" and not each.name.startswith(("pstar", "stream"))
+             and "8-bit" not in each.name]
     compared = ", ".join(f"{ratio(each, ours):.2f} times as fast as {each.name}" for each in peers)
     lines += ["", f"pstar fp32 is {compared}."]
     return "\n".join(lines) + "\n"

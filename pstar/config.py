@@ -26,6 +26,9 @@ class OptimizerParams:
     """Decoupled for AdamW, added to the gradient for Adam."""
     use_hybrid_adam: bool = True
     """PatrickStar's key. false: every update is computed far, by the CPU. true: near, where states have room there."""
+    state_bits: int = 32
+    """Bits of a moment: 32, or 8 for codes, of which 2,048 share an fp32 scale (Dettmers et al. 2022): 6 bytes a parameter
+    less, and slightly other numbers."""
 
 
 @dataclass
@@ -146,6 +149,8 @@ class Config:
             raise ConfigError(f"optimizer.type is {self.optimizer.type!r}; choose Adam or AdamW")
         if self.optimizer.params.lr < 0 or self.optimizer.params.eps < 0 or self.optimizer.params.weight_decay < 0:
             raise ConfigError("optimizer.params: lr, eps and weight_decay must not be negative")
+        if self.optimizer.params.state_bits not in (8, 32):
+            raise ConfigError(f"optimizer.params.state_bits is {self.optimizer.params.state_bits}; choose 8 or 32")
         if len(self.optimizer.params.betas) != 2 or not all(0 <= beta < 1 for beta in self.optimizer.params.betas):
             raise ConfigError(f"optimizer.params.betas is {self.optimizer.params.betas}; give two numbers in [0, 1)")
         self._check_fp16()

@@ -292,6 +292,7 @@ class Engine(torch.nn.Module):
             bound = "no bound" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)
             budgets.append(f"{tier.name} {bound}")
         whole, frozen = model_data_bytes(layout, self.costs), frozen_bytes(layout, self.costs)
+        scales = f", and {self.costs.scales} for each block of 8-bit states" if self.costs.scales else ""
         share = [("frozen", f"{format_bytes(frozen)} of it, {self.costs.param} bytes a parameter, without gradients and "
                             f"optimizer states, in {len(layout.frozen)} of the groups")] if frozen else []
         kept, held = len(self._outside.params), format_bytes(self._outside.num_bytes)
@@ -304,7 +305,7 @@ class Engine(torch.nn.Module):
                        f"{', gathered one by one' if self.config.communication == 'chunk' else ''}), "
                        f"{layout.utilisation:.1%} used"),
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a "
-                           f"{'trained ' if frozen else ''}parameter"),
+                           f"{'trained ' if frozen else ''}parameter{scales}"),
             *share,
             ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
                         f"eviction by {self.schedule.policy}"),

@@ -33,7 +33,8 @@ SAME_AS = {
 
 # Flags of --backend pstar, which chunks.py does not support.
 PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory", "disk_path", "prefetch", "near_states",
-              "far_states", "overlap_update", "offload_activations", "activation_checkpointing", "profile", "config")
+              "far_states", "state_bits", "overlap_update", "offload_activations", "activation_checkpointing", "profile",
+              "config")
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Settings(BaseSettings):
                             "gradients, or fill it; then backward copies parameters too.", choices=("margin", "fill"))
     far_states: str = flag("auto", "Where optimizer states that are far are updated: by the host, or streamed through the "
                            "device; auto: the faster one, measured.", choices=("auto", "host", "stream"))
+    state_bits: int = flag(32, "Bits of each of Adam's moments: 32, or 8 for 6 bytes a parameter less and slightly other "
+                           "losses.", choices=(8, 32))
     overlap_update: bool = flag(False, "Update parameters whose states are far while the next forward runs.")
     offload_activations: bool = flag(False, "Keep activations in host memory until backward needs them.")
     activation_checkpointing: bool = flag(False, "Keep only the input of each block, recompute the rest in backward.")
@@ -68,7 +71,8 @@ class Settings(BaseSettings):
             same["profile"] = str(Path(self.profile).absolute())
         if str(self.chunk_size) != "auto":
             same["default_chunk_size"] = int(self.chunk_size)
-        params = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8} | getattr(self, "_optimizer_params", {})
+        params = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8, "state_bits": self.state_bits}
+        params |= getattr(self, "_optimizer_params", {})
         optimizer = {"type": getattr(self, "_optimizer_type", "AdamW"), "params": params}
         fp16 = getattr(self, "_loss_scaling", {}) | {"enabled": self.precision == "fp16"}
         return {"optimizer": optimizer, "bf16": {"enabled": self.precision == "bf16"}, "fp16": fp16} | same
@@ -91,7 +95,7 @@ class Settings(BaseSettings):
                 key: value for key, value in vars(config.optimizer.params).items() if key in ("betas", "eps")
                 and f"optimizer.params.{key}" in given
             }
-            for name in ("lr", "weight_decay"):
+            for name in ("lr", "weight_decay", "state_bits"):
                 if f"optimizer.params.{name}" in given:
                     self._take(name, f"optimizer.params.{name}", getattr(config.optimizer.params, name))
         if "bf16" in given or "fp16" in given:

@@ -3,13 +3,15 @@
     PATH/
         .metadata, __0_0.distcp, __1_0.distcp ...   DCP's own format: 'model.NAME' (the fp32 master), 'exp_avg.NAME' and
                                                     'exp_avg_sq.NAME' under their whole shapes, 'buffer.NAME.RANK' and random
-                                                    states, which differ between ranks
+                                                    states, which differ between ranks. 8-bit moments: 'exp_avg_codes.NAME'
+                                                    in the parameter's shape, 'exp_avg_scale.NAME' with one fp32 number for
+                                                    each 2,048 elements, and the same with 'exp_avg_sq'
         state.json                                  counts of updates, hyper-parameters, the loss scale, the caller's JSON
         manifest.json                               size and SHA-256 of each file above
 
 Chunks hold a parameter as runs of its flattened elements. DCP knows boxes: in n dimensions a run is at most 2n - 1 boxes
-(durable.boxes). So an engine with another number of ranks, chunk size, ownership or precision can read its part, and so
-can DCP's tools. No rank ever holds more than one group of chunks in addition to its part.
+(durable.boxes). So an engine with another number of ranks, chunk size, ownership, precision or state_bits can read its part,
+and so can DCP's tools. No rank ever holds more than one group of chunks in addition to its part.
 
 Complete or absent: written to a staging folder, flushed, renamed. DCP reads a flipped byte without an error, hence the
 manifest. The metadata are a pickle: the reader allows only the classes that it needs, so a checkpoint cannot run code.
@@ -18,7 +20,7 @@ manifest. The metadata are a pickle: the reader allows only the classes that it 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,15 @@ from durable.boxes import Box, boxes
 from durable.distributed_checkpoint import ForeignClass, Reader, last_line, quiet
 from durable.files import flush
 from durable.folders import digest, first_damage, put_in_place
-from pstar.checkpoint.state import PREFIXES, read_piece, write_span
+from pstar.checkpoint.state import PREFIXES, SCALE_PREFIXES, read_codes, read_piece, write_span
 from pstar.errors import CheckpointError
-from pstar.layout.layout import Span
-from pstar.numerics.precision import PARAM
+from pstar.kernels import code_tables, decode
+from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
+from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES
 from pstar.optim.chunked_adam import ChunkedAdam
 
 NAMES = PREFIXES | {PARAM: "model."}
+CODES = {EXP_AVG: "exp_avg_codes.", EXP_AVG_SQ: "exp_avg_sq_codes."}
 BUFFER = "buffer."
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 1
@@ -213,24 +217,17 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     if missing or state["format"] != FORMAT:
         raise CheckpointError(f"{path} is of another model (it has no {', '.join(missing[:3])}) or of another version")
     for name in outside.params:
+        whole = Span(own_keys[name], 0, 0, outside.shapes[name].numel())
         kinds = (PARAM,) if name in outside.frozen else NAMES
-        wanted = [kind for kind in kinds if NAMES[kind] + own_keys[name] in known]
-        values = {NAMES[kind] + own_keys[name]: torch.empty(outside.shapes[name]) for kind in wanted}
-        _read(reader, values, path)
-        for kind, tensor in zip(wanted, values.values(), strict=True):
-            outside.write(kind, name, tensor)
+        for (kind, _), (values, scales) in _load_spans(reader, known, path, [(outside.shapes[name], whole)], kinds):
+            outside.write(kind, name, values.view(outside.shapes[name]), scales)
     for group in chunks.layout.groups:
-        spans = group.spans(ranks.rank)
+        spans = [(chunks.parameters.shapes[span.name], span) for span in group.spans(ranks.rank)]
         kinds = (PARAM,) if group.frozen else NAMES    # a checkpoint of a run that trained it has moments as well
-        wanted = {(kind, span.name) for span in spans for kind in kinds if NAMES[kind] + span.name in known}
-        parts = {(kind, name): Part(chunks.parameters.shapes[name], [span for span in spans if span.name == name])
-                 for kind, name in sorted(wanted)}
-        _read(reader, {NAMES[kind] + name: part for (kind, name), part in parts.items()}, path)
+        loaded = _load_spans(reader, known, path, spans, kinds)
         chunks.unsharding.drop_gathered(group.index)
-        for (kind, name), part in parts.items():
-            for span in spans:
-                if span.name == name:
-                    write_span(optimizer, kind, group.index, span, part.loaded(span))
+        for (kind, span), (values, scales) in loaded:
+            write_span(optimizer, kind, group.index, span, values, scales)
     for name, buffer in buffers.items():
         key = next((key for key in (f"{BUFFER}{name}.{ranks.rank}", f"{BUFFER}{name}.0") if key in known), None)
         if key is not None:    # older checkpoints have none
@@ -251,6 +248,39 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
             _read(reader, {key: values}, path)
             put(values)
     return state["extra"]
+
+
+def _load_spans(reader: Reader, known: set[str], path: Path, spans: Iterable[tuple[torch.Size, Span]],
+                kinds: Iterable[str]) -> list[tuple[tuple[str, Span], tuple[torch.Tensor, torch.Tensor | None]]]:
+    """((kind, span), (fp32 values (span.numel,), scales)) of each span and kind that the checkpoint has, read at once.
+
+    spans: with the shape of the whole parameter. scales: of the blocks that the span meets, if the moment is in codes.
+    """
+    parts: dict[tuple[str, Span], dict[str, tuple[Part, Span]]] = {}
+    for shape, span in spans:
+        for kind in kinds:
+            if NAMES[kind] + span.name in known:
+                parts[kind, span] = {NAMES[kind] + span.name: (Part(shape, [span]), span)}
+            elif kind in CODES and CODES[kind] + span.name in known:
+                blocks = _blocks_of(span)
+                parts[kind, span] = {
+                    CODES[kind] + span.name: (Part(shape, [span], dtype=torch.uint8), span),
+                    SCALE_PREFIXES[kind] + span.name: (Part(torch.Size([num_blocks(shape.numel())]), [blocks]), blocks)}
+    _read(reader, {name: part for each in parts.values() for name, (part, _) in each.items()}, path)
+    found = []
+    for (kind, span), each in parts.items():
+        values, *scales = (part.loaded(its_span) for part, its_span in each.values())
+        if scales:    # a span of fp32 moments may begin inside a block
+            by_element = scales[0].repeat_interleave(STATE_BLOCK)[span.param_offset % STATE_BLOCK :]
+            values = decode(values, code_tables(values.device)[2 * (kind == EXP_AVG_SQ)], by_element, 1)
+        found.append(((kind, span), (values, scales[0] if scales else None)))
+    return found
+
+
+def _blocks_of(span: Span) -> Span:
+    """The blocks of STATE_BLOCK elements that a span meets, as a run of the parameter's scales."""
+    first = span.param_offset // STATE_BLOCK
+    return Span(span.name, 0, first, num_blocks(span.param_offset + span.numel) - first)
 
 
 def names_in(reader: Reader) -> set[str]:
@@ -274,24 +304,36 @@ def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[
     """Everything this rank has, by name, read when it is written: one piece of a group at a time."""
     chunks = optimizer.chunks
     rank, found, last = chunks.collectives.rank, {}, {}
+    in_codes = SCALES in optimizer.precision.states
 
-    def reader(kind: str, group: int) -> Callable[[Span], torch.Tensor]:
-        def read(span: Span) -> torch.Tensor:
-            if last.get("key") != (kind, group):
-                last.update(key=(kind, group), piece=read_piece(optimizer, kind, group).cpu())
-            return last["piece"][span.piece_offset : span.piece_offset + span.numel]
+    def piece(read: Callable, kind: str, group: int) -> torch.Tensor:
+        if last.get(read) is None or last[read][0] != (kind, group):
+            last[read] = (kind, group), read(optimizer, kind, group).cpu()
+        return last[read][1]
 
-        return read
+    def reader(read: Callable, kind: str, group: int) -> Callable[[Span], torch.Tensor]:
+        return lambda span: piece(read, kind, group)[span.piece_offset : span.piece_offset + span.numel]
 
     for group in chunks.layout.groups:
         for kind in (PARAM,) if group.frozen else NAMES:
             for span in group.spans(rank):    # one a parameter
-                found[NAMES[kind] + span.name] = Part(chunks.parameters.shapes[span.name], [span], reader(kind, group.index))
+                shape = chunks.parameters.shapes[span.name]
+                if in_codes and kind in CODES:
+                    found[CODES[kind] + span.name] = Part(shape, [span], reader(read_codes, kind, group.index), torch.uint8)
+                else:
+                    found[NAMES[kind] + span.name] = Part(shape, [span], reader(read_piece, kind, group.index))
+        if in_codes and not group.frozen:
+            found |= _scale_parts(optimizer, group)
     outside = optimizer.outside
     for name in outside.params:
-        for kind, values in outside.read(name).items():    # the same on all ranks: rank 0 writes it; else each its own
+        mine = {NAMES[kind]: values for kind, values in outside.read(name).items()}
+        for kind, (codes, scales) in outside.read_codes(name).items():
+            del mine[NAMES[kind]]
+            mine |= {CODES[kind]: codes, SCALE_PREFIXES[kind]: scales}
+        for prefix, values in mine.items():    # the same on all ranks: rank 0 writes it; else each its own
             whole = [Span(name, 0, 0, values.numel())] if rank == 0 or len(outside.keys(name)) > 1 else []
-            found[NAMES[kind] + outside.own_key(name)] = Part(values.shape, whole, lambda _, v=values: v.reshape(-1))
+            key = prefix + outside.own_key(name)
+            found[key] = Part(values.shape, whole, lambda _, v=values: v.reshape(-1), values.dtype)
     for name, buffer in buffers.items():    # a mask may hold infinities
         whole, flat = Span(name, 0, 0, buffer.numel()), buffer.detach().cpu().reshape(-1)
         found[f"{BUFFER}{name}.{rank}"] = Part(buffer.shape, [whole], lambda _, v=flat: v, buffer.dtype, finite=False)
@@ -299,6 +341,17 @@ def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[
         state = get()
         whole = Span(name, 0, 0, state.numel())
         found[f"random.{name}.{rank}"] = Part(state.shape, [whole], lambda _, state=state: state, torch.uint8)
+    return found
+
+
+def _scale_parts(optimizer: ChunkedAdam, group: Group) -> dict[str, Part]:
+    """The scales of this rank's part of a group, by name."""
+    rows, found = read_codes(optimizer, SCALES, group.index).cpu().view(2, -1), {}
+    shapes = optimizer.chunks.parameters.shapes
+    for prefix, row in zip(SCALE_PREFIXES.values(), rows, strict=True):
+        for span in group.spans(optimizer.chunks.collectives.rank):
+            whole = torch.Size([num_blocks(shapes[span.name].numel())])
+            found[prefix + span.name] = Part(whole, [_blocks_of(span)], lambda _, own=row[span.blocks]: own)
     return found
 
 

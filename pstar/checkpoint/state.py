@@ -5,14 +5,16 @@ from collections.abc import Mapping
 import torch
 
 from pstar.errors import ConfigError
-from pstar.layout.layout import Span
-from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM
+from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
+from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES, Precision
 from pstar.optim.chunked_adam import ChunkedAdam
 
 Tensors = dict[str, torch.Tensor]
 SCALER = "scaler."
 PREFIXES = {PARAM: "", EXP_AVG: "exp_avg.", EXP_AVG_SQ: "exp_avg_sq."}
 """Of the keys of each kind of values."""
+SCALE_PREFIXES = {EXP_AVG: "exp_avg_scale.", EXP_AVG_SQ: "exp_avg_sq_scale."}
+"""Of the scales of 8-bit moments."""
 
 
 def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
@@ -22,9 +24,14 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     moments, for all but frozen parameters: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the parameter's shape, 'step.NAME'
     -> number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY', the state of the loss scale,
     fp32 scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK for each. Moves no block.
+
+    8-bit moments are decoded; their scales are 'exp_avg_scale.NAME' and 'exp_avg_sq_scale.NAME', fp32, (blocks,), with which
+    load_state finds the same codes again.
     """
     chunks, outside, found = optimizer.chunks, optimizer.outside, {kind: {} for kind in PREFIXES}
+    scales: Tensors = {}
     for group in chunks.layout.groups:
+        scales |= _gather_scales(optimizer, group)
         for kind in (PARAM,) if group.frozen else PREFIXES:
             flat = chunks.collectives.gather_on_host(read_piece(optimizer, kind, group.index).cpu())
             for slot in group.slots if flat is not None else ():
@@ -38,13 +45,17 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
             flat = chunks.collectives.gather_on_host(values.reshape(-1)) if len(keys) > 1 else values.reshape(-1)
             for key, own in zip(keys, flat.view(len(keys), -1) if flat is not None else (), strict=False):
                 (steps if kind == "step" else found[kind])[key] = own.view(values.shape).clone()
+        for kind, (_, values) in outside.read_codes(name).items():
+            flat = chunks.collectives.gather_on_host(values) if len(keys) > 1 else values
+            for key, own in zip(keys, flat.view(len(keys), -1) if flat is not None else (), strict=False):
+                scales[SCALE_PREFIXES[kind] + key] = own.clone()
     if chunks.collectives.rank != 0:
         return {}, {}
     keys_of = {name: outside.keys(name) if name in outside.params else [name] for name in optimizer.steps}
     weights = {key: found[PARAM][key] for keys in keys_of.values() for key in keys}
     order = [key for name, keys in keys_of.items() if not optimizer.is_frozen(name) for key in keys]
     moments = {PREFIXES[kind] + key: found[kind][key] for key in order for kind in (EXP_AVG, EXP_AVG_SQ)}
-    moments |= {f"step.{key}": steps[key] for key in order}
+    moments |= {f"step.{key}": steps[key] for key in order} | scales
     if optimizer.precision.name == "fp16":
         moments |= {SCALER + key: torch.tensor(value) for key, value in optimizer.scaler.state().items()}
     return weights, moments
@@ -72,7 +83,7 @@ def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
         if moments and not optimizer.is_frozen(name):
             for kind in (EXP_AVG, EXP_AVG_SQ):
                 if f"{kind}.{key}" in moments:
-                    write(optimizer, kind, name, moments[f"{kind}.{key}"])
+                    write(optimizer, kind, name, moments[f"{kind}.{key}"], moments.get(SCALE_PREFIXES[kind] + key))
             optimizer.steps[name] = int(moments.get(f"step.{key}", torch.tensor(0.0)))
     scaler = {key.removeprefix(SCALER): float(value) for key, value in (moments or {}).items() if key.startswith(SCALER)}
     if scaler:
@@ -80,27 +91,31 @@ def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
 
 
 @torch.no_grad()
-def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor) -> None:
+def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
     """Puts one parameter (kind 'param') or one of its moments into its place; this rank takes its own part of it.
 
     values: the whole tensor, in any floating dtype, on any device; stored as the fp32 master where there is one.
+    scales: of a moment that was in 8 bits, as in Precision.write_moment.
     """
     chunks = optimizer.chunks
     if name in optimizer.outside.params:
-        return optimizer.outside.write(kind, name, values)
+        return optimizer.outside.write(kind, name, values, scales)
     group = chunks.units.place[name][0].spec.group
     chunks.unsharding.drop_gathered(group)
     for span in chunks.layout.groups[group].spans(chunks.collectives.rank):
         if span.name == name:
             mine = values.reshape(-1)[span.param_offset : span.param_offset + span.numel]
-            write_span(optimizer, kind, group, span, mine)
+            first = span.param_offset // STATE_BLOCK
+            its_scales = None if scales is None else scales[first : first + num_blocks(span.numel)]
+            write_span(optimizer, kind, group, span, mine, its_scales)
 
 
 @torch.no_grad()
-def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor) -> None:
-    """Puts the values of one span, (span.numel,), into this rank's piece."""
+def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor,
+               scales: torch.Tensor | None = None) -> None:
+    """Puts the values of one span, (span.numel,), into this rank's piece. scales: as in Precision.write_moment."""
     store, precision = optimizer.store, optimizer.precision_of(optimizer.chunks.layout.groups[group])
-    kinds = precision.kinds if kind == PARAM else (kind,)
+    kinds = precision.kinds if kind == PARAM else _kinds_of_a_moment(precision, kind)
     part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
     if store.blocks[PARAM, group].fixed:
         for data in store.fixed_copies((PARAM, group)):
@@ -110,16 +125,52 @@ def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values
         if kind == PARAM:
             precision.write_master(values, {each: data[part] for (each, _), (_, data) in places.items()})
         else:
-            places[kind, group][1][part] = values
+            mine = precision.part_of({each: data for (each, _), (_, data) in places.items()}, part, span.blocks)
+            precision.write_moment(kind, values, mine, scales)
         written = {key: tier for key, (tier, _) in places.items()}
     for key, tier in written.items():
         store.mark_written(key, tier)
 
 
+def _kinds_of_a_moment(precision: Precision, kind: str) -> tuple[str, ...]:
+    return (kind, SCALES) if SCALES in precision.states else (kind,)
+
+
 def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
-    """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing."""
-    precision = optimizer.precision_of(optimizer.chunks.layout.groups[group])
-    kinds = precision.kinds if kind == PARAM else (kind,)
+    """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing. Zeros between parameters."""
+    its_group = optimizer.chunks.layout.groups[group]
+    precision = optimizer.precision_of(its_group)
+    kinds = precision.kinds if kind == PARAM else _kinds_of_a_moment(precision, kind)
     with optimizer.store.reading([(each, group) for each in kinds]) as places:
         data = {each: buffer for (each, _), (_, buffer) in places.items()}
-        return precision.read_master(data) if kind == PARAM else data[kind].clone()
+        if kind == PARAM:
+            return precision.read_master(data)
+        if SCALES not in data:
+            return data[kind].clone()
+        values = torch.zeros(its_group.piece_elems, device=data[kind].device)
+        for span in its_group.spans(optimizer.chunks.collectives.rank):
+            part = slice(span.piece_offset, span.piece_offset + span.numel)
+            values[part] = precision.read_moment(kind, precision.part_of(data, part, span.blocks))
+        return values
+
+
+def read_codes(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
+    """This rank's piece of an 8-bit moment as it is stored: codes, uint8, (S,); of SCALES (2 * blocks,). A copy."""
+    with optimizer.store.reading([(kind, group)]) as places:
+        return places[kind, group][1].clone()
+
+
+def _gather_scales(optimizer: ChunkedAdam, group: Group) -> Tensors:
+    """On rank 0 the scales of each parameter of the group by SCALE_PREFIXES, (blocks,); empty without 8-bit moments."""
+    ranks, found = optimizer.chunks.collectives, {}
+    if group.frozen or SCALES not in optimizer.precision.states:
+        return found
+    flat = ranks.gather_on_host(read_codes(optimizer, SCALES, group.index).cpu())
+    if flat is None:
+        return found
+    for rank, rows in enumerate(flat.view(ranks.num_ranks, 2, -1)):
+        for span in group.spans(rank):    # ranks follow each other as the parameter's blocks do
+            for prefix, row in zip(SCALE_PREFIXES.values(), rows, strict=True):
+                before = found.get(prefix + span.name, row[:0])
+                found[prefix + span.name] = torch.cat([before, row[span.blocks]])
+    return found

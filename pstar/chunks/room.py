@@ -33,7 +33,8 @@ class NearRoom:
         """
         if self.near_memory is None:
             return None
-        least = self.least_bytes + self.plan.costs.states * self.tiers.near_elems
+        costs = self.plan.costs
+        least = self.least_bytes + costs.states * self.tiers.near_elems + costs.scales * self.tiers.near_blocks
         return least if peak is None else max(self.near_memory - peak, least)
 
     def grow(self, num_bytes: int) -> bool:

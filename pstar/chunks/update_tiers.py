@@ -18,8 +18,8 @@ class UpdateTiers:
     def __init__(self, layout: Layout, near: Collection[int] = (), streamed: bool = False):
         self._groups, self.streamed = layout.groups, streamed
         self.states_tier = [NEAR if group.index in near else FAR for group in layout.groups]
-        self.near_elems = 0
-        """Elements of this rank's pieces whose states are in near."""
+        self.near_elems = self.near_blocks = 0
+        """Elements of this rank's pieces whose states are in near, and blocks of 8-bit states (Group.piece_blocks)."""
         self._count()
 
     def update_tier(self, group: int) -> str:
@@ -32,4 +32,6 @@ class UpdateTiers:
         self._count()
 
     def _count(self) -> None:    # kept as a number: it is read at every moment, and states seldom move
-        self.near_elems = sum(group.piece_elems for group in self._groups if self.states_tier[group.index] == NEAR)
+        near = [group for group in self._groups if self.states_tier[group.index] == NEAR]
+        self.near_elems = sum(group.piece_elems for group in near)
+        self.near_blocks = sum(group.piece_blocks for group in near)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("cpu_adam.cpp", "adam_formula.h")
+SOURCES = ("cpu_adam.cpp", "cpu_codes.h", "adam_formula.h")
 # No flag may change a rounding: no -ffast-math, and fused multiply-add only where the formula says fmaf.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 THREADS = (("-fopenmp",), ("-fopenmp-simd",))    # the second: one thread, for compilers without an OpenMP library

@@ -5,6 +5,7 @@
 // array that is written was read before, so its cache lines are there. Streaming stores (for the 16-bit copy, which is only
 // written) had no measurable effect, and prefetch instructions made it slower.
 #include "adam_formula.h"
+#include "cpu_codes.h"
 
 #include <stdlib.h>
 #if defined(_OPENMP)
@@ -23,13 +24,6 @@ const int NORM_BLOCK = 8192;          // elements; the same on CUDA, so that bot
 const int NORM_LANES = 256;
 
 enum Path { PATH_AUTO = 0, PATH_PLAIN = 1, PATH_AVX2 = 2, PATH_AVX512 = 3 };
-
-// 8-bit moments: ascending values, the boundaries between neighbours, and for each upper half of an fp32 number the least
-// code of a number with that upper half; see quantize.py.
-struct Codes {
-    const float *exp_avg, *exp_avg_bounds, *exp_avg_sq, *exp_avg_sq_bounds;
-    const pstar_u8 *exp_avg_least, *exp_avg_sq_least;
-};
 
 // The place to which gradients are copied or added while their squares are summed; null: they are not stored.
 struct Store {
@@ -67,28 +61,6 @@ PSTAR_FN void pack_stochastic(const float *from, pstar_u16 *to, int n, pstar_u32
     SIMD for (int i = 0; i < n; i++) to[i] = float_to_bf16_stochastic(from[i], random_bits(seed, index + i));
 }
 
-PSTAR_FN void decode(const pstar_u8 *codes, const float *values, float scale, float *to, int n) {
-    SIMD for (int i = 0; i < n; i++) to[i] = values[codes[i]] * scale;
-}
-
-// Writes the codes, returns the new scale: the largest magnitude. Magnitudes are compared as integers, where NaN > infinity
-// > numbers: a NaN is found in any order of comparisons.
-PSTAR_FN float encode(float *from, const float *bounds, const pstar_u8 *least, pstar_u8 *codes, int n) {
-    pstar_u32 largest = 0;
-    _Pragma("omp simd reduction(max : largest)") for (int i = 0; i < n; i++) {
-        pstar_u32 magnitude = float_bits(from[i]) & 0x7fffffffu;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    const float scale = bits_float(largest);
-    SIMD for (int i = 0; i < n; i++) from[i] = scale > 0.0f ? from[i] / scale : 0.0f;
-    // nearest_code in two steps instead of eight: no cell of the table holds more than one boundary.
-    for (int i = 0; i < n; i++) {
-        const pstar_u8 code = least[float_bits(from[i]) >> 16];
-        codes[i] = (pstar_u8)(code + (from[i] > bounds[code] ? 1 : 0));
-    }
-    return scale;
-}
-
 PSTAR_FN void formula(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int n, const AdamScalars &h) {
     SIMD for (int i = 0; i < n; i++) {
         float x = param[i], m = exp_avg[i], v = exp_avg_sq[i];    // each is read once: several reads of a cache line
@@ -118,29 +90,52 @@ PSTAR_FN void update_block(const AdamChunk &c, const AdamScalars &h, int param, 
     else if (param == PARAM_COPY_BF16 || param == PARAM_COPY_FP16) pack(x, param, (pstar_u16 *)c.extra + first, n);
 }
 
-// Elements [begin, end) of a chunk; begin is a multiple of the quantisation block.
-PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin, pstar_i64 end) {
+typedef void (*Decode)(const Regions &, const pstar_u8 *, float, float *, int);
+typedef void (*Encode)(const Regions &, float *, float, pstar_u8 *, int);
+
+// Elements [begin, end) of a chunk with 8-bit moments; begin is a multiple of the quantisation block. A block can be encoded
+// when all of it is updated. While one block is updated, the one before it is encoded, a few elements of each in turn:
+// division and root keep one unit of the processor busy, codes the others.
+PSTAR_FN void update_quantised(const AdamChunk &c, const AdamScalars &h, int param, int grad, const Regions *codes,
+                               pstar_i64 begin, pstar_i64 end, Decode decode, Encode encode) {
+    alignas(64) float m_buffers[2][PSTAR_QUANT_BLOCK], v_buffers[2][PSTAR_QUANT_BLOCK];
+    pstar_u8 *all_m = (pstar_u8 *)c.exp_avg, *all_v = (pstar_u8 *)c.exp_avg_sq;
+    int n_before = 0;    // elements of the block that is encoded, from `before` on
+    for (pstar_i64 start = begin, before = begin; start < end || n_before; before = start, start += PSTAR_QUANT_BLOCK) {
+        const int n = start >= end ? 0 : end - start < PSTAR_QUANT_BLOCK ? (int)(end - start) : PSTAR_QUANT_BLOCK;
+        const pstar_i64 block = start / PSTAR_QUANT_BLOCK, last = before / PSTAR_QUANT_BLOCK;
+        float *m = m_buffers[block & 1], *v = v_buffers[block & 1];
+        float *m_last = m_buffers[last & 1], *v_last = v_buffers[last & 1];
+        pstar_u32 largest_m = 0, largest_v = 0;
+        for (int k = 0; k < n || k < n_before; k += BLOCK) {
+            if (k < n) {
+                const int some = n - k < BLOCK ? n - k : BLOCK;
+                decode(codes[0], all_m + start + k, c.exp_avg_scale[block], m + k, some);
+                decode(codes[1], all_v + start + k, c.exp_avg_sq_scale[block], v + k, some);
+                update_block(c, h, param, grad, start + k, some, m + k, v + k);
+                largest_m = largest_magnitude(m + k, some, largest_m);
+                largest_v = largest_magnitude(v + k, some, largest_v);
+            }
+            if (k < n_before) {
+                const int some = n_before - k < BLOCK ? n_before - k : BLOCK;
+                encode(codes[0], m_last + k, c.exp_avg_scale[last], all_m + before + k, some);
+                encode(codes[1], v_last + k, c.exp_avg_sq_scale[last], all_v + before + k, some);
+            }
+        }
+        if (n) c.exp_avg_scale[block] = bits_float(largest_m), c.exp_avg_sq_scale[block] = bits_float(largest_v);
+        n_before = n;
+    }
+}
+
+// Elements [begin, end) of a chunk. codes: of both moments; null: fp32 moments.
+PSTAR_FN void update_range(const AdamChunk &c, int param, int grad, const Regions *codes, pstar_i64 begin, pstar_i64 end,
+                           Decode decode, Encode encode) {
     const AdamScalars h = scalars_of(c);
     if (c.skip && *c.skip != 0.0f) return;
-    if (!codes) {
-        float *m = (float *)c.exp_avg, *v = (float *)c.exp_avg_sq;
-        for (pstar_i64 first = begin; first < end; first += BLOCK)
-            update_block(c, h, param, grad, first, end - first < BLOCK ? (int)(end - first) : BLOCK, m + first, v + first);
-    } else {
-        alignas(64) float m[PSTAR_QUANT_BLOCK], v[PSTAR_QUANT_BLOCK];
-        for (pstar_i64 start = begin; start < end; start += PSTAR_QUANT_BLOCK) {
-            const pstar_i64 stop = end - start < PSTAR_QUANT_BLOCK ? end : start + PSTAR_QUANT_BLOCK;
-            const pstar_i64 block = start / PSTAR_QUANT_BLOCK;
-            const int n = (int)(stop - start);
-            pstar_u8 *codes_m = (pstar_u8 *)c.exp_avg + start, *codes_v = (pstar_u8 *)c.exp_avg_sq + start;
-            decode(codes_m, codes->exp_avg, c.exp_avg_scale[block], m, n);
-            decode(codes_v, codes->exp_avg_sq, c.exp_avg_sq_scale[block], v, n);
-            for (int k = 0; k < n; k += BLOCK)
-                update_block(c, h, param, grad, start + k, n - k < BLOCK ? n - k : BLOCK, m + k, v + k);
-            c.exp_avg_scale[block] = encode(m, codes->exp_avg_bounds, codes->exp_avg_least, codes_m, n);
-            c.exp_avg_sq_scale[block] = encode(v, codes->exp_avg_sq_bounds, codes->exp_avg_sq_least, codes_v, n);
-        }
-    }
+    if (codes) return update_quantised(c, h, param, grad, codes, begin, end, decode, encode);
+    float *m = (float *)c.exp_avg, *v = (float *)c.exp_avg_sq;
+    for (pstar_i64 first = begin; first < end; first += BLOCK)
+        update_block(c, h, param, grad, first, end - first < BLOCK ? (int)(end - first) : BLOCK, m + first, v + first);
 }
 
 // Stores n elements of the gradients, from `first` on. Returns the stored values in fp32: the place itself, or the buffer.
@@ -187,13 +182,13 @@ double sum_lanes(const double *values, pstar_i64 count) {
 
 // ---- one copy of the loops for each instruction set
 
-typedef void (*Update)(const AdamChunk &, int, int, const Codes *, pstar_i64, pstar_i64);
+typedef void (*Update)(const AdamChunk &, int, int, const Regions *, pstar_i64, pstar_i64);
 typedef double (*Norm)(const void *, const Store &, int, pstar_i64, pstar_i64);
 
 #define PSTAR_PATH(NAME, TARGET)                                                                                    \
-    TARGET void update_##NAME(const AdamChunk &c, int param, int grad, const Codes *codes, pstar_i64 begin,         \
+    TARGET void update_##NAME(const AdamChunk &c, int param, int grad, const Regions *codes, pstar_i64 begin,       \
                               pstar_i64 end) {                                                                      \
-        update_range(c, param, grad, codes, begin, end);                                                            \
+        update_range(c, param, grad, codes, begin, end, decode_##NAME, encode_##NAME);                              \
     }                                                                                                               \
     TARGET double norm_##NAME(const void *grads, const Store &to, int grad, pstar_i64 begin, pstar_i64 end) {       \
         return block_norm(grads, to, grad, begin, end);                                                             \
@@ -201,8 +196,8 @@ typedef double (*Norm)(const void *, const Store &, int, pstar_i64, pstar_i64);
 
 PSTAR_PATH(plain, )
 #if defined(__x86_64__)
-PSTAR_PATH(avx2, __attribute__((target("avx2,fma"))))
-PSTAR_PATH(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"))))
+PSTAR_PATH(avx2, AVX2)
+PSTAR_PATH(avx512, AVX512)
 #else
 const Update update_avx2 = 0, update_avx512 = 0;
 const Norm norm_avx2 = 0, norm_avx512 = 0;
@@ -243,6 +238,11 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
     if (!has(path)) return 1;
     if (param < PARAM_FP32 || param > PARAM_BF16_SR || grad < GRAD_FP32 || grad > GRAD_BF16) return 2;
     const Update update = UPDATES[path];
+    Regions regions[2];
+    if (codes) {
+        regions[0] = regions_of(codes->exp_avg, codes->exp_avg_bounds, codes->exp_avg_least, true);
+        regions[1] = regions_of(codes->exp_avg_sq, codes->exp_avg_sq_bounds, codes->exp_avg_sq_least, false);
+    }
     pstar_i64 num_tiles = 0, total = 0;
     for (int k = 0; k < num_chunks; k++) {
         num_tiles += (chunks[k].numel + TILE - 1) / TILE;
@@ -259,7 +259,7 @@ extern "C" int pstar_adam(const AdamChunk *chunks, int num_chunks, int param, in
             const pstar_i64 from = first > before ? first - before : 0, to = last - before < tiles ? last - before : tiles;
             if (from < to) {
                 const pstar_i64 end = to * TILE < chunks[k].numel ? to * TILE : chunks[k].numel;
-                update(chunks[k], param, grad, codes, from * TILE, end);
+                update(chunks[k], param, grad, codes ? regions : 0, from * TILE, end);
             }
             before += tiles;
         }

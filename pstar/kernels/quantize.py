@@ -63,10 +63,15 @@ def decode(codes: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bloc
     return values[codes.to(torch.int64)] * scales.repeat_interleave(block)[: codes.numel()]
 
 
-def encode(moments: torch.Tensor, boundaries: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Writes codes (N,) and scales of fp32 moments (N,), rounded to the nearest value. A NaN or infinity is in the scale."""
-    padded = torch.nn.functional.pad(moments, (0, -moments.numel() % block)).view(-1, block)
-    scales.copy_(padded.abs().amax(dim=1))
+def encode(moments: torch.Tensor, boundaries: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int,
+           keep_scales: bool = False) -> None:
+    """Writes codes (N,) and scales of fp32 moments (N,), rounded to the nearest value. A NaN or infinity is in the scale.
+
+    keep_scales: only codes are written. Moments that `decode` gave with these scales then get codes of the same values.
+    """
+    if not keep_scales:
+        padded = torch.nn.functional.pad(moments, (0, -moments.numel() % block)).view(-1, block)
+        scales.copy_(padded.abs().amax(dim=1))
     each = scales.repeat_interleave(block)[: moments.numel()]
     relative = torch.where(each > 0, moments / each, 0.0).nan_to_num(nan=-1.0, posinf=torch.inf, neginf=-torch.inf)
     codes.copy_(torch.bucketize(relative, boundaries))

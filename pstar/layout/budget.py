@@ -13,16 +13,25 @@ class Costs:
     param: int
     grad: int
     states: int
-    """Optimizer states: fp32 moments, and the part of an fp32 master that is not in the parameter."""
+    """Optimizer states: moments, and the part of an fp32 master that is not in the parameter."""
+    scales: int = 0
+    """Bytes of the scales of each block of STATE_BLOCK elements: 8 with 8-bit moments."""
 
     @property
     def total(self) -> int:
-        """16 for fp32, 14 for bf16 with a split master, 16 for fp16; in 16 bit 2 more with fp32 accumulation."""
+        """Without scales: 16 for fp32, 14 for bf16 with a split master, 16 for fp16; in 16 bit 2 more with fp32
+        accumulation, with 8-bit moments 6 less."""
         return self.param + self.grad + self.states
+
+    def state_bytes(self, group: Group) -> int:
+        """Bytes of the optimizer states of one rank's piece of a trained group."""
+        return self.states * group.piece_elems + (self.scales * group.piece_blocks if self.scales else 0)
 
     def piece_bytes(self, group: Group) -> int:
         """Bytes of one rank's piece of a group with all its model data; a frozen group has parameters only."""
-        return (self.param if group.frozen else self.total) * group.piece_elems
+        if group.frozen:
+            return self.param * group.piece_elems
+        return (self.param + self.grad) * group.piece_elems + self.state_bytes(group)
 
 
 def model_data_bytes(layout: Layout, costs: Costs) -> int:
@@ -86,7 +95,7 @@ def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, ne
     most = min(params // (4 * chunks_a_group), 64 * 2**20)
     if near_budget is not None:
         most = min(most, largest_chunk_elems(near_budget, num_ranks, costs) * num_ranks // chunks_a_group)
-    return candidate_layouts(modules, num_ranks, most, ownership)
+    return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0)
 
 
 def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
@@ -102,18 +111,18 @@ def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, comm
     """
     single = layout.num_ranks == 1
     if kept_free is not None:
-        margin, per_elem = near_budget - kept_free, costs.total
+        margin, bytes_of = near_budget - kept_free, costs.piece_bytes
     elif single:
         margin = near_budget - costs.param * layout.total_elems - costs.grad * layout.trained_elems
-        per_elem = costs.states
+        bytes_of = costs.state_bytes
     else:
         gradients = max(_grad_bytes(unit, layout, costs) for unit in layout.units(communication))
         margin = near_budget - costs.param * layout.total_elems - gradients
-        per_elem = costs.total
+        bytes_of = costs.piece_bytes
     near = []
     for group in layout.trained:
-        if per_elem * group.piece_elems <= margin:
-            margin -= per_elem * group.piece_elems
+        if bytes_of(group) <= margin:
+            margin -= bytes_of(group)
             near.append(group.index)
     return near
 
@@ -158,8 +167,8 @@ def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: in
     margin = near_budget - max(working_bytes, (costs.param + costs.grad) * largest)
     near = []
     for group in layout.trained:
-        if costs.states * group.piece_elems <= margin:
-            margin -= costs.states * group.piece_elems
+        if costs.state_bytes(group) <= margin:
+            margin -= costs.state_bytes(group)
             near.append(group.index)
     return near
 

@@ -22,12 +22,17 @@ shrink, because padding costs as many bytes there as a trained element.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pstar.errors import ConfigError
 
 # Offsets are multiples of 32 elements (64 bytes in 16 bit, 128 in fp32): parameters start on cache lines for any chunk size.
 # For unaligned operands matrix libraries may choose another code path, and so other roundings.
 ALIGN_ELEMS = 32
+
+STATE_BLOCK = 2048
+"""Elements that share the two scales of their 8-bit moments; kernels.QUANT_BLOCK. Blocks begin at a parameter's first
+element, so they depend on no chunk size, placement or number of ranks."""
 
 OWNERSHIPS = ("whole", "sharded")
 COMMUNICATIONS = ("group", "chunk")
@@ -72,6 +77,13 @@ class Span:
     param_offset: int
     """First element inside the flattened parameter."""
     numel: int
+    first_block: int = 0
+    """Blocks of STATE_BLOCK elements of the piece's spans before this one."""
+
+    @property
+    def blocks(self) -> slice:
+        """The span's blocks among those of the piece."""
+        return slice(self.first_block, self.first_block + num_blocks(self.numel))
 
 
 @dataclass(frozen=True)
@@ -92,12 +104,19 @@ class Group:
     def spans(self, rank: int) -> list[Span]:
         """The parts of parameters inside rank's piece, in order of offset."""
         low, high = rank * self.piece_elems, (rank + 1) * self.piece_elems
-        spans = []
+        spans, blocks = [], 0
         for slot in self.slots:
             start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
             if start < stop:
-                spans.append(Span(slot.name, start - low, start - slot.offset, stop - start))
+                spans.append(Span(slot.name, start - low, start - slot.offset, stop - start, blocks))
+                blocks = spans[-1].blocks.stop
         return spans
+
+    @cached_property
+    def piece_blocks(self) -> int:
+        """Blocks of STATE_BLOCK elements, the last of a span perhaps shorter, of the piece that has most: all have as much
+        room for their scales."""
+        return max(spans[-1].blocks.stop if (spans := self.spans(rank)) else 0 for rank in range(self.num_ranks))
 
 
 @dataclass(frozen=True)
@@ -180,13 +199,22 @@ class Layout:
         return self.num_params / self.total_elems
 
 
-def align(elems: int) -> int:
-    """The next multiple of ALIGN_ELEMS."""
-    return -(-elems // ALIGN_ELEMS) * ALIGN_ELEMS
+def align(elems: int, to: int = ALIGN_ELEMS) -> int:
+    """The next multiple of `to`."""
+    return -(-elems // to) * to
 
 
-def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int = 1, ownership: str = "whole") -> Layout:
+def num_blocks(numel: int) -> int:
+    """Blocks of STATE_BLOCK elements, the last one perhaps shorter, of numel elements."""
+    return -(-numel // STATE_BLOCK)
+
+
+def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int = 1, ownership: str = "whole",
+                whole_blocks: bool = False) -> Layout:
     """Packs the parameters of modules into chunks of chunk_elems elements, module-atomic next-fit.
+
+    whole_blocks: a parameter that ranks share is cut between its blocks of STATE_BLOCK elements, for 8-bit states. With
+        ownership sharded, a chunk is then a multiple of num_ranks * STATE_BLOCK elements.
 
     Raises ConfigError for a chunk size below one, an unknown ownership, and a model without parameters.
     """
@@ -194,7 +222,7 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
     if chunk_elems < 1:
         raise ConfigError(f"the chunk size is {chunk_elems} elements; give at least 1, or 'auto'")
-    return _pack(_measure(modules), align(chunk_elems), num_ranks, ownership)
+    return _pack(_measure(modules), align(chunk_elems), num_ranks, ownership, whole_blocks)
 
 
 Measured = list[tuple[list[tuple[str, int, int]], int, int]]
@@ -213,14 +241,18 @@ def _measure(modules: Sequence[ModuleSpec]) -> tuple[Measured, Measured]:
     return measured
 
 
-def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int, ownership: str) -> Layout:
+def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int, ownership: str,
+          whole_blocks: bool = False) -> Layout:
     """make_layout of the result of _measure: a search measures once and packs many times."""
     trained, frozen = measured
+    cut_at = STATE_BLOCK if whole_blocks and num_ranks > 1 else ALIGN_ELEMS
+    if ownership == "sharded" and cut_at != ALIGN_ELEMS:
+        chunk_elems = align(chunk_elems, num_ranks * cut_at)
     if not frozen:
-        groups = _pack_part(trained, chunk_elems, num_ranks, ownership)
+        groups = _pack_part(trained, chunk_elems, num_ranks, ownership, cut_at=cut_at)
     else:
         size = min(chunk_elems, sum(whole for _, whole, _ in frozen))    # a larger chunk is padding
-        parts = (_pack_tightly(trained, chunk_elems, num_ranks, ownership),
+        parts = (_pack_tightly(trained, chunk_elems, num_ranks, ownership, cut_at),
                  _pack_part(frozen, size, num_ranks, ownership, frozen=True))
         groups = [replace(group, index=index, slots=tuple(replace(slot, group=index) for slot in group.slots))
                   for index, group in enumerate(group for part in parts for group in part)]
@@ -229,27 +261,31 @@ def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int,
     return Layout(chunk_elems, num_ranks, tuple(groups))
 
 
-def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str) -> list[Group]:
+def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, cut_at: int) -> list[Group]:
     """_pack_part of trained parameters beside frozen ones: about four groups, or fewer where smaller chunks would cost more
     than they bring; then the chunk size that wastes least without more groups. At most chunk_elems."""
     whole = sum(size for _, size, _ in measured)
     quarter = whole // (4 * (num_ranks if ownership == "whole" else 1))
     most = min(chunk_elems, whole, align(max(quarter, GROUP_COST_ELEMS)))
-    best = _pack_part(measured, most, num_ranks, ownership) if measured else []
+    best = _pack_part(measured, most, num_ranks, ownership, cut_at=cut_at) if measured else []
 
     def elems(groups: Iterable[Group]) -> int:
         return sum(group.elems for group in groups)
 
     num_groups, least = len(best), align(-(-whole // (num_ranks * max(len(best), 1))))
     for trial in range(TRIALS if least < most else 0):
-        groups = _pack_part(measured, align(least + (most - least) * trial // TRIALS), num_ranks, ownership)
+        groups = _pack_part(measured, align(least + (most - least) * trial // TRIALS), num_ranks, ownership, cut_at=cut_at)
         if len(groups) <= num_groups and elems(groups) < elems(best):
             best = groups
     return best
 
 
-def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, frozen: bool = False) -> list[Group]:
-    """The groups of all trained, or all frozen, parameters."""
+def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, frozen: bool = False,
+               cut_at: int = ALIGN_ELEMS) -> list[Group]:
+    """The groups of all trained, or all frozen, parameters. A parameter is cut between ranks at multiples of cut_at."""
+    if ownership == "sharded" and cut_at != ALIGN_ELEMS:
+        chunk_elems = align(chunk_elems, num_ranks * cut_at)
+    piece = chunk_elems // num_ranks if ownership == "sharded" else chunk_elems
     chunks: list[list[tuple[str, int, int]]] = []    # the ordinary chunks: name, numel, offset inside the chunk
     oversized: list[tuple[str, int]] = []            # parameters larger than a chunk
     fill = chunk_elems                               # "full", so that the first module opens the first chunk
@@ -263,6 +299,8 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
             chunks.append([])              # the module fits into one chunk, but not into what is left of this one
             fill = 0
         for name, numel, size in own:
+            if cut_at != ALIGN_ELEMS and fill // piece != (fill + numel - 1) // piece:
+                fill = align(fill, cut_at)    # a cut is a multiple of cut_at: it must be one counted from here as well
             if fill + size > chunk_elems:
                 chunks.append([])
                 fill = 0
@@ -278,7 +316,7 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
         groups.append(Group(len(groups), piece_elems, num_ranks, tuple(slots), frozen))
 
     for name, numel in oversized:
-        add_group(align(-(-numel // num_ranks)), [(0, [(name, numel, 0)])])
+        add_group(align(-(-numel // num_ranks), cut_at), [(0, [(name, numel, 0)])])
     if ownership == "sharded":
         for chunk in chunks:
             add_group(align(-(-chunk_elems // num_ranks)), [(0, chunk)])
@@ -290,7 +328,7 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
 
 
 def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
-                      ownership: str = "whole", num_candidates: int = 128) -> list[Layout]:
+                      ownership: str = "whole", num_candidates: int = 128, whole_blocks: bool = False) -> list[Layout]:
     """Layouts with chunk sizes up to max_elems: in geometric steps below the median module's size, in linear steps above.
 
     max_elems defaults to the whole model in one chunk a rank. Only packings are computed, no tensor is made.
@@ -308,7 +346,8 @@ def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_ele
     if ownership not in OWNERSHIPS:
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
     measured = _measure(modules)
-    return [_pack(measured, size, num_ranks, ownership) for size in sorted(candidates)]
+    layouts = [_pack(measured, size, num_ranks, ownership, whole_blocks) for size in sorted(candidates)]
+    return list({layout.chunk_elems: layout for layout in layouts}.values())    # with whole blocks sizes may be equal
 
 
 def least_waste(layouts: Sequence[Layout], fits: Callable[[Layout], bool] = lambda layout: True) -> Layout | None:

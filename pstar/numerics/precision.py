@@ -6,6 +6,9 @@
 | bf16 | the master's high half | the low half, both moments | 2 + 2 + 2 + 8 |
 | fp16 | the master, rounded | the master, both moments | 2 + 2 + 4 + 8 |
 
+With state_bits 8 a moment takes 1 byte in place of 4, and every 2,048 elements of a parameter share two fp32 scales
+(Dettmers et al. 2022): 10, 8 and 10 bytes a parameter, and the scales.
+
 bf16 has fp32's exponent, so a master can be split into two halves without loss (see kernels.split_master). fp16 has not, so
 it needs a whole master (Micikevicius et al. 2018). With 16 bit, gradients summed in fp32 take 2 bytes more a parameter.
 
@@ -19,9 +22,11 @@ from typing import Any
 
 import torch
 
-from pstar.kernels import AdamUpdate, join_master, split_master
+from pstar.kernels import QUANT_BLOCK, AdamUpdate, code_tables, decode, encode, join_master, split_master
 
 PARAM, EXP_AVG, EXP_AVG_SQ, LOW, MASTER = "param", "exp_avg", "exp_avg_sq", "low", "master"
+SCALES = "scales"
+"""Of 8-bit moments: fp32, (2 * blocks,): those of the first moment, then those of the second."""
 
 Buffers = Mapping[str, torch.Tensor]
 """Equal runs of elements by kind: PARAM, and each of a Precision's states."""
@@ -33,13 +38,16 @@ class Precision:
     Args:
         name: fp32, bf16 or fp16.
         frozen: whether the parameters are never updated: they have no states.
+        state_bits: 32, or 8 for moments in codes.
     """
 
-    def __init__(self, name: str, frozen: bool = False):
-        self.name = name
+    def __init__(self, name: str, frozen: bool = False, state_bits: int = 32):
+        self.name, self.state_bits = name, state_bits
         self.param_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
         master = {"fp32": {}, "bf16": {LOW: torch.int16}, "fp16": {MASTER: torch.float32}}[name]
-        self.states: dict[str, torch.dtype] = {} if frozen else {EXP_AVG: torch.float32, EXP_AVG_SQ: torch.float32} | master
+        moment = torch.uint8 if state_bits == 8 else torch.float32
+        scales = {SCALES: torch.float32} if state_bits == 8 else {}
+        self.states: dict[str, torch.dtype] = {} if frozen else {EXP_AVG: moment, EXP_AVG_SQ: moment} | master | scales
         """The optimizer's states, by kind."""
 
     @property
@@ -49,8 +57,46 @@ class Precision:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one element's states."""
-        return sum(dtype.itemsize for dtype in self.states.values())
+        """Bytes of one element's states, without scales."""
+        return sum(dtype.itemsize for kind, dtype in self.states.items() if kind != SCALES)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of one block of QUANT_BLOCK elements."""
+        return 2 * self.states[SCALES].itemsize if SCALES in self.states else 0
+
+    @staticmethod
+    def numel_of(kind: str, numel: int, blocks: int) -> int:
+        """Elements of the buffer of a kind, for parameters of numel elements in so many blocks."""
+        return 2 * blocks if kind == SCALES else numel
+
+    @staticmethod
+    def part_of(buffers: Buffers, part: slice, blocks: slice) -> dict[str, torch.Tensor]:
+        """Views of a run of elements in the buffers of a piece; of scales, (2, number of blocks)."""
+        return {kind: buffer.view(2, -1)[:, blocks] if kind == SCALES else buffer[part] for kind, buffer in buffers.items()}
+
+    def read_moment(self, kind: str, buffers: Buffers) -> torch.Tensor:
+        """A copy of a run's moments in fp32, (N,). buffers: from part_of."""
+        if SCALES not in self.states:
+            return buffers[kind].clone()
+        second = kind == EXP_AVG_SQ
+        values = code_tables(buffers[kind].device)[2 * second]
+        return decode(buffers[kind], values, buffers[SCALES][int(second)], QUANT_BLOCK)
+
+    def write_moment(self, kind: str, values: torch.Tensor, buffers: Buffers, scales: torch.Tensor | None = None) -> None:
+        """Writes fp32 moments, (N,), of a run that begins with a block. buffers: from part_of.
+
+        scales: those with which the values were decoded, (blocks,): their codes are found again. None: the usual ones.
+        """
+        if SCALES not in self.states:
+            buffers[kind].copy_(values)
+            return
+        second = kind == EXP_AVG_SQ
+        place = buffers[SCALES][int(second)]
+        if scales is not None:
+            place.copy_(scales)
+        encode(values.to(place.device), code_tables(place.device)[2 * second + 1], buffers[kind], place, QUANT_BLOCK,
+               keep_scales=scales is not None)
 
     def grad_dtype(self, accumulates: bool) -> torch.dtype:
         """The dtype of gradients; gradients of several micro-steps are summed in fp32."""
@@ -78,8 +124,10 @@ class Precision:
             buffers[MASTER].copy_(values)
 
     def update(self, grad: torch.Tensor, buffers: Buffers, **options: Any) -> AdamUpdate:
-        """The kernels' view of one Adam update; options are AdamUpdate's other fields."""
+        """The kernels' view of one Adam update; options are AdamUpdate's other fields. buffers: from part_of."""
         given = dict(buffers)
+        if SCALES in given:
+            options |= {"scales": tuple(given.pop(SCALES))}
         if MASTER in given:
             options |= {"copy16": given[PARAM]}
             given[PARAM] = given.pop(MASTER)

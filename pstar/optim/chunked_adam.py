@@ -63,7 +63,8 @@ class ChunkedAdam(torch.optim.Optimizer):
         for group in chunks.layout.trained:
             for kind, dtype in precision.states.items():
                 key = (kind, group.index)
-                self.store.create(key, group.piece_elems, dtype, chunks.tiers.states_tier[group.index]).zero_()
+                numel = precision.numel_of(kind, group.piece_elems, group.piece_blocks)
+                self.store.create(key, numel, dtype, chunks.tiers.states_tier[group.index]).zero_()
                 if self._stays(group.index):
                     self._pins[key] = self.store.pin(key)
 
@@ -238,30 +239,38 @@ class ChunkedAdam(torch.optim.Optimizer):
         kinds = self.precision.kinds
 
         def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
-            updates = [self.precision.update(buffers["grad", group.index][part],
-                                             {kind: buffers[kind, group.index][part] for kind in kinds}, step=step, **option)
-                       for part, step, option in self._runs(group, used, options)]
+            mine = {kind: buffers[kind, group.index] for kind in kinds}
+            updates = [self.precision.update(buffers["grad", group.index][part], self.precision.part_of(mine, part, blocks),
+                                             step=step, **option)
+                       for part, blocks, step, option in self._runs(group, used, options)]
             return lambda: adam_steps(updates)
 
         keys = [(kind, group.index) for kind in ("grad", *kinds)]
         self.store.work(f"adam {group.index}", keys, tier, prepare, self._overlap and tier == FAR)
         self.store.drop(("grad", group.index))    # the next group's gradient can use the room
 
-    def _runs(self, group: Group, used: set[str], options: dict[str, dict]) -> Iterator[tuple[slice, int, dict]]:
-        """(slice of this rank's piece, number of the update, options) of each run: neighbours with equal numbers and options
-        are one run."""
+    def _runs(self, group: Group, used: set[str], options: dict[str, dict]) -> Iterator[tuple[slice, slice, int, dict]]:
+        """(slice of this rank's piece, slice of its blocks, number of the update, options) of each run: neighbours with
+        equal numbers and options are one run. With 8-bit states each parameter is a run, because blocks begin with it."""
         begin = end = step = 0
         option: dict = {}
+        no_blocks = slice(0, 0)
+        if self.precision.state_bits == 8:
+            for span in self._spans[group.index]:
+                if span.name in used:
+                    part = slice(span.piece_offset, span.piece_offset + span.numel)
+                    yield part, span.blocks, self.steps[span.name], options[span.name]
+            return
         for span in self._spans[group.index]:
             if span.name not in used:
                 continue
             if span.piece_offset != end or self.steps[span.name] != step or options[span.name] != option:
                 if begin < end:
-                    yield slice(begin, end), step, option
+                    yield slice(begin, end), no_blocks, step, option
                 begin, step, option = span.piece_offset, self.steps[span.name], options[span.name]
             end = span.piece_offset + span.numel
         if begin < end:
-            yield slice(begin, end), step, option
+            yield slice(begin, end), no_blocks, step, option
 
     def _options(self) -> dict[str, dict]:
         """Each parameter's current hyper-parameters from param_groups, as AdamUpdate takes them."""

@@ -11,9 +11,10 @@ import torch
 from pstar.comm.collectives import Collectives
 from pstar.errors import StateError
 from pstar.kernels import adam_steps
+from pstar.layout.layout import num_blocks
 from pstar.modules.scope import Outside, mode_of
 from pstar.numerics.grad_norm import parameter_norms
-from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, Precision
+from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES, Precision
 
 SUM_ELEMS = 2**19
 """Elements a collective sums at once; bounded by the staging area of shared memory."""
@@ -72,7 +73,10 @@ class OutsideParams:
             values = param.data.to(device, torch.float32).reshape(-1)
             precision = self._precision_of(name)
             kinds = {PARAM: precision.param_dtype, **precision.states}
-            buffers = {kind: torch.zeros(values.numel(), dtype=dtype, device=device) for kind, dtype in kinds.items()}
+            numel = values.numel()
+            buffers = {kind: torch.zeros(precision.numel_of(kind, numel, num_blocks(numel)), dtype=dtype, device=device)
+                       for kind, dtype in kinds.items()}
+            buffers = precision.part_of(buffers, slice(None), slice(None))
             precision.write_master(values, buffers)
             param.data = buffers[PARAM].view(self.shapes[name])
             if param.dtype != self._grad_dtype:
@@ -143,16 +147,25 @@ class OutsideParams:
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments, if any."""
+        buffers, precision = self._buffers[name], self._precision_of(name)
+        moments = {kind: precision.read_moment(kind, buffers) for kind in (EXP_AVG, EXP_AVG_SQ) if kind in buffers}
+        values = {PARAM: precision.read_master(buffers)} | moments
+        return {kind: each.to("cpu").view(self.shapes[name]) for kind, each in values.items()}
+
+    def read_codes(self, name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """{kind: (codes in the parameter's shape, their scales (blocks,)), on the host} of 8-bit moments; else empty."""
         buffers = self._buffers[name]
-        moments = {kind: buffers[kind] for kind in (EXP_AVG, EXP_AVG_SQ) if kind in buffers}
-        values = {PARAM: self._precision_of(name).read_master(buffers)} | moments
-        return {kind: each.to("cpu", copy=True).view(self.shapes[name]) for kind, each in values.items()}
+        return {kind: (buffers[kind].to("cpu", copy=True).view(self.shapes[name]), scales.to("cpu", copy=True))
+                for kind, scales in zip((EXP_AVG, EXP_AVG_SQ), buffers.get(SCALES, ()), strict=False)}
 
     @torch.no_grad()
-    def write(self, kind: str, name: str, values: torch.Tensor) -> None:
-        """Sets the master (kind PARAM) or a moment to values, which have its shape and any floating dtype."""
+    def write(self, kind: str, name: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """Sets the master (kind PARAM) or a moment to values, which have its shape and any floating dtype.
+
+        scales: of 8-bit moments, as in Precision.write_moment.
+        """
         flat = values.to(self._devices[name], torch.float32).reshape(-1)
         if kind == PARAM:
             self._precision_of(name).write_master(flat, self._buffers[name])
         else:
-            self._buffers[name][kind].copy_(flat)
+            self._precision_of(name).write_moment(kind, flat, self._buffers[name], scales)

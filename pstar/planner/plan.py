@@ -69,8 +69,9 @@ class Plan:
 
     def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None):
         self.config, self._default_near_bytes = config, default_near_bytes
-        self.precision = Precision(config.precision)
-        self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes)
+        self.precision = Precision(config.precision, state_bits=config.optimizer.params.state_bits)
+        self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
+                           self.precision.scale_bytes)
         specs, uses = module_specs(module)
         _refuse_half_frozen(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
@@ -187,7 +188,7 @@ class Plan:
         if self.config.far_states == "stream" and len(near) < len(layout.trained):
             # States in near never leave it: one streamed group must fit in addition to them.
             left = room - smallest_streaming_budget(layout, costs)
-            while near and costs.states * sum(layout.groups[index].piece_elems for index in near) > left:
+            while near and sum(costs.state_bytes(layout.groups[index]) for index in near) > left:
                 near.pop()
         return near
 
@@ -203,7 +204,7 @@ class Plan:
         if config.default_chunk_size != "auto":
             whole = sum(align(size) for spec in specs for _, size in spec.parameters)    # a larger chunk is padding
             chunk = min(config.default_chunk_size, max(whole, 1))
-            return [make_layout(specs, chunk, num_ranks, config.ownership)]
+            return [make_layout(specs, chunk, num_ranks, config.ownership, self.costs.scales > 0)]
         near = None
         if config.near_budget not in ("auto", "min"):
             whole = sum(size * (self.costs.param if name in spec.frozen else self.costs.total)

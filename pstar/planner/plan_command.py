@@ -37,6 +37,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence (default: all positions of the model)")
     parser.add_argument("--micro-steps", type=int, default=1, help="gradient accumulation (default: 1)")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16, or fp16 where the GPUs have no bf16")
+    parser.add_argument("--state-bits", type=int, choices=(8, 32), default=32,
+                        help="bits of each of Adam's moments (default: 32)")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="activation checkpointing (default: on)")
     parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
@@ -63,13 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model.lower().replace("x", "").isdecimal() and seq_len > shape.positions:
         shape = replace(shape, positions=seq_len)    # LAYERSxHIDDEN does not say how many positions there are
     precision = arguments.precision or ("bf16" if machine.has_bf16 else "fp16")
-    machine = _measured(machine, precision) if arguments.measure else machine
+    machine = _measured(machine, precision, arguments.state_bits) if arguments.measure else machine
     chunk = arguments.chunk_size
     if chunk != "auto" and not chunk.isdecimal():
         raise ConfigError(f"--chunk-size {chunk}: give a positive number of elements, or auto")
     job = Job(arguments.batch, seq_len, precision, arguments.recompute, arguments.micro_steps,
               chunk if chunk == "auto" else int(chunk), offload_activations=arguments.offload_activations,
-              near_states=arguments.near_states)
+              near_states=arguments.near_states, state_bits=arguments.state_bits)
     answer = predict(shape, machine, job)
     print(json.dumps(as_json(answer), indent=2) if arguments.json else table(answer))
     return 0 if answer.fits else 1
@@ -92,9 +94,9 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     return replace(machine, **changes)
 
 
-def _measured(machine: Machine, precision: str) -> Machine:
+def _measured(machine: Machine, precision: str, state_bits: int) -> Machine:
     """The machine with speeds of link, GPU memory and host Adam that are measured on the machine that runs this."""
-    speeds = measure_here(precision)
+    speeds = measure_here(precision, state_bits)
     return replace(machine, link_bytes_per_s=speeds.link_bytes_per_s, gpu_memory_bytes_per_s=speeds.gpu_memory_bytes_per_s,
                    host_adam_params_per_s=speeds.host_adam_params_per_s,
                    source=f"{machine.source}; link, GPU memory and host Adam: measured here, now".lstrip("; "))
@@ -124,6 +126,8 @@ def configuration(answer: Prediction) -> dict[str, Any]:
     precision = {answer.job.precision: {"enabled": True}} if answer.job.precision != "fp32" else {}
     offload = {"offload_activations": True} if answer.job.offload_activations else {}
     states = {"near_states": "fill"} if answer.job.near_states == "fill" else {}
+    if answer.job.state_bits != 32:
+        states["optimizer"] = {"params": {"state_bits": answer.job.state_bits}}
     return precision | offload | states | {
         "default_chunk_size": answer.layout.chunk_elems, "near_budget": answer.near_budget, "far_budget": answer.far_room,
         "gradient_accumulation_steps": answer.job.micro_steps,
@@ -144,7 +148,8 @@ def table(answer: Prediction) -> str:
                     f"{format_bytes(machine.host_bytes)} host"
                     + (f", {machine.nodes} x {format_bytes(machine.disk_bytes)} disk" if machine.disk_bytes else "")),
         ("job", f"{job.batch} x {job.seq_len} tokens a GPU, {job.micro_steps} micro-step(s), {job.precision} "
-                f"({a_parameter}), {'full recomputation' if job.recompute else 'no recomputation'}"
+                f"({a_parameter}{', 8-bit states' if job.state_bits == 8 else ''}), "
+                f"{'full recomputation' if job.recompute else 'no recomputation'}"
                 + (", activations offloaded" if job.offload_activations else "")),
         ("chunks", f"{layout.chunk_elems:,} elements, {len(layout.groups)} groups of {layout.num_ranks}, "
                    f"{layout.utilisation:.1%} used"),

@@ -35,12 +35,17 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 MODES = ("near", "hybrid", "far", "full", "disk")
 
 
-def costs_of(precision: str, accumulates: bool = False) -> Costs:
+def costs_of(precision: str, accumulates: bool = False, state_bits: int = 32) -> Costs:
     """Bytes per element of each kind of model data: 16 in fp32, 14 in bf16 (split master), 16 in fp16; 2 more with
-    accumulation in 16 bit. A test compares them with pstar.numerics.precision. Raises ConfigError."""
+    accumulation in 16 bit; with 8-bit states 6 less, and 8 for the scales of each block. A test compares them with
+    pstar.numerics.precision. Raises ConfigError."""
+    if state_bits not in (8, 32):
+        raise ConfigError(f"state_bits is {state_bits!r}; choose 8 or 32")
     if precision not in PRECISIONS:
         raise ConfigError(f"precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
     param, states = {"fp32": (4, 8), "bf16": (2, 10), "fp16": (2, 12)}[precision]
+    if state_bits == 8:
+        return Costs(param, 4 if accumulates else param, states - 6, scales=8)
     return Costs(param, 4 if accumulates else param, states)
 
 
@@ -61,6 +66,8 @@ class Job:
     """Activations wait in far for their backward (pstar.chunks.activation_offload)."""
     near_states: str = "margin"
     """margin or fill, as in pstar's configuration."""
+    state_bits: int = 32
+    """32 or 8, as optimizer.params.state_bits."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "micro_steps"):
@@ -74,11 +81,11 @@ class Job:
         size = self.chunk_elems
         if size != "auto" and (type(size) is not int or size < 1):
             raise ConfigError(f"chunk size is {size!r}; give a positive number of elements, or auto")
-        costs_of(self.precision)
+        costs_of(self.precision, state_bits=self.state_bits)
 
     @property
     def costs(self) -> Costs:
-        return costs_of(self.precision, self.micro_steps > 1)
+        return costs_of(self.precision, self.micro_steps > 1, self.state_bits)
 
     @property
     def bytes_per_value(self) -> int:
@@ -152,7 +159,7 @@ def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: in
     """
     modules = shape.modules()
     if job.chunk_elems != "auto":
-        layouts = [make_layout(modules, min(job.chunk_elems, shape.num_params), num_ranks, job.ownership)]
+        layouts = [make_layout(modules, min(job.chunk_elems, shape.num_params), num_ranks, job.ownership, costs.scales > 0)]
     else:
         layouts = auto_layouts(modules, num_ranks, costs, near_budget, job.ownership, job.communication)
     uses = shape.uses()
@@ -228,7 +235,7 @@ def _tiers(mode: str, layout: Layout, near_state_groups: list[int], near_budget:
         return updated_near, far, 0
     # On disk: states of as many groups as necessary, then gradients and parameters. Two groups at a time pass through far.
     elsewhere = [group for group in layout.groups if group.index not in set(updated_near)]
-    states = costs.states * sum(group.piece_elems for group in elsewhere if not group.frozen)
+    states = sum(costs.state_bytes(group) for group in elsewhere if not group.frozen)
     passing = 2 * max(map(costs.piece_bytes, elsewhere), default=0)
     disk = min(far + passing - far_room,
                states + costs.param * layout.elems_per_rank + costs.grad * layout.trained_elems // layout.num_ranks)
@@ -266,8 +273,9 @@ def _grads_in_flight(layout: Layout, updated_near: list[int], costs: Costs, job:
 
 def _resident_bytes(layout: Layout, updated_near: list[int], costs: Costs) -> int:
     """Near bytes of the groups with states in near: states and gradients, and with several ranks this rank's pieces."""
-    per_elem = costs.states + costs.grad + (costs.param if layout.num_ranks > 1 else 0)
-    return per_elem * sum(layout.groups[index].piece_elems for index in updated_near)
+    per_elem = costs.grad + (costs.param if layout.num_ranks > 1 else 0)
+    groups = [layout.groups[index] for index in updated_near]
+    return sum(per_elem * group.piece_elems + costs.state_bytes(group) for group in groups)
 
 
 def _near_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs: Costs, job: Job) -> int:
@@ -291,7 +299,7 @@ def moved_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs
     in_flight = _grads_in_flight(layout, updated_near, costs, job, at_once=1)
     crowded = resident + in_flight > near_budget    # mode full: only states stay near, gradients and parameters are evicted
     if crowded:
-        resident = costs.states * near_elems // ranks
+        resident = sum(costs.state_bytes(layout.groups[index]) for index in updated_near)
     far_elems = trained if crowded else trained - near_elems
     frozen = total - trained
     away = total - min(total, max((near_budget - resident - in_flight) // costs.param, 0))

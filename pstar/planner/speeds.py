@@ -15,6 +15,7 @@ import torch
 from pstar.comm.collectives import Collectives
 from pstar.kernels import adam_steps
 from pstar.layout.budget import Costs, smallest_far_budget, smallest_streaming_budget
+from pstar.layout.layout import num_blocks
 from pstar.memory.links import Links
 from pstar.memory.tier import FAR, NEAR, format_bytes
 from pstar.numerics.precision import Precision
@@ -75,7 +76,7 @@ def _known(plan: Plan, device: torch.device) -> str:
     if device.type == "cpu" and not config.simulated_link:
         return ONE_MEMORY
     near = set(plan.near_state_groups)
-    held = costs.states * sum(group.piece_elems for group in layout.groups if group.index in near)
+    held = sum(costs.state_bytes(group) for group in layout.groups if group.index in near)
     # If activations share near's memory, only the least that chunks need is guaranteed.
     room = plan.near_budget - held if plan.near_memory is None else plan.least_near
     if room < smallest_streaming_budget(layout, costs):
@@ -126,12 +127,12 @@ def measure_speeds(precision: Precision, grad_dtype: torch.dtype, costs: Costs, 
     return Speeds(float(host), link, float(near))
 
 
-def measure_here(precision: str) -> Speeds:
+def measure_here(precision: str, state_bits: int = 32) -> Speeds:
     """The Speeds of this machine for one process with one GPU or none, for fp32, bf16 or fp16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layout, links = Precision(precision), Links(device=device)
+    layout, links = Precision(precision, state_bits=state_bits), Links(device=device)
     grad_dtype = layout.grad_dtype(accumulates=False)
-    costs = Costs(layout.param_dtype.itemsize, grad_dtype.itemsize, layout.state_bytes)
+    costs = Costs(layout.param_dtype.itemsize, grad_dtype.itemsize, layout.state_bytes, layout.scale_bytes)
     try:
         return measure_speeds(layout, grad_dtype, costs, links, device, MOST_ADAM_ELEMS)
     finally:
@@ -152,7 +153,9 @@ def _median_s(run: Callable[[], object]) -> float:
 def _host_adam(precision: Precision, grad_dtype: torch.dtype, elems: int) -> float:
     """Parameters per second of the host's Adam kernel."""
     # Ones, not zeros: the system maps all pages that were never written to one page, which is in the cache.
-    buffers = {kind: torch.ones(elems, dtype=precision.states.get(kind, precision.param_dtype)) for kind in precision.kinds}
+    buffers = {kind: torch.ones(precision.numel_of(kind, elems, num_blocks(elems)),
+                                dtype=precision.states.get(kind, precision.param_dtype)) for kind in precision.kinds}
+    buffers = precision.part_of(buffers, slice(None), slice(None))
     update = precision.update(torch.ones(elems, dtype=grad_dtype), buffers, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
                               weight_decay=0.0)
     return elems / _median_s(lambda: adam_steps([update]))
