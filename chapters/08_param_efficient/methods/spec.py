@@ -14,14 +14,16 @@ MERGED_METHODS = ("full", "lora", "dora", "ia3", "bitfit")  # those that leave a
 
 # the Conv1D layers of a block that `modules` can name; PEFT's target_modules take the same names, as ends of full names
 MODULES = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")
-# lora, dora: Hu et al. 2021 adapt attention alone (section 4.2); ia3: keys, values and the MLP (Liu et al. 2022, section 3.3)
+# lora, dora: attention alone (Hu et al. 2021, section 4.2); ia3: attention's projection and the MLP's hidden layer, as PEFT
+# has it for GPT-2 (Liu et al. 2022, section 3.3, rescale keys and values, and not the queries that c_attn makes, too)
 DEFAULT_MODULES = {"lora": ("c_attn",), "dora": ("c_attn",), "ia3": ("c_attn", "mlp.c_proj")}
 
 
 def layer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(num_in, num_out) of each layer of a block that MODULES names."""
     width, inner = config.n_embd, config.inner
-    return {"c_attn": (width, 3 * width), "attn.c_proj": (width, width), "c_fc": (width, inner), "mlp.c_proj": (inner, width)}
+    sizes = ((width, 3 * width), (width, width), (width, inner), (inner, width))
+    return dict(zip(MODULES, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class MethodSpec:
             self._check_rank(config)
         if self.method == "adapter":
             _check_whole("--bottleneck", self.bottleneck, config.n_embd, f"the model's width is {config.n_embd}")
-        if self.virtual_tokens or self.method in ("prefix", "prompt"):
+        if self.method in ("prefix", "prompt"):
             self._check_positions(config, seq_len)
 
     def _check_modules(self) -> None:
@@ -89,7 +91,7 @@ class MethodSpec:
 
     def _check_positions(self, config: ModelConfig, seq_len: int | None) -> None:
         number, positions = self.num_virtual_tokens, config.n_positions
-        _check_whole("--virtual-tokens", number, positions - 1, f"the model has {positions} positions, for them and the text")
+        _check_whole("--virtual-tokens", number, positions - 1, f"the model has {positions} positions for them and the text")
         if seq_len is not None and seq_len + number > positions:
             raise UserError(
                 f"--seq-len {seq_len} and --virtual-tokens {number} need {seq_len + number} positions, the model has "
