@@ -115,7 +115,7 @@ def test_the_files_of_flags_import_no_torch():
         for line, name in floor_plan.imports(ROOT, folder / f"{file}.py"):
             known = name.split(".")[:2] in [["methods", quick] for quick in WITHOUT_TORCH]
             light = name.startswith(("gpt2_chinese.errors", "gpt2_chinese.model.config", "__future__")) or known
-            light = light or name.split(".")[0] in ("math", "dataclasses", "typing", "collections", "importlib")
+            light = light or name.split(".")[0] in ("math", "re", "dataclasses", "typing", "collections", "importlib")
             assert light, f"{file}.py:{line}: {name}"
 
 
