@@ -20,6 +20,7 @@ from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from tests.chapters import adapters
 from tests.chapters.adapters import CASES, CHAPTER, CONFIG, MERGED, adapted, base, batch, logits, spec, train, trained
 from tests.chapters.technique import ROOT, technique
+from tests.cover import quick_only
 from tests.layers import floor_plan
 
 apply = technique(CHAPTER, "methods.apply")
@@ -30,6 +31,7 @@ METHODS = technique(CHAPTER, "methods.spec").METHODS
 EPS = torch.finfo(torch.float32).eps
 GREEDY = Sampling(greedy=True)
 WITHOUT_TORCH = ("__init__", "spec", "counts", "peft_config")
+ONE_EACH = ("lora", "dora", "ia3", "prefix", "prompt", "adapter", "bitfit")
 SMALL = {"rank": 3, "bottleneck": 5, "num_virtual_tokens": 4}
 
 
@@ -95,7 +97,7 @@ def test_the_table_has_a_row_for_each_method():
     assert counts.trained_rows(CONFIG)[0].share == 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_only(CASES, *ONE_EACH))
 def test_a_seed_decides_the_first_numbers(name):
     first, same, other = (apply.trained_parameters(adapted(name, seed)) for seed in (3, 3, 4))
     assert all(torch.equal(first[key], same[key]) for key in first)
@@ -206,7 +208,7 @@ def test_dropout_acts_on_the_small_matrices_alone():
     assert torch.equal(model(ids), logits(base()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_only(CASES, *ONE_EACH))
 def test_a_method_trains_in_bf16(name):
     model, text = adapted(name), batch(0)
     expected = model(*text)
@@ -232,11 +234,12 @@ def test_merged_logits_are_those_of_the_adapter_and_unmerging_gives_the_base(nam
     assert all(torch.equal(apply.merged_weights(model)[key], weights[key]) for key in weights)  # not merged twice
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
     apply.unmerge(model)
-    # lora: w + d and the difference round once each; ia3: w * l and the quotient; dora: those of lora and of ia3
+    # An operation rounds by at most EPS / 2 of its result. lora: a sum and a difference; ia3: a product and a quotient: EPS.
+    # dora: all four, of a direction that is at most twice the merged weight here: 2 EPS
+    factor = 2 if name == "dora" else 1
     for key, value in apply.base_parameters(model).items():
-        size = torch.maximum(start[key].abs(), (merged[key] if name != "dora" else 2 * merged[key]).abs())
-        roundings = 2 if name == "dora" else 1
-        assert ((value - start[key]).abs() <= roundings * EPS * size).all(), key
+        size = torch.maximum(start[key].abs(), factor * merged[key].abs())
+        assert ((value - start[key]).abs() <= factor * EPS * size).all(), key
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
 
 
@@ -257,17 +260,17 @@ class Half(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.num_in, self.num_out = layer.weight.shape
-        self.register_buffer("codes", layer.weight.detach().bfloat16())
+        self.register_buffer("codes", layer.weight.detach().t().contiguous().bfloat16())
         self.bias = layer.bias
 
     def dequantize(self) -> Tensor:
-        return self.codes.float()
+        return self.codes.float().t()  # not contiguous
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dequantize().t(), self.bias)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_only(CASES, *ONE_EACH))
 def test_a_method_wraps_quantised_layers_as_it_wraps_plain_ones(name):
     quantised, rounded = base(), base()
     for model in (quantised, rounded):
@@ -284,6 +287,7 @@ def test_a_method_wraps_quantised_layers_as_it_wraps_plain_ones(name):
     if name in (*MERGED, "bitfit"):
         expected = apply.merged_weights(rounded)
         assert all(torch.equal(value, expected[key]) for key, value in apply.merged_weights(quantised).items())
+        assert all(value.is_contiguous() for value in apply.merged_weights(quantised).values())  # as files need it
     if name in MERGED:
         with pytest.raises(UserError, match="--bits"):
             apply.merge(quantised)

@@ -17,6 +17,7 @@ from torch import nn
 from gpt2_chinese.errors import UserError
 from tests.chapters.adapters import CHAPTER, IN_PEFT, MERGED, adapted, base, effective, logits, spec, train, trained
 from tests.chapters.technique import technique
+from tests.cover import quick_only
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -24,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 apply = technique(CHAPTER, "methods.apply")
 peft_format = technique(CHAPTER, "methods.peft_format")
 peft_backend = technique(CHAPTER, "peft_backend")
+ONE_EACH = ("rslora", "dora", "ia3", "prefix", "prompt")
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -68,7 +70,7 @@ def test_thirty_steps_have_the_losses_of_peft_and_end_with_its_logits(name):
         torch.testing.assert_close(logits(ours), logits(merged), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", IN_PEFT)
+@pytest.mark.parametrize("name", quick_only(IN_PEFT, *ONE_EACH))
 def test_both_backends_begin_with_the_same_loss_and_leave_the_generator_alike(name):
     ours = adapted(name)
     after = torch.get_rng_state()
@@ -79,7 +81,7 @@ def test_both_backends_begin_with_the_same_loss_and_leave_the_generator_alike(na
     assert numbers["own"] == numbers["peft"]
 
 
-@pytest.mark.parametrize("name", IN_PEFT)
+@pytest.mark.parametrize("name", quick_only(IN_PEFT, *ONE_EACH))
 def test_our_adapter_loads_in_peft(name, tmp_path):
     ours, _ = trained(name)
     peft_format.save_adapter(tmp_path, ours, spec(name), base="a base")
@@ -87,7 +89,7 @@ def test_our_adapter_loads_in_peft(name, tmp_path):
     torch.testing.assert_close(logits(AsOurs(theirs)), logits(ours), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", IN_PEFT)
+@pytest.mark.parametrize("name", quick_only(IN_PEFT, *ONE_EACH))
 def test_pefts_adapter_loads_here_and_the_files_agree(name, tmp_path):
     theirs = backend(name)
     train(theirs, 3)
