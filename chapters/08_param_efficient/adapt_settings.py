@@ -20,6 +20,7 @@ from gpt2_chinese.files import display
 from gpt2_chinese.settings import ROOT, ParallelSettings, flag
 
 RANDOM = "random"
+STEPS = 200  # 14 passes over the shipped comments; the model's own default, 800, is for training from nothing
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Settings(ParallelSettings):
         None, "The base: a GPT-2 folder or file in Hugging Face's format, a run, or random. It also sets model and "
         "vocabulary.", shown="a model of the other kinds of text, trained once",
     )  # fmt: skip
+    max_steps: int | None = flag(None, "Steps to train.", shown="200, unless --epochs says how long")
     base_steps: int = flag(400, "Steps of chapter 00 for the base, where --init-from names none.")
     base_dir: str = flag(str(ROOT / "runs" / "08_param_efficient_base"), "Folder for such bases.",
                          shown="runs/08_param_efficient_base")  # fmt: skip
@@ -67,6 +69,8 @@ class Settings(ParallelSettings):
     def prepare(self) -> None:
         """Turns --kind into files, and finds the base of a checkpoint that --resume names."""
         self.seq_len_given = self.seq_len is not None
+        if self.max_steps is None and self.epochs is None:
+            self.max_steps = STEPS
         if self.method == "qlora" and self.bits is None:
             self.bits = 4
         self.corpora = Path(self.train_data), Path(self.valid_data)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,10 +107,16 @@ def _train(settings: Any, train: Path, valid: Path, folder: Path) -> None:
     }  # fmt: skip
     flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     notice(f"There is no base yet. Chapter 00 trains one, once: {', '.join(names)}, {settings.base_steps} steps.\n")
-    done = subprocess.run([sys.executable, str(PROGRAM), *flags], stdin=subprocess.DEVNULL)
-    if done.returncode or not _is_complete(folder / "final", settings.base_steps):
-        if done.returncode in (130, -2):  # Ctrl-C, which reached this process as well
-            raise SystemExit(130)
-        raise UserError(f"the base in {display(folder)} could not be trained: chapter 00 ended with status "
-                        f"{done.returncode}; the same command goes on from its newest checkpoint")  # fmt: skip
+    process = subprocess.Popen([sys.executable, str(PROGRAM), *flags], stdin=subprocess.DEVNULL)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # chapter 00 saves, and ends
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:  # it reached chapter 00 as well, which says how to go on
+        process.wait()
+        raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if status or not _is_complete(folder / "final", settings.base_steps):
+        raise UserError(f"the base in {display(folder)} is not complete: chapter 00 ended with status {status}; the same "
+                        "command goes on from its newest checkpoint")  # fmt: skip
     notice(f"\nThe base is complete: {display(folder)}. Now it is adapted to: {settings.kind}.\n")

@@ -14,15 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gpt2_chinese.checkpoint.trained_model import load_model, read_weights
-from gpt2_chinese.generate.sampling import Sampling
+from gpt2_chinese.errors import UserError
 from gpt2_chinese.generate.decoding import generate
-from tests.chapters.inside import train
+from gpt2_chinese.generate.sampling import Sampling
+from tests.chapters.inside import on_gloo, train
 from tests.chapters.law import SHORT, assert_same_curve, flags_of
 from tests.chapters.program import ROOT, SMALL, VALID, Chapter, run
 from tests.chapters.technique import settings_error, technique
+from tests.cover import quick_only
 
 CHAPTER = "08_param_efficient"
 PLAIN = ("--method", "full", "--init-from", "random", "--kind", "all")
@@ -71,7 +73,8 @@ def few(steps: int = 6) -> tuple[object, ...]:
 # ---- the law of the curve
 
 
-@pytest.mark.parametrize("mode", ["none", "block", "every:2", "selective", "sqrt", "none --offload-activations"])
+@pytest.mark.parametrize("mode", quick_only(["none", "block", "every:2", "selective", "sqrt", "none --offload-activations"],
+                                            "every:2", "selective", "none --offload-activations"))  # fmt: skip
 def test_full_training_is_the_curve_bit_for_bit(ranks, curve, tmp_path, mode) -> None:
     chapter = Chapter(CHAPTER, tmp_path)
     train(ranks, 1, chapter, *flags_of(SHORT), *PLAIN, "--recompute", *mode.split())
@@ -87,11 +90,13 @@ def test_full_training_follows_the_curve_on_ranks(ranks, curve, tmp_path, nproc,
     train(ranks, nproc, chapter, *flags_of(SHORT), *PLAIN, "--recompute", mode, "--grad-accum", accumulate)
     rows = chapter.metrics()
     assert_same_curve(rows, curve(SHORT), rel=1e-4)
-    assert {row["reduced_bytes"] for row in rows} == {4 * json.loads((chapter.output / "config.json").read_text())["num_parameters"]}
+    number = json.loads((chapter.output / "config.json").read_text())["num_parameters"]
+    assert {row["reduced_bytes"] for row in rows} == {4 * number}
 
 
-@pytest.mark.parametrize("flags", [("--method", "lora"), ("--method", "qlora", "--bits", 4)], ids=["lora", "qlora"])
-def test_adapters_follow_their_own_curve_on_ranks(ranks, base, tmp_path, flags) -> None:
+@pytest.mark.parametrize("method", quick_only(["lora", "qlora"], "lora"))
+def test_adapters_follow_their_own_curve_on_ranks(ranks, base, tmp_path, method) -> None:
+    flags = ("--method", method)
     one = Adapted(tmp_path / "1", base)
     train(ranks, 1, one, *few(SHORT), *flags)
     assert one.losses()[-1] < one.losses()[0], "it learns"
@@ -131,14 +136,10 @@ def test_a_run_goes_on_with_another_number_of_processes_and_from_a_path(ranks, b
     saved = straight.output / "checkpoints" / "step_000003"
     weights = load_file(saved / "model.safetensors")
     assert weights and all("lora_" in name for name in weights)
-    config = tmp_path / "no.json"  # the base gives model and vocabulary
-    command = [word for word in again.command(*few(), "--resume", saved)]
+    command = again.command(*few(), "--resume", saved, "--nproc", 2)
     place = command.index("--model-config")
-    del command[place : place + 2]
-    assert not config.exists()
-    from tests.chapters.inside import on_gloo
-
-    ranks(2).run(on_gloo, CHAPTER, [*command[2:], "--nproc", "2"])
+    del command[place : place + 2]  # the base that the checkpoint names gives model and vocabulary
+    ranks(2).run(on_gloo, CHAPTER, command[2:])
     assert again.losses() == pytest.approx(straight.losses()[3:], rel=1e-4)
 
 
@@ -199,7 +200,7 @@ def test_the_base_stays_as_it_is_and_the_merged_model_is_plain(adapted, base) ->
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("method", ["dora", "adapter", "prefix", "prompt", "ia3", "bitfit"])
+@pytest.mark.parametrize("method", quick_only(["dora", "adapter", "prefix", "prompt", "ia3", "bitfit"], "adapter", "prefix"))
 def test_every_method_trains_and_comes_back_from_the_disk(ranks, base, tmp_path, method) -> None:
     chapter = Adapted(tmp_path, base)
     train(ranks, 1, chapter, *few(3), "--method", method, "--virtual-tokens", 4, "--recompute", "selective")
@@ -210,6 +211,7 @@ def test_every_method_trains_and_comes_back_from_the_disk(ranks, base, tmp_path,
     assert counted == about["trained_parameters"]
 
 
+@pytest.mark.deep
 def test_peft_follows_the_same_curve(ranks, base, tmp_path) -> None:
     """Hugging Face PEFT on the same weights and data: fp32 sums in another order."""
     pytest.importorskip("peft")
@@ -283,7 +285,8 @@ def test_wrong_input_is_one_line(tmp_path, capsys, flags, said) -> None:
 def test_a_checkpoint_of_another_base_method_or_chapter_is_refused(ranks, base, adapted, tmp_path, capsys) -> None:
     output = ("--output-dir", adapted.output, "--max-steps", 20, "--seq-len", 16, "--nproc", 1)
     given = (*output, "--init-from", base)
-    assert "has rank 8, this run 4: give the same flags" in settings_error(CHAPTER, "adapt_settings", capsys, *given, "--rank", 4)
+    said = settings_error(CHAPTER, "adapt_settings", capsys, *given, "--rank", 4)
+    assert "has rank 8, this run 4: give the same flags" in said
     said = settings_error(CHAPTER, "adapt_settings", capsys, *given, "--method", "qlora", "--bits", 8)
     assert "has method lora, this run qlora" in said
     other = base / "checkpoints" / f"step_{SHORT:06d}"
@@ -296,22 +299,17 @@ def test_a_checkpoint_of_another_base_method_or_chapter_is_refused(ranks, base, 
 
 def test_an_adapter_of_another_model_or_without_its_base_is_refused(adapted, base, tmp_path) -> None:
     final = shutil.copytree(adapted.output / "final", tmp_path / "final")
-    program = [str(ROOT / "chapters" / CHAPTER / "generate.py"), "--model", "x", "--length", "2"]
-    generate_program = technique(CHAPTER, "adapt").load_adapted
-    errors = technique(CHAPTER, "adapt").UserError
-    assert program
+    load_adapted = technique(CHAPTER, "adapt").load_adapted
     content = json.loads((final / "adapter_config.json").read_text())
     (final / "adapter_config.json").write_text(json.dumps({**content, "base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(errors, match="the base of the adapter .* is not there .*: name its folder with --base"):
-        generate_program(final)
+    with pytest.raises(UserError, match="the base of the adapter .* is not there .*: name its folder with --base"):
+        load_adapted(final)
     weights = read_weights(base)
     weights["transformer.wte.weight"] += 1
     other = shutil.copytree(base / "final", tmp_path / "other")
-    from safetensors.torch import save_file
-
     save_file(weights, other / "model.safetensors")
-    with pytest.raises(errors, match="is the adapter of another model"):
-        generate_program(final, base=str(other))
+    with pytest.raises(UserError, match="is the adapter of another model"):
+        load_adapted(final, base=str(other))
 
 
 def test_valid_data_of_one_file_is_the_new_kind(ranks, base, tmp_path) -> None:

@@ -72,6 +72,7 @@ def straight(dropout: float, precision: str) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("offload", [False, True], ids=["near", "on the host"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dropout, precision", [(0.0, "fp32"), (0.2, "fp32"), (0.2, "bf16")])
@@ -81,6 +82,7 @@ def test_losses_and_gradients_have_the_same_bits(mode, offload, dropout, precisi
     assert_equal(step(model, recomputing(model, mode, offload), precision), straight(dropout, precision))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", ["block", "every:3", "selective"])
 def test_every_method_has_the_same_bits_as_without_recomputation(case, mode) -> None:
@@ -94,6 +96,7 @@ def test_every_method_has_the_same_bits_as_without_recomputation(case, mode) -> 
     assert_equal(results[1], results[0])
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("changes, rows, length", [({}, 3, 16), ({"n_layer": 1, "n_inner": None}, 2, 24),
                                                    ({"n_layer": 7, "n_embd": 40, "n_head": 2}, 1, 5)])  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
