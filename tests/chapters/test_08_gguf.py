@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from gpt2_chinese import GPT2LMHeadModel, ModelConfig, Vocabulary, load_model, weights_of
 from gpt2_chinese.checkpoint.final import export_final
 from gpt2_chinese.errors import UserError
+from tests.chapters.llama_cpp import continued
 from tests.chapters.program import ROOT, run
 from tests.chapters.technique import technique
 
@@ -198,6 +199,24 @@ def test_a_forward_pass_from_the_file_gives_the_logits_of_the_model(model, files
     found = forward(files[kind], ids)
     torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-4)  # the same fp32 numbers, added in another order
     assert 0 < (found - exact).norm() / exact.norm() < most
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind, most", [("F16", 0.01), ("Q8_0", 0.1), ("Q4_0", 0.1)])
+def test_llama_cpp_continues_a_text_from_the_file_as_we_do(model, files, folder, kind, most) -> None:
+    """ggml rounds activations, to float16 or to 8 bits, so log-probabilities differ a little: seen 0.001, 0.016, 0.014."""
+    pytest.importorskip("xllamacpp")
+    same, vocabulary = load_model(folder)
+    writer.load_exported(same, kind)
+    ids = vocabulary.encode_prompt("今天天气很好")
+    found = continued(files[kind], ids, 12)
+    assert len(found) == 12
+    for place, (token, logprob) in enumerate(found):
+        before = torch.tensor([ids + [each for each, _ in found[:place]]])
+        with torch.no_grad():
+            ours = same(before)[0, -1].log_softmax(-1)
+        assert logprob == pytest.approx(float(ours[token]), abs=most)
+        assert float(ours.max() - ours[token]) <= 2 * most, "the likeliest token, or one as likely"
 
 
 # ---- vocabularies
