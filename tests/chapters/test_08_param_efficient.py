@@ -238,7 +238,8 @@ def test_the_first_command_ends_with_the_story(tmp_path) -> None:
     assert said.count("00_single\n") == 1, said
     for kind in KINDS:
         what = r"\(new kind\)" if kind == "comments" else r"\(old kind\)"
-        assert re.search(rf"loss on {kind} +\d\.\d{{4}} -> \d\.\d{{4}}, [+-]\d\.\d{{4}} (learnt|forgotten) {what}", said), said
+        line = rf"loss on {kind} +\d\.\d{{4}} -> \d\.\d{{4}}, [+-]\d\.\d{{4}} (learnt|forgotten) {what}"
+        assert re.search(line, said), said
     assert said.count("   (before)\n") == 3 and re.search(r"trained +2,048 of [\d,]+ parameters", said)
     folder = next((tmp_path / "bases").iterdir())
     assert folder.name.startswith("without_comments-")
