@@ -6,6 +6,7 @@
 
 `Plain` groups rows of one length and calls the model. `Cached` reads the model's weights, without a change to the model.
 Rows of different length are padded on the left, a mask hides the padding, and positions count from a row's first id.
+A transformer with `num_virtual_tokens` gives keys and values that precede every row (chapter 08, prefix and prompt tuning).
 `Cached` saves the work of all earlier positions: a token costs O(T) instead of O(T^2).
 """
 
@@ -58,16 +59,18 @@ class Cached:
     def __init__(self, model: GPT2LMHeadModel, room: int) -> None:
         self.model = model
         self.room = min(room, model.config.n_positions)
+        self.num_virtual: int = getattr(model.transformer, "num_virtual_tokens", 0)
         self.weight = model.transformer.wte.weight
         self._rows: list[Row] = []
-        self._memory: list[tuple[Tensor, Tensor]] = []  # of each layer: keys and values, (B, heads, room, C / heads)
-        self._padding = torch.empty(0, dtype=torch.int64)  # (B,), columns before the row begins
+        # of each layer: keys and values, (B, heads, num_virtual + room, C / heads)
+        self._memory: list[tuple[Tensor, Tensor]] = []
+        self._padding = torch.empty(0, dtype=torch.int64)  # (B,), columns between virtual tokens and the row's first id
         self._filled = 0  # columns in use
 
     @torch.no_grad()
     def __call__(self, rows: list[Row]) -> Tensor:
         """Logits (B, V) float32 of what follows each row. All are computed anew unless all continue the last call's."""
-        grown = len(rows) == len(self._rows) and self._filled < self.room
+        grown = len(rows) == len(self._rows) and self._filled < self.num_virtual + self.room
         if grown and all(row[:-1] == before for row, before in zip(rows, self._rows, strict=True)):
             ids = torch.tensor([row[-1:] for row in rows], device=self.weight.device)
         else:
@@ -86,11 +89,15 @@ class Cached:
         """Empties the cache; returns the rows as ids (B, T), padded on the left."""
         longest = max(map(len, rows))
         assert longest <= self.room, "a row is longer than the room"
-        self._filled = 0
+        self._filled = self.num_virtual
         self._padding = torch.tensor([longest - len(row) for row in rows], device=self.weight.device)
         config = self.model.config
-        shape = (len(rows), config.n_head, self.room, config.n_embd // config.n_head)
+        shape = (len(rows), config.n_head, self.num_virtual + self.room, config.n_embd // config.n_head)
         self._memory = [(self.weight.new_zeros(shape), self.weight.new_zeros(shape)) for _ in range(config.n_layer)]
+        if self.num_virtual:
+            for both, virtual in zip(self._memory, self.model.transformer.virtual_keys_values(), strict=True):
+                for memory, columns in zip(both, virtual, strict=True):
+                    memory[:, :, : self.num_virtual] = columns
         return torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=self.weight.device)
 
     def _read(self, ids: Tensor) -> Tensor:
@@ -105,7 +112,8 @@ class Cached:
         #                        . . a . .
         #                        . . a b .
         #                        . . a b c
-        mask = ((columns <= new) & (columns >= self._padding[:, None, None])) | (columns == new)  # (B, T, end)
+        virtual, padding = self.num_virtual, self._padding[:, None, None]
+        mask = ((columns <= new) & ((columns >= virtual + padding) | (columns < virtual))) | (columns == new)  # (B, T, end)
         positions = (columns[first:] - self._padding[:, None]).clamp(min=0)
         x = core.wte(ids) + core.wpe(positions)
         for block, (keys, values) in zip(core.h, self._memory, strict=True):

@@ -17,7 +17,7 @@ Each file imports only from files above it:
     adapter.py       two small layers after attention and MLP (Houlsby)
     virtual.py       positions before the text        prompt.py    as embeddings     prefix.py  as keys and values
     apply.py         apply_method, trained_parameters, merge, unmerge, merged_weights
-    peft_format.py   save_adapter, load_adapter
+    peft_config.py   adapter_config.json (no torch)   peft_format.py   save_adapter, load_adapter
 
 Usage:
 

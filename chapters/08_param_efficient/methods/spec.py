@@ -17,6 +17,12 @@ MODULES = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")
 # lora, dora: attention alone (Hu et al. 2021, section 4.2); ia3: attention's projection and the MLP's hidden layer, as PEFT
 # has it for GPT-2 (Liu et al. 2022, section 3.3, rescale keys and values, and not the queries that c_attn makes, too)
 DEFAULT_MODULES = {"lora": ("c_attn",), "dora": ("c_attn",), "ia3": ("c_attn", "mlp.c_proj")}
+SCALES_INPUT = ("mlp.c_proj",)  # ia3 rescales the input of these, and the output of the others; PEFT's feedforward_modules
+
+
+def full_path(module: str) -> str:
+    """The path of one of MODULES inside a block: c_attn -> attn.c_attn, c_fc -> mlp.c_fc."""
+    return {"c_attn": "attn.c_attn", "c_fc": "mlp.c_fc"}.get(module, module)
 
 
 def layer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
