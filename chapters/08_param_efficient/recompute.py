@@ -1,0 +1,271 @@
+"""Gradient checkpointing (Chen et al. 2016) from first principles: autograd's two hooks, one dispatch mode, no more.
+
+Autograd asks a `pack` hook what to store for each tensor that an operation saves, and an `unpack` hook for the tensor when
+backward needs it. A segment of blocks stores only a number for each tensor. At the first question backward runs the
+segment's forward again, and the answer number i is the i-th tensor that this second forward saves:
+
+    forward    x0 -> [block block] -> x2 -> [block block] -> x4 -> loss        kept: x0, x2, and numbers
+                                               |
+    backward                     x2 -> [block block] again: tensors 0, 1, 2 ...  then the same for x0
+
+`selective` also keeps what the expensive operations returned (Korthikanti et al. 2022, section 5, choose by cost as well).
+A dispatch mode sees every operation below autograd: it notes the results in forward, and in the second forward it
+returns them without computing. Norms, GELU and additions are computed again.
+
+    activations = recompute(model, settings)
+    with activations:
+        loss = model(inputs, targets)
+    loss.backward()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from kept_activations import Plan
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+aten = torch.ops.aten
+EXPENSIVE = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+}  # fmt: skip
+# torch's counter does not know the CPU's attention
+ON_CPU = {aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
+
+
+def recompute(model: nn.Module, settings: Any) -> Activations:
+    """Makes the blocks of a GPT-2 keep what `settings` ask for; apply it last, after all that replaces modules.
+
+    Args:
+        model: a GPT2LMHeadModel; the names of its parameters stay the same.
+        settings: has recompute and offload_activations.
+
+    Returns:
+        a context for the forward of a training step. Outside of it nothing is recomputed.
+    """
+    plan = Plan.of(settings.recompute, len(model.transformer.h))
+    activations = Activations(model, plan, settings.offload_activations)
+    if plan.length or activations.offload:
+        model.transformer.h = Segments(model.transformer.h, activations)
+    return activations
+
+
+class Activations:
+    """A context: a forward inside it keeps what `plan` says. Also counts what is kept, when `counting`.
+
+    Attributes:
+        plan: how the blocks are cut.
+        offload: what the blocks keep waits in host memory. On a CPU that is the same memory, in a second copy.
+        active: True inside the context.
+        kept_bytes: of the last forward under `counting`: each storage once, parameters and buffers left out.
+        offloaded_bytes: copied to the host by that forward.
+        again_bytes: of the largest segment while backward holds what it recomputed, beyond kept_bytes.
+        flops: recomputed by the backward under `counting`.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, offload: bool) -> None:
+        self.plan, self.offload, self.active = plan, offload, False
+        self.kept_bytes = self.offloaded_bytes = self.again_bytes = self.flops = 0
+        self.is_counting = False
+        self._weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+        self._seen: dict[int, Any] = {}  # storages counted, which stay alive meanwhile: their addresses are not reused
+        self._hooks: Any = None
+
+    def __enter__(self) -> Activations:
+        self.active, self._hooks = True, contextlib.ExitStack()
+        if self.is_counting:  # what the rest of the model saves, and blocks that keep all
+            counted = torch.autograd.graph.saved_tensors_hooks(self._counted, lambda kept: kept)
+            self._hooks.enter_context(counted)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.active = False
+        self._hooks.close()
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts bytes and FLOPs of the forward and the backward inside it, from zero."""
+        self.kept_bytes = self.offloaded_bytes = self.again_bytes = self.flops = 0
+        self.is_counting = True
+        try:
+            yield
+        finally:
+            self.is_counting = False
+            self._seen.clear()
+
+    def keep(self, tensor: Tensor) -> Any:
+        """Keeps a tensor of a block for backward: itself, or a copy on the host with the device that it comes from."""
+        if self.is_counting:
+            self._counted(tensor)
+        if not self.offload or tensor.untyped_storage().data_ptr() in self._weights:
+            return tensor.detach()  # with its graph it would keep itself alive
+        self.offloaded_bytes += tensor.nbytes if self.is_counting else 0
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, on_host.copy_(tensor.detach())
+
+    def note_recomputed(self, tensors: list[Tensor]) -> None:
+        """Counts what a segment holds after its second forward; what was kept for it is counted already."""
+        new = {storage.data_ptr(): storage.nbytes() for tensor in tensors if (storage := tensor.untyped_storage())}
+        known = self._weights | set(self._seen)
+        self.again_bytes = max(self.again_bytes, sum(size for address, size in new.items() if address not in known))
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights and storage.data_ptr() not in self._seen:
+            self.kept_bytes += storage.nbytes()
+            self._seen[storage.data_ptr()] = storage
+        return tensor.detach()
+
+
+def fetch(kept: Any) -> Tensor:
+    """The tensor that `Activations.keep` kept, on its device."""
+    return kept if isinstance(kept, Tensor) else kept[1].to(kept[0])
+
+
+class Segments(nn.ModuleList):
+    """The blocks under their old names. Inside the context a loop over them gets segments in place of blocks.
+
+    GPT2Model.forward reads `for block in self.h: x = block(x)`, and needs no change.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, activations: Activations) -> None:
+        super().__init__(blocks)
+        self.activations = activations
+
+    def __iter__(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        blocks, plan = list(super().__iter__()), self.activations.plan
+        if not self.activations.active or not torch.is_grad_enabled():
+            return iter(blocks)
+        if not plan.length:
+            return iter([functools.partial(run_kept, block, self.activations) for block in blocks])
+        return iter([Segment([blocks[i] for i in layers], self.activations) for layers in plan.cut(len(blocks))])
+
+
+def run_kept(block: nn.Module, activations: Activations, x: Tensor) -> Tensor:
+    """Runs a block that recomputes nothing and keeps its tensors on the host. A tensor that two operations save is there
+    twice: attention's result, which c_proj saves as well."""
+    with torch.autograd.graph.saved_tensors_hooks(activations.keep, fetch):
+        return block(x)
+
+
+class Segment:
+    """Blocks that run after each other, for one forward and its backward; keeps its input, and numbers for the rest."""
+
+    def __init__(self, blocks: list[nn.Module], activations: Activations) -> None:
+        self.blocks, self.activations = blocks, activations
+        self.num_saved = 0  # tensors that autograd saved inside
+        self.results: list[tuple[Any, ...]] = []  # selective: what the expensive operations returned, kept
+        self.answers: dict[int, Tensor] | None = None  # of backward, each given once
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        self.input, self.needs_grad = self.activations.keep(x), x.requires_grad
+        self.state = State(x.device)
+        notes = Notes() if self.activations.plan.selective else None
+        num_needed = 0
+
+        def pack(_: Tensor) -> int:
+            nonlocal num_needed
+            self.num_saved += 1
+            num_needed = len(notes.results) if notes else 0
+            return self.num_saved - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self.answer), notes or contextlib.nullcontext():
+            for block in self.blocks:
+                x = block(x)
+        if notes:  # a result after the last saved tensor is not needed again: that of mlp.c_proj
+            self.results = [tuple(map(self.activations.keep, result)) for result in notes.results[:num_needed]]
+        return x
+
+    def answer(self, number: int) -> Tensor:
+        """The saved tensor of this number, computed again with all others at the first call."""
+        if self.answers is None:
+            self._run_again()
+        if number not in self.answers:
+            raise RuntimeError("a second backward through the same segment: run the forward again")
+        return self.answers.pop(number)
+
+    def _run_again(self) -> None:
+        found: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            found.append(tensor.detach())
+            if len(found) == self.num_saved:
+                raise _AllFound  # an operation saves before it computes: the last product of the segment is left out
+            return tensor
+
+        counter = FlopCounterMode(display=False, custom_mapping=ON_CPU) if self.activations.is_counting else contextlib.nullcontext()
+        replay = Replay(self.results) if self.activations.plan.selective else contextlib.nullcontext()
+        x = fetch(self.input).detach().requires_grad_(self.needs_grad)
+        with contextlib.suppress(_AllFound), torch.enable_grad(), self.state.as_then(), counter, \
+             torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), replay:  # fmt: skip
+            for block in self.blocks:
+                x = block(x)
+        if len(found) != self.num_saved:
+            raise RuntimeError(f"the second forward saved {len(found)} tensors, the first one {self.num_saved}")
+        if self.activations.is_counting:
+            self.activations.flops += counter.get_total_flops()
+            self.activations.note_recomputed(found)
+        self.input, self.results, self.answers = None, [], dict(enumerate(found))
+
+
+class _AllFound(Exception):
+    """Ends a second forward as soon as it has saved what backward needs."""
+
+
+class Notes(TorchDispatchMode):
+    """Notes the results of the expensive operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if operation in EXPENSIVE:  # detached: with its graph a result would keep itself alive
+            parts = result if isinstance(result, tuple) else (result,)
+            self.results.append(tuple(part.detach() if isinstance(part, Tensor) else part for part in parts))
+        return result
+
+
+class Replay(TorchDispatchMode):
+    """Returns noted results in place of computing them."""
+
+    def __init__(self, results: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.results = iter(results)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation not in EXPENSIVE:
+            return operation(*args, **(kwargs or {}))
+        result = tuple(map(fetch, next(self.results)))
+        return result if len(result) > 1 else result[0]
+
+
+class State:
+    """What decides a forward's numbers besides inputs and weights: random generators and autocast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+    @contextlib.contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Sets them back as they were; dropout then draws the same numbers. Afterwards they are as before."""
+        enabled, dtype = self.autocast
+        with torch.random.fork_rng([self.device] if self.cuda is not None else []), \
+             torch.autocast(self.device.type, dtype, enabled=enabled):  # fmt: skip
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
+            yield
