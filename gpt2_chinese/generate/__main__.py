@@ -12,6 +12,7 @@ the whole batch). Beyond the model's context a text continues from its last half
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from gpt2_chinese.generate.sampling import Sampling
 from gpt2_chinese.generate.writer import Writer, interact, read_prompts, run
 
 PROMPT = "今天天气"
+Load = Callable[[argparse.Namespace], tuple[Any, Any]]  # the flags -> (model in evaluation mode, vocabulary)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("generate.sh", __doc__)
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = command_parser("generate.sh", description)
 
     def add(flag: str, default: Any, help: str, **more: Any) -> None:
         shown = "" if default is None or default is False else f" (default: {default})"
@@ -49,7 +51,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--interactive", False, "ask for prompt after prompt; /help lists its commands", action="store_true")
     add("--no-cache", False, "compute every token from the whole text: slower, the same texts", action="store_true")
     add("--device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    return parser.parse_args(argv)
+    return parser
 
 
 def _check(a: argparse.Namespace) -> None:
@@ -68,16 +70,34 @@ def _check(a: argparse.Namespace) -> None:
         raise UserError(f"--output {a.output} cannot be written: give a file in a folder that exists")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+def load_plain(a: argparse.Namespace) -> tuple[Any, Any]:
+    """The model of --model."""
+    return load_model(a.model, pick_device(a.device), a.vocab)
+
+
+def main(
+    argv: list[str] | None = None, load: Load = load_plain, description: str | None = __doc__,
+    add_flags: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> None:  # fmt: skip
+    """The command line.
+
+    Args:
+        argv: the arguments, sys.argv[1:] when None.
+        load: gives the model; another program passes its own.
+        description: shown by --help.
+        add_flags: adds flags that `load` reads.
+    """
     with exit_on_user_error():
-        a = _parse(argv)
+        parser = _parser(description)
+        if add_flags is not None:
+            add_flags(parser)
+        a = parser.parse_args(argv)
         sampling = Sampling(a.temperature, a.top_k, a.top_p, a.repetition_penalty, a.greedy)
         writer = Writer(None, None, a.length, a.num, a.seed, sampling, not a.no_cache)  # type: ignore[arg-type]
         writer.check()
         _check(a)
         prompts = read_prompts(a.prompt_file) if a.prompt_file else a.prompt or [PROMPT]
-        writer.model, writer.vocabulary = load_model(a.model, pick_device(a.device), a.vocab)
+        writer.model, writer.vocabulary = load(a)
         if a.interactive:
             interact(writer, a.batch_size, a.json)
         else:

@@ -54,6 +54,17 @@ PATIENCE, PATIENCE_FP16 = 5, 20
 GO_ON, STOP, HOPELESS = 0, 1, 2  # each rank's vote before a step; the largest wins
 
 
+Load = Callable[[Path, torch.device], tuple[Any, Any]]  # (a folder, where to) -> (model, vocabulary)
+
+
+def continuations(model: Any, vocabulary: Any, seed: int) -> dict[str, str]:
+    """What a model in evaluation mode writes after each of PROMPTS."""
+    prompts = [vocabulary.encode_prompt(prompt) for prompt in PROMPTS]
+    generators = [generator_of(seed, i, 0) for i in range(len(prompts))]
+    rows = generate(model, prompts, 60, Sampling(temperature=0.8, top_k=40), generators, vocabulary.end_id)
+    return dict(zip(PROMPTS, map(vocabulary.decode, rows), strict=True))
+
+
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seeds torch for one step, so that dropout after a resume draws the same numbers as without the stop."""
     torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
@@ -344,14 +355,18 @@ class Run:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(
-        self, weights: Mapping[str, torch.Tensor] | Callable[[Path], object], table: Rows | None = None
-    ) -> None:
+        self, weights: Mapping[str, torch.Tensor] | Callable[[Path], object], table: Rows | None = None,
+        about: Mapping[str, Any] | None = None, load: Load = load_model, before: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         """Writes final/, generates from it, prints the summary, and leaves the process group.
 
         Args:
             weights: all of them on rank 0 (other ranks may pass anything), or a function that all ranks call with a path,
                 to which it writes model.safetensors.
             table: the chapter's rows of the summary.
+            about: more content for run.json; the numbers in it go to TensorBoard's table as well.
+            load: reads final/ back, where it is no plain model.
+            before: earlier continuations of PROMPTS, to print beside the new ones.
 
         After a signal it only prints how to resume, and leaves final/ of an earlier run as it is.
         """
@@ -362,14 +377,15 @@ class Run:
         own[self.ranks.rank] = peak_bytes(self.ranks.device)
         peaks = self.ranks.sum(own).tolist()
         settings, final = self.settings, self.directory / "final"
-        about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation}
+        numbers = {name: value for name, value in (about or {}).items() if isinstance(value, int | float)}
+        about = {"step": settings.max_steps, "chapter": settings.chapter, **self.last_evaluation, **(about or {})}
         about["peak_bytes_by_rank"] = peaks
         self._saving.write_final(weights, about)
         if self.ranks.is_main:
-            self._print_samples(final)
+            self._print_samples(final, load, before or {})
             memory = ", ".join(f"rank {rank} {peak / 2**20:.0f} MiB" for rank, peak in enumerate(peaks))
             self._print_summary([("peak memory", memory)], table or [])
-            self._metrics.compare(settings.values(), self.last_evaluation)
+            self._metrics.compare(settings.values(), {**self.last_evaluation, **numbers})
             self._metrics.close()
         self.ranks.barrier()
         self.ranks.close()
@@ -383,15 +399,13 @@ class Run:
         self.ranks.barrier()
         self.ranks.close()
 
-    def _print_samples(self, final: Path) -> None:
+    def _print_samples(self, final: Path, load: Load, before: Mapping[str, str]) -> None:
         """Prints three continuations by the model in final/, read from the disk as a user would."""
-        model, vocabulary = load_model(final, self.ranks.device)
+        model, vocabulary = load(final, self.ranks.device)
         print("\nThree continuations (the prompt in 「」):")
-        prompts = [vocabulary.encode_prompt(prompt) for prompt in PROMPTS]
-        generators = [generator_of(self.settings.seed, i, 0) for i in range(len(prompts))]
-        rows = generate(model, prompts, 60, Sampling(temperature=0.8, top_k=40), generators, vocabulary.end_id)
-        for prompt, new in zip(PROMPTS, rows, strict=True):
-            text = vocabulary.decode(new)
+        for prompt, text in continuations(model, vocabulary, self.settings.seed).items():
+            if prompt in before:
+                print(f"  「{prompt}」{before[prompt]}   (before)")
             print(f"  「{prompt}」{text}")
             self._metrics.text(f"samples/{prompt}", f"「{prompt}」{text}", self.settings.max_steps)
 

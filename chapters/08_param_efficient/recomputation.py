@@ -51,10 +51,11 @@ def recompute(model: nn.Module, settings: Any) -> Activations:
     Returns:
         a context for the forward of a training step. Outside of it nothing is recomputed.
     """
-    plan = Plan.of(settings.recompute, len(model.transformer.h))
+    plan = Plan.of(settings.recompute, model.config.n_layer)
     activations = Activations(model, plan, settings.offload_activations)
     if plan.length or activations.offload:
-        model.transformer.h = Segments(model.transformer.h, activations)
+        core = getattr(model.transformer, "base_layer", model.transformer)  # prompt and prefix wrap the transformer
+        core.h = Segments(core.h, activations)
     return activations
 
 
@@ -202,8 +203,9 @@ class Segment:
                 raise _AllFound  # an operation saves before it computes: the last product of the segment is left out
             return tensor
 
-        counter = FlopCounterMode(display=False, custom_mapping=ON_CPU) if self.activations.is_counting else contextlib.nullcontext()
-        replay = Replay(self.results) if self.activations.plan.selective else contextlib.nullcontext()
+        nothing, counts, selective = contextlib.nullcontext(), self.activations.is_counting, self.activations.plan.selective
+        counter = FlopCounterMode(display=False, custom_mapping=ON_CPU) if counts else nothing
+        replay = Replay(self.results) if selective else nothing
         x = fetch(self.input).detach().requires_grad_(self.needs_grad)
         with contextlib.suppress(_AllFound), torch.enable_grad(), self.state.as_then(), counter, \
              torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), replay:  # fmt: skip
