@@ -41,6 +41,13 @@ def spec(name: str) -> Any:
     return technique(CHAPTER, "methods.spec").MethodSpec(**CASES[name])
 
 
+def effective(spec: Any) -> tuple[Any, ...]:
+    """What a spec makes of a model: equal for specs that differ in numbers that their method ignores."""
+    low_rank = (spec.rank, spec.scaling, spec.dropout) if spec.method in ("lora", "dora") else ()
+    bottleneck = spec.bottleneck if spec.method == "adapter" else None
+    return (spec.method, spec.targets, spec.virtual_tokens, bottleneck, *low_rank)
+
+
 @functools.cache
 def _base_state(config_key: tuple[tuple[str, Any], ...]) -> dict[str, Tensor]:
     torch.manual_seed(11)

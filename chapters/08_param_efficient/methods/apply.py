@@ -105,7 +105,7 @@ def merged_weights(model: GPT2LMHeadModel) -> dict[str, Tensor]:
             else:
                 for own, parameter in module.named_parameters(recurse=False):
                     found.setdefault(f"{name}.{own}", parameter.detach())
-    return {name: found[name] for name in shapes_of(model.config)}
+    return {name: found[name].contiguous() for name in shapes_of(model.config)}
 
 
 def _mergeable(model: nn.Module) -> Iterator[MergeableWrapper]:

@@ -34,7 +34,7 @@ class DoraLayer(LoraLayer):
             return y
         bias = self.base_layer.bias
         scale = self.lora_magnitude_vector / column_length(plain_weight(self.base_layer) + self.delta())
-        return (y - bias + self.low_rank(x)) * scale + bias
+        return ((y - bias + self.low_rank(x)) * scale + bias).to(y.dtype)  # autocast: y is bf16, scale float32
 
     def merged_tensors(self) -> tuple[Tensor, Tensor]:
         direction = plain_weight(self.base_layer) + self.delta()

@@ -28,7 +28,10 @@ class Ia3Layer(MergeableWrapper):
         if self.merged:
             return self.base_layer(x)
         factors = self.ia3_l.flatten()
-        return self.base_layer(x * factors) if self.scales_input else self.base_layer(x) * factors
+        if self.scales_input:
+            return self.base_layer(x * factors)
+        y = self.base_layer(x)
+        return (y * factors).to(y.dtype)  # autocast: y is bf16, the factors float32
 
     def _factors(self) -> tuple[Tensor, Tensor | float]:
         """What the weight (in, out) and the bias (out,) are multiplied by."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from gpt2_chinese.errors import UserError
@@ -73,11 +74,15 @@ def _ia3(content: dict[str, Any], source: str) -> MethodSpec:
 
 
 def _modules(content: dict[str, Any], source: str, key: str = "target_modules") -> tuple[str, ...]:
-    """Ends of names, as PEFT has them, as some of MODULES: c_proj means both attn.c_proj and mlp.c_proj."""
+    """Ends of names, or full names of each block, as PEFT has them, as some of MODULES.
+
+    c_proj means both attn.c_proj and mlp.c_proj. Names of only some blocks are refused later: tensors are missing.
+    """
     targets = content.get(key) or []
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise UserError(f"{source}: {key} must be a list of names, not the pattern {targets!r}")
-    found = {target: [name for name in MODULES if f".{full_path(name)}".endswith(f".{target}")] for target in targets}
+    ends = {target: re.sub(r"^(transformer\.)?h\.\d+\.", "", target) for target in targets}
+    found = {target: [name for name in MODULES if f".{full_path(name)}".endswith(f".{end}")] for target, end in ends.items()}
     if lost := [target for target, names in found.items() if not names]:
         raise UserError(f"{source}: {key} names {lost[0]!r}, no layer of a GPT-2 block: it has {', '.join(MODULES)}")
     return tuple(name for name in MODULES if any(name in names for names in found.values()))

@@ -74,7 +74,9 @@ def load_adapter(folder: Path, model: GPT2LMHeadModel) -> MethodSpec:
     if kind(folder / CONFIG, f"the adapter {folder}") != "file":
         raise UserError(f"{folder} has no {CONFIG}: give the folder of an adapter, such as final/ of a run of chapter 08")
     spec = spec_of(read_json(folder / CONFIG, f"the adapter {folder / CONFIG}"), str(folder / CONFIG))
-    file = folder / WEIGHTS if (folder / WEIGHTS).exists() else folder / OLD_WEIGHTS
+    file = next((folder / name for name in (WEIGHTS, OLD_WEIGHTS) if (folder / name).is_file()), None)
+    if file is None:
+        raise UserError(f"{folder} has no {WEIGHTS}: the copy is not complete")
     found = {name.removeprefix(PREFIX): tensor for name, tensor in read_tensors(file).items()}
     try:
         spec.check(model.config)
@@ -141,8 +143,12 @@ def _check_fit(found: dict[str, Tensor], config: ModelConfig, spec: MethodSpec, 
     wanted = {name.removeprefix(PREFIX): tuple(tensor.shape) for name, tensor in adapter_tensors(probe).items()}
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     wrong += [f"{name} is unknown" for name in found if name not in wanted]
-    wrong += [f"{name} is {tuple(found[name].shape)} instead of {shape}" for name, shape in wanted.items()
-              if name in found and tuple(found[name].shape) != shape]  # fmt: skip
+    for name in [name for name in wanted if name in found]:
+        shape, dtype = tuple(found[name].shape), found[name].dtype
+        if shape != wanted[name]:
+            wrong.append(f"{name} is {shape} instead of {wanted[name]}")
+        elif not dtype.is_floating_point:
+            wrong.append(f"{name} holds {dtype}")
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UserError(f"{folder} is the adapter of another model: {wrong[0]}{more}")

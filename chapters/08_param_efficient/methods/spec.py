@@ -90,8 +90,8 @@ class MethodSpec:
         for name in self.targets:
             num_in, num_out = layer_sizes(config)[name]
             _check_whole("--rank", self.rank, min(num_in, num_out), f"{name} is {num_in} x {num_out}")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
-            raise UserError(f"--alpha {self.alpha}: give a number above 0")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 < self.alpha < 1e9:
+            raise UserError(f"--alpha {self.alpha}: give a number above 0 and below 1e9")
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise UserError(f"--dropout {self.dropout}: give a number of at least 0 and below 1")
 
