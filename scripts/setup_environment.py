@@ -168,7 +168,8 @@ def start_empty_venv() -> None:
     if VENV.exists() or VENV.is_symlink():
         if not MINE.exists():
             raise SetupError(
-                f"{VENV} was not made by this script: activate it and run pip install -e '.[dev,docs,horovod]', or remove it"
+                f"{VENV} was not made by this script: activate it and run "
+                "pip install -e '.[dev,docs,horovod,peft]', or remove it"
             )
         say(f"setup: {VENV} is half-made or broken; starting anew")
         shutil.rmtree(VENV)

@@ -131,7 +131,7 @@ def load_adapted(
     about = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     base = base or read_json(folder / CONFIG).get("base_model_name_or_path")
     if not base or not Path(base).exists():
-        raise UserError(f"the base of the adapter {folder} is not there ({base}): name its folder with --model")
+        raise UserError(f"the base of the adapter {folder} is not there ({base}): name its folder with --base")
     model, vocabulary = load_model(base, "cpu", vocab)
     if about.get("bits"):
         quantise(model, about["bits"])

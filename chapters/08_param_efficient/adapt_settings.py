@@ -105,6 +105,8 @@ class Settings(ParallelSettings):
             self._check_peft()
         if self.init_from is None and self.base_facts["path"] == RANDOM and self.method != "full":
             raise UserError(f"--init-from random is for --method full: --method {self.method} needs a base on the disk")
+        if self.kind == "all" and self.base is None and self.base_facts["path"] != RANDOM:
+            raise UserError("--kind all leaves no other kind of text to train a base on: give --init-from")
         if self.merge and (self.method == "full" or spec.method not in MERGED_METHODS):
             why = "final/ is a plain model already" if self.method == "full" else "it adds modules that a plain GPT-2 lacks"
             raise UserError(f"--merge is not for --method {self.method}: {why}")
@@ -140,7 +142,8 @@ class Settings(ParallelSettings):
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint records, to be compared with a later run."""
-        return {"base": self.base_facts, "method": self.method, "bits": self.bits, **asdict(self.spec), "kind": self.kind}
+        return {"base": self.base_facts, **asdict(self.spec), "method": self.method, "bits": self.bits,
+                "backend": self.backend, "kind": self.kind}  # fmt: skip
 
     def _recorded(self) -> dict[str, Any] | None:
         """What the checkpoint to resume records of this chapter; None without a checkpoint. Raises UserError."""

@@ -1,7 +1,7 @@
 """Data parallelism for few trained parameters: one all-reduce of one flat tensor after backward.
 
 Chapter 02 cuts gradients into buckets and reduces them while backward computes. Here nothing is worth hiding: LoRA of rank 8
-trains 1 of 85 parameters of the tiny model, so a ring sends 1 of 85 bytes. The frozen base gets no gradients at all.
+trains 1 of 80 parameters of the tiny model, so a ring sends 1 of 80 bytes. The frozen base gets no gradients at all.
 
     rank 0   grad a | grad b | ...  -> flat / p \\
     rank 1   grad a | grad b | ...  -> flat / p  > all-reduce -> the mean, copied back into the gradients
