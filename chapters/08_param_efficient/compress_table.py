@@ -12,6 +12,7 @@ from compress_formats import FORMATS, Format
 from quantize import QuantizedConv1D, bits_per_weight, block_layers, quantize_model, weight_bytes
 from quantize.gguf import check_type, entries, load_exported
 from quantize.planted_outliers import plant_outliers
+from quantize.whole_model import check
 from torch import Tensor, nn
 
 from gpt2_chinese import Batches, GPT2LMHeadModel, Ranks, evaluate_model
@@ -37,9 +38,11 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     seq_len = a.seq_len or min(trained_seq_len(find_model(a.model)) or context, context)
     if seq_len > context:
         raise UserError(f"--seq-len {seq_len} is above the context of the model in {a.model}, n_positions {context}")
-    for name in a.formats:  # before minutes of work
-        if FORMATS[name].gguf:
-            check_type(FORMATS[name].gguf, model.config, a.model)
+    for how in map(FORMATS.__getitem__, a.formats):  # before minutes of work
+        if how.gguf:
+            check_type(how.gguf, model.config, a.model)
+        elif how.bits:
+            check(model, how.bits, how.kind, a.block, how.by_gptq, calibrated=True)
     texts = [load_tokens(path, vocabulary.file.path, vocabulary.profile) for path in (a.train_data, a.valid_data)]
     train, valid = (Batches(text, seq_len, a.batch_size, device=device) for text in texts)
     calibration = calibration_batches(train, a.calibration)
@@ -92,6 +95,7 @@ def size(model: GPT2LMHeadModel, gguf: str) -> dict[str, float]:
     return {"bits": bits, "bytes": sum(each.num_bytes for each in tensors)}
 
 
+@torch.no_grad()
 def weight_error(model: nn.Module, whole: nn.Module) -> float:
     """Relative error of all weights of the blocks together."""
     weights = [layer.dequantize() if isinstance(layer, QuantizedConv1D) else layer.weight

@@ -5,7 +5,7 @@
     dynamic  256 values of a small floating-point format, for the scales of scales
 
 Weights of a trained network are close to normal. int4 spends most codes on large weights, which are rare. NF4 places its
-values so that each code is used about equally often.
+values so that the codes are used more evenly.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     byte-level BPE            tokenizer "gpt2", with the list of merges
     others                    tokenizer "no_vocab": prompts must be given as ids
 
-llama.cpp splits text as BERT does. It keeps digits together where the profile gpt2_chinese splits each one off; for such
-text give ids from `Vocabulary.encode`. Text without digits gets the same ids.
+A prompt is best given as ids, from `Vocabulary.encode_prompt`. llama.cpp's tokenizer "bert" splits Chinese text as this
+project does, but always adds the separator behind it (llama-vocab.cpp, the case of WPM), which here is the end of a
+document; and it keeps digits together, where the profile gpt2_chinese splits each one off.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def vocabulary_keys(vocabulary: Vocabulary) -> dict[str, tuple[str, Any]]:
         "tokenizer.ggml.eos_token_id": ("u32", vocabulary.end_id),
         "tokenizer.ggml.add_bos_token": ("bool", True),  # a prompt is the begin mark and the text
         "tokenizer.ggml.add_eos_token": ("bool", False),
-        "tokenizer.ggml.add_sep_token": ("bool", False),
+        "tokenizer.ggml.seperator_token_id": ("u32", vocabulary.end_id),  # ggml's spelling
     }
     for key, token in (("unknown", vocabulary.unk_id), ("padding", vocabulary.pad_id)):
         if token is not None:
