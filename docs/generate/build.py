@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate import readme
-from docs.generate.arithmetic import arithmetic, basics
+from docs.generate.arithmetic import adaptation, arithmetic, basics
 from docs.generate.pictures import collectives, overview, pictures
 from docs.generate.recorded import captures, measured, programs, seen, timed
 from docs.generate.recorded.measured import GENERATED, REPO, write_whole
@@ -83,6 +83,8 @@ def fragment(name: str) -> str:
         return fence(seen.block(rest), "{ .text .said }")
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
+    if kind in ("en", "zh") and rest == f"arithmetic/{adaptation.CHAPTER}":
+        return adaptation.chapter(Words(kind))
     if kind in ("en", "zh") and rest.startswith("arithmetic/"):
         return arithmetic.chapter(Words(kind), rest.partition("/")[2])
     if kind in ("en", "zh") and rest.startswith("results_all/"):

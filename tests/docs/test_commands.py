@@ -67,6 +67,8 @@ def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
     ran = [command for command in commands_of(page) if not reason(command)]
     for command in ran:
         short = SHORT if "train.sh" in command else "--length 8" if "generate.sh" in command else ""
+        if "08_param_efficient/train.sh" in command:  # its base needs all kinds of text
+            short = f"{SHORT.partition(' --valid-data')[0]} --base-steps 2"
         said = reader(command, short)
         assert "Traceback" not in said and (not short or "今天天气" in said or "\nDone.\n" in said), said
     assert sum("train.sh" in command for command in ran) >= 2 and any("generate.sh" in command for command in ran)

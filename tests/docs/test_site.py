@@ -47,7 +47,8 @@ def test_only_pages_and_the_files_they_need_are_published(site: Path) -> None:
     pages_of_basics = (ROOT / "docs/en/basics/collectives.md").read_text()
     drawn |= {f"basics_{name}_{lang}.svg" for name in re.findall(r"/basics_(\w+)_en\.svg", pages_of_basics)
               for lang in ("en", "zh")}
-    drawn |= {f"05_model_parallel_tensor_{lang}.svg" for lang in ("en", "zh")}
+    drawn |= {f"{name}_{lang}.svg" for name in ("05_model_parallel_tensor", "08_param_efficient_decision")
+              for lang in ("en", "zh")}  # fmt: skip
     figures = {*drawn, *(path.name for path in (ROOT / "benchmarks/results").glob("*.png"))}
     assert {path.name for path in (site / "_generated").rglob("*") if path.is_file()} == figures
 

@@ -1,4 +1,4 @@
-"""Two uses of the same graders, test_00.py to test_07.py.
+"""Two uses of the same graders, test_00.py to test_08.py.
 
 If a student names this folder, the graders judge chapters/NN_name/exercise.py. Each failure has a few lines:
 

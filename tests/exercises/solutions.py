@@ -155,4 +155,27 @@ def of_07() -> Names:
     return {"next_use": plan.next_use, "victim": plan.victim, "count_loads": plan.count_loads}
 
 
-SOLUTIONS = {"00": of_00, "01": of_01, "02": of_02, "03": of_03, "04": of_04, "05": of_05, "06": of_06, "07": of_07}
+def of_08() -> Names:
+    lora, blockwise = (technique("08_param_efficient", name) for name in ("methods.lora", "quantize.blockwise"))
+
+    class Frozen(nn.Module):
+        def __init__(self, weight: Tensor, bias: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("weight", weight)
+            self.register_buffer("bias", bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + self.bias
+
+    class LoraLinear(lora.LoraLayer):
+        def __init__(self, weight: Tensor, bias: Tensor, rank: int, alpha: float) -> None:
+            super().__init__(Frozen(weight, bias), lora.MethodSpec("lora", rank=rank, alpha=alpha))
+
+        def merged_weight(self) -> Tensor:
+            return self.merged_tensors()[0]
+
+    return {"LoraLinear": LoraLinear, "quantize": blockwise.quantize_blocks, "dequantize": blockwise.dequantize_blocks}
+
+
+SOLUTIONS = {"00": of_00, "01": of_01, "02": of_02, "03": of_03, "04": of_04, "05": of_05, "06": of_06, "07": of_07,
+             "08": of_08}  # fmt: skip

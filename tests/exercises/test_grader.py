@@ -181,6 +181,32 @@ def victim(accesses, moment, resident):
     past = (list(accesses) * 2)[moment::-1]
     return max(resident, key=lambda chunk: past.index(chunk) if chunk in past else len(past))
 """, ("who leaves?",)),
+    ("08", "test_lora", "both begin as zeros", """
+class LoraLinear(nn.Module):
+    def __init__(self, weight, bias, rank, alpha):
+        super().__init__()
+        self.weight, self.bias, self.scale = weight, bias, alpha / rank
+        self.a, self.b = (nn.Parameter(torch.zeros(*s)) for s in ((rank, len(weight)), (len(bias), rank)))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias + x @ self.a.T @ self.b.T * self.scale
+""", ("the first gradient of A and B", "came       all 0")),
+    ("08", "test_lora", "alpha is not divided by the rank", """
+class LoraLinear(nn.Module):
+    def __init__(self, weight, bias, rank, alpha):
+        super().__init__()
+        self.weight, self.bias, self.scale = weight, bias, alpha
+        self.a, self.b = nn.Parameter(torch.randn(rank, len(weight))), nn.Parameter(torch.zeros(len(bias), rank))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias + x @ self.a.T @ self.b.T * self.scale
+""", ("output with A and B by hand, rank 2, alpha 3",)),
+    ("08", "test_blocks", "one scale for all", """
+def quantize(values, book, block):
+    scale = values.abs().max()
+    codes = ((values / scale)[:, None] - book).abs().argmin(-1).to(torch.uint8)
+    return codes, scale.expand(-(-len(values) // block))
+""", ("largest magnitudes of", "expected   [2.0, 0.03]", "came       [2.0, 2.0]")),
 ]  # fmt: skip
 
 HEAD = """import math
@@ -235,8 +261,8 @@ def test_every_hole_has_a_solution_and_every_exercise_its_words(number):
     assert all(f'-k "{number} and ' in line for line in text.splitlines() if "pytest" in line and '-k "' in line)
 
 
-def test_every_chapter_up_to_07_has_an_exercise():
-    assert [path_of(f"{n:02}").parent.name[:2] for n in range(8)] == NUMBERS
+def test_every_chapter_has_an_exercise():
+    assert [path_of(f"{n:02}").parent.name[:2] for n in range(9)] == NUMBERS
 
 
 # ---- which tests run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 import sys
@@ -53,6 +54,24 @@ def schedules() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@cache
+def chapter_module(chapter: str, name: str) -> ModuleType:
+    """A module of a chapter's folder, which is first in the path only while it is imported."""
+    folder = str(REPO / "chapters" / chapter)
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+@cache
+def trained_by_lora() -> int:
+    """Parameters that chapter 08 trains in tiny with its default flags."""
+    spec = chapter_module("08_param_efficient", "methods.spec").MethodSpec()
+    return chapter_module("08_param_efficient", "methods.counts").trained_row(tiny(), spec).count
 
 
 @cache

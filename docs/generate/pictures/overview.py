@@ -20,7 +20,7 @@ LEFT, LINE = 112, 76  # x of the first rank; height of a chapter's line
 class Rank(NamedTuple):
     """The rows that a rank holds: data, parameters, gradients and states. One letter per layer (in data, per sequence).
 
-    # all of it   - at half the bytes   < its first half   > its second half   . none of it
+    # all of it   - at half the bytes   _ a few per cent   < its first half   > its second half   . none of it
     """
 
     name: str
@@ -28,7 +28,7 @@ class Rank(NamedTuple):
 
 
 # The part of a cell that a letter colours: left, top, width, height.
-PARTS = {"#": (0, 0, 1, 1), "-": (0, 0.5, 1, 0.5), "<": (0, 0, 0.5, 1), ">": (0.5, 0, 0.5, 1)}
+PARTS = {"#": (0, 0, 1, 1), "-": (0, 0.5, 1, 0.5), "_": (0, 0.85, 1, 0.15), "<": (0, 0, 0.5, 1), ">": (0.5, 0, 0.5, 1)}
 
 
 def _replicas(first: str, second: str) -> list[Rank]:
@@ -49,6 +49,7 @@ PLANS = (
     ("06", "ZeRO", "gradients, parameters", _replicas("<<<", ">>>")),
     ("07", "chunks, near", "chunks; the rest waits far", [Rank("0", ["##..", ".#..", "....", "...."]),
                                                           Rank("1", ["..##", ".#..", "....", "...."])]),
+    ("08", "LoRA", "few gradients", _replicas("#__", "#__")),
 )  # fmt: skip
 
 

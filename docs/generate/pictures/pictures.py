@@ -250,15 +250,17 @@ class Timeline:
 CHAPTERS = {
     "00_single": "single", "01_parameter_server": "parameter_server", "02_ddp": "ddp", "03_horovod": "horovod",
     "04_apex": "apex", "05_model_parallel": "model_parallel", "06_zero": "zero", "07_patrickstar": "patrickstar",
+    "08_param_efficient": "param_efficient",
 }  # fmt: skip
 
 
 def drawn(words: Words) -> dict[str, str]:
     """The pictures of all chapters: name without language -> SVG."""
-    from docs.generate.pictures import ranks, timelines
+    from docs.generate.pictures import decision, ranks, timelines
 
     found = {chapter: getattr(ranks, name)(words) for chapter, name in CHAPTERS.items()}
     found["05_model_parallel_tensor"] = ranks.tensor_parallel(words)
+    found["08_param_efficient_decision"] = decision.decision(words)
     return found | {f"{chapter}_time": getattr(timelines, f"{name}_time")(words) for chapter, name in CHAPTERS.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from docs.generate.pictures.data import buckets, groups, tiny
+from docs.generate.pictures.data import buckets, groups, model, tiny, trained_by_lora
 from docs.generate.pictures.pictures import MARGIN, WIDTH, Drawing, Row, Words
 
 SEQUENCES = 12  # in the global batch of the captured runs
@@ -210,3 +210,21 @@ def patrickstar(words: Words) -> str:
         ("gradients", "0 ⇄ 1", words("and its gradients are reduced to the owners after")),
         ("parameters", words("far ⇄ near"), words("a chunk comes when it is needed; the one needed last leaves")),
     ], words("Pale: another rank's chunk, here for a while. Dashed: held by the other rank, or far."))  # fmt: skip
+
+
+def param_efficient(words: Words) -> str:
+    """Chapter 08: a rank that trains all parameters, and a rank that trains LoRA's two matrices."""
+    drawing = Drawing(words, words("A rank of chapter 02, and a rank with LoRA"))
+    every, few = sum(p.numel() for p in model().parameters()), trained_by_lora()
+    share = 0.5 * few / every
+    small = [Row(words("A and B, 4 B"), "parameters", (1,), share),
+             Row(words("their gradients, 4 B"), "gradients", (1,), share),
+             Row(words("their moments, 8 B"), "states", (1,), 2 * share)]  # fmt: skip
+    frozen = Row(words("frozen parameters, 4 B"), "parameters", (2,), 0.5)
+    full = [_data(0, 2, words), *_states(words), Row(words("nothing frozen"), "parameters", (0,), 0.5), _activations(words)]
+    with_lora = [_data(0, 2, words), *small, frozen, _activations(words)]
+    _two(drawing, [words("all trained"), words("LoRA, rank 8")], full, with_lora)
+    return _end(drawing, [
+        ("gradients", words("all"), words("{n} numbers to average in a step of chapter 02").format(n=f"{every:,}")),
+        ("gradients", words("LoRA"), words("{n} numbers: one message, no buckets").format(n=f"{few:,}")),
+    ], words("Pale: frozen, read in forward and backward, never written. Bars have the length of their bytes."))  # fmt: skip

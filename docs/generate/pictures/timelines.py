@@ -253,3 +253,37 @@ def patrickstar_time(words: Words) -> str:
         room=room, num=num, loads=len(loads)))  # fmt: skip
     drawing.legend()
     return drawing.svg()
+
+
+def param_efficient_time(words: Words) -> str:
+    """Chapter 08: a step without recomputation, block by block, and in segments of two blocks."""
+    drawing = Drawing(words, words("One step, with and without recomputation"))
+    blocks, forward, backward = tiny().n_layer, 3.0, 6.0
+    variants = {"none": 0, "block": 1, "every:2": 2}
+    lanes = [f"--recompute {name}/{words('compute')}" for name in variants]
+    update = 8.0
+    until = blocks * (2 * forward + backward) + update
+    timeline = Timeline(drawing, lanes, until)
+    for lane, length in zip(lanes, variants.values(), strict=True):
+        now = 0.0
+
+        def take(kind: str, block: int, lasts: float, again: bool = False, lane: str = lane) -> None:
+            nonlocal now
+            timeline.block(lane, now, now + lasts, kind, str(block), light=again)
+            now += lasts
+
+        for block in range(blocks):
+            take("forward", block, forward)
+        for block in reversed(range(blocks)):
+            if length and (block + 1) % length == 0:
+                for other in range(block + 1 - length, block + 1):
+                    take("forward", other, forward, again=True)
+            take("backward", block, backward)
+        timeline.block(lane, now, now + update, "update", words("update"))
+        if now + update < until:
+            timeline.block(lane, now + update, until, "forward")
+    drawing.note(words(
+        "Numbers are blocks. Pale: computed a second time, because only the input of a segment was kept. Backward then "
+        "holds the activations of one segment, not of all."))  # fmt: skip
+    drawing.legend()
+    return drawing.svg()

@@ -29,11 +29,12 @@ STEPS, WARMUP = 60, 10
 FLAGS = (f"--max-steps {STEPS} --warmup-steps {WARMUP} --lr 0.0005 --seq-len 64 --batch-size 12 --eval-every {STEPS} "
          "--valid-data data/valid/webtext.json --device cpu")  # fmt: skip
 # Extra flags of a chapter, so that it uses its technique and its curve equals chapter 00's in fp32.
-OWN_FLAGS = {"04_apex": "--opt-level O0", "05_model_parallel": "--grad-accum 4"}
+OWN_FLAGS = {"04_apex": "--opt-level O0", "05_model_parallel": "--grad-accum 4",
+             "08_param_efficient": "--method full --init-from random --kind all --recompute block"}  # fmt: skip
 CHAPTERS = ("00_single", "01_parameter_server", "02_ddp", "03_horovod", "04_apex", "05_model_parallel", "06_zero",
-            "07_patrickstar")  # fmt: skip
+            "07_patrickstar", "08_param_efficient")  # fmt: skip
 BASE = CHAPTERS[0]
-PALETTE = ("#9fa8da", "#607d8b", "#ef6c00", "#c62828", "#8e24aa", "#00838f", "#2e7d32", "#1a237e")
+PALETTE = ("#9fa8da", "#607d8b", "#ef6c00", "#c62828", "#8e24aa", "#00838f", "#2e7d32", "#1a237e", "#6d4c41")
 COLOURS = dict(zip(CHAPTERS, PALETTE, strict=True))
 
 
@@ -132,7 +133,7 @@ def draw(folder: Path) -> None:
     """Draws the curves, with English labels only so that no font is needed. Keeps pictures newer than their sources."""
     files = [FOLDER / f"{chapter}.json" for chapter in CHAPTERS]
     pictures = {f"curve_{chapter}.png": (BASE, chapter) for chapter in CHAPTERS[1:]}
-    pictures |= {f"curve_{BASE}.png": (BASE,), "curves_all.png": CHAPTERS, "loss_00_07.png": (BASE, CHAPTERS[-1])}
+    pictures |= {f"curve_{BASE}.png": (BASE,), "curves_all.png": CHAPTERS, "loss_00_07.png": (BASE, "07_patrickstar")}
     newest = max(path.stat().st_mtime for path in [*files, Path(__file__)] if path.exists())
     for name, chapters in pictures.items():
         target = folder / name

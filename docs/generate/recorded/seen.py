@@ -1,4 +1,4 @@
-"""Runs the commands of the production pages, in this order and in one folder; git tracks their real output.
+"""Runs the commands of the production pages and chapter 08's first one, in one folder; git tracks their real output.
 
     python -m docs.generate.recorded.seen [NAME ...]
                                       runs all, or these and what they need, and writes docs/captured/seen.json; two minutes
@@ -37,6 +37,8 @@ class Seen:
     during: str = ""  # bash, with the process id in $P
     keep: str = ""  # a pattern: only lines that match are shown
     without: bool = False  # as if Horovod were not installed
+    lines: int = LONGEST
+    limit_s: int = 120
 
 
 SHORT = "--max-steps 20 --warmup-steps 5 --batch-size 12 --seq-len 64 --device cpu"
@@ -95,6 +97,9 @@ SEEN = {
                          before="echo '[\"今天天气很好。\"]' > mine/one.json"),
     "unknown": Seen("python -m gpt2_chinese.vocabulary check --vocab mine/vocab.txt --corpus data/valid/wiki.json"),
     "cuda": Seen("bash chapters/02_ddp/train.sh --device cuda", status=2, keep=ERROR),
+    # ---- chapters/08_param_efficient.md
+    "adapt": Seen("bash chapters/08_param_efficient/train.sh --device cpu --output-dir runs/adapted --base-dir runs/base",
+                  lines=120, limit_s=1200),
 }  # fmt: skip
 
 
@@ -161,22 +166,22 @@ def _one(one: Seen, base: Path, environment: dict[str, str]) -> dict[str, Any]:
     if one.during:
         subprocess.run(["bash", "-c", one.during], cwd=base, env={**environment, "P": str(process.pid)}, check=True,
                        stderr=subprocess.DEVNULL, timeout=60)  # fmt: skip
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=one.limit_s)
     if process.returncode != one.status:
         raise SystemExit(f"ended with status {process.returncode}: {one.command}\n{said}")
-    return {"command": one.command, "status": one.status, "said": _clean(said, base, one.keep)}
+    return {"command": one.command, "status": one.status, "said": _clean(said, base, one.keep, one.lines)}
 
 
-def _clean(said: str, base: Path, keep: str) -> str:
-    """The output without this machine's paths and the set-up's line, at most LONGEST lines."""
+def _clean(said: str, base: Path, keep: str, most: int) -> str:
+    """The output without this machine's paths and the set-up's line, at most `most` lines."""
     for path in (str(base.resolve()), str(base), str(REPO)):
         said = said.replace(f"{path}/", "")
     said = said.replace(f"{Path(sys.executable).parent}/", "")
     lines = [line.rstrip() for line in said.splitlines() if not line.startswith("setup: ")]
     if keep:
         lines = [line for line in lines if re.search(keep, line)]
-    if len(lines) > LONGEST:
-        lines = [*lines[: LONGEST // 2], "...", *lines[-LONGEST // 2 :]]
+    if len(lines) > most:
+        lines = [*lines[: most // 2], "...", *lines[-most // 2 :]]
     return "\n".join(lines).strip("\n")
 
 

@@ -52,7 +52,7 @@ COURSE = {
     "05_model_parallel": ("layer split, pipeline, tensor parallel, and their combination with data parallel", "torchrun"),
     "06_zero": ("ZeRO stages 1, 2, 3 and offload; FSDP2 beside them", "torchrun"),
     "07_patrickstar": ("the chunk-based engine pstar", "torchrun"),
-    "08_param_efficient": ("gradient checkpointing, LoRA, int8 and int4 base weights", "torchrun"),
+    "08_param_efficient": ("few parameters, few bits, little memory: LoRA, int8 and int4, checkpointing", "torchrun"),
 }
 
 # The example sentence for the table of profiles. Its number is one token in one profile only.

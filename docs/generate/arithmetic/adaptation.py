@@ -1,0 +1,96 @@
+"""The arithmetic of chapter 08: bytes of each method and of each --recompute, by the chapter's own formulas.
+
+Bytes of model data in fp32: 4 for a parameter, trained or not; 4 for a gradient and 8 for AdamW's moments, only of what is
+trained. With --bits 4 the weights of the blocks' linear layers have 4 bits and their share of the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from docs.generate.arithmetic.arithmetic import GPT2_VOCABULARY, bytes_text
+from docs.generate.pictures.data import chapter_module, tiny
+from docs.generate.tables.tables import table
+
+Words = Callable[[str], str]
+
+CHAPTER = "08_param_efficient"
+ROWS, LENGTHS = {"tiny": 24, "small": 8}, {"tiny": 128, "small": 1024}  # of a micro-batch in the table of --recompute
+PLANS = ("none", "block", "every:2", "sqrt", "selective")
+WEIGHT, GRADIENT, STATES = 4, 4, 8
+BITS_OF_NF4 = 4 + 8 / 64 + 32 / (64 * 256)  # codes, 8-bit scales of blocks of 64, fp32 scales of 256 of these scales
+
+
+def configs() -> dict[str, Any]:
+    """tiny with the shipped vocabulary, small with GPT-2's."""
+    from gpt2_chinese.model.config import PRESETS
+
+    return {"tiny": tiny(), "small": replace(PRESETS["small"], vocab_size=GPT2_VOCABULARY)}
+
+
+def shape_of(size: str) -> tuple[Any, int, int]:
+    """(configuration, sequences of a micro-batch, tokens of a sequence) in the tables of a size."""
+    config = configs()[size]
+    return config, ROWS[size], min(config.n_positions, LENGTHS[size])
+
+
+def chapter(words: Words) -> str:
+    """The fragment for the chapter's page."""
+    parts = []
+    for size in ROWS:
+        config, rows, length = shape_of(size)
+        name = words("{size}, {n} million parameters").format(size=size, n=f"{config.num_parameters() / 1e6:.1f}")
+        parts += [f"**{name}**\n", methods(words, config), activations(words, config, rows, length)]
+    return "\n".join(parts)
+
+
+def weight_bytes(config: Any, row: Any, bits: float | None = None) -> int:
+    """Bytes of a base in fp32 and of what a method adds; with `bits`, the blocks' linear weights have so many bits each."""
+    norms = (4 * config.n_layer + 2) * config.n_embd  # the adapter's method trains these parameters of the base, too
+    added = {"full": 0, "bitfit": 0, "adapter": row.count - norms}.get(row.method, row.count)
+    inner = config.n_layer * (4 * config.n_embd**2 + 2 * config.n_embd * config.inner)
+    whole = WEIGHT * (config.num_parameters() + added)
+    return whole if bits is None else whole - WEIGHT * inner + round(inner * bits / 8)
+
+
+def most_bytes(kept: Any, config: Any, rows: int, length: int, recompute: str) -> int:
+    """Bytes of activations at their most: those kept, and one segment's during backward."""
+    plan = kept.Plan.of(recompute, config.n_layer)
+    again = kept.again_bytes(config, rows, length, plan) if plan.length else 0
+    return kept.kept_bytes(config, rows, length, plan) + again
+
+
+def methods(words: Words, config: Any) -> str:
+    """What each method trains, and the bytes of weights, gradients and states."""
+    found = chapter_module(CHAPTER, "methods.counts").trained_rows(config)
+    rows = [_method_row(words, row.method, row, weight_bytes(config, row)) for row in found]
+    lora = next(row for row in found if row.method == "lora")
+    rows.append(_method_row(words, "qlora --bits 4", lora, weight_bytes(config, lora, BITS_OF_NF4)))
+    head = [words(name) for name in ("method", "trains", "trained parameters", "share", "weights", "gradients and states",
+                                     "together")]  # fmt: skip
+    return table(head, rows, right=5)
+
+
+def _method_row(words: Words, name: str, row: Any, weights: int) -> list[str]:
+    rest = (GRADIENT + STATES) * row.count
+    return [f"`{name}`", words(row.trains), f"{row.count:,}", f"{row.share:.2%}", bytes_text(weights), bytes_text(rest),
+            f"**{bytes_text(weights + rest)}**"]  # fmt: skip
+
+
+def activations(words: Words, config: Any, num_rows: int, length: int) -> str:
+    """What a forward keeps under each --recompute, the most during backward, and what backward computes again."""
+    kept = chapter_module(CHAPTER, "kept_activations")
+    shape = (config, num_rows, length)
+    head_flops = 2 * num_rows * length * config.n_embd * config.vocab_size
+    whole = 3 * (config.n_layer * kept.block_flops(*shape) + head_flops)  # backward computes twice as much as forward
+    rows = []
+    for name in PLANS:
+        plan = kept.Plan.of(name, config.n_layer)
+        again = kept.recomputed_flops(*shape, plan) / whole
+        sizes = kept.kept_bytes(*shape, plan), most_bytes(kept, *shape, name)
+        rows.append([f"`{name}`", *map(bytes_text, sizes), f"{again:.0%}"])
+    title = words("{rows} sequences of {length} tokens").format(rows=num_rows, length=length)
+    head = [f"`--recompute`, {title}", words("kept for backward"), words("most during backward"), words("computed again")]
+    return table(head, rows, right=3)
