@@ -190,7 +190,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x):
         return x @ self.weight + self.bias + x @ self.a.T @ self.b.T * self.scale
-""", ("the first gradient of A and B", "came       all 0")),
+""", ("the first gradient of A and B", "actual     all 0")),
     ("08", "test_lora", "alpha is not divided by the rank", """
 class LoraLinear(nn.Module):
     def __init__(self, weight, bias, rank, alpha):
@@ -206,7 +206,7 @@ def quantize(values, book, block):
     scale = values.abs().max()
     codes = ((values / scale)[:, None] - book).abs().argmin(-1).to(torch.uint8)
     return codes, scale.expand(-(-len(values) // block))
-""", ("largest magnitudes of", "expected   [2.0, 0.03]", "came       [2.0, 2.0]")),
+""", ("largest magnitudes of", "expected   [2.0, 0.03]", "actual     [2.0, 2.0]")),
 ]  # fmt: skip
 
 HEAD = """import math
