@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
+ADAPTER_FILE = "adapter_model.safetensors"  # of Hugging Face PEFT; chapter 08 writes and reads it
 VOCABULARY_FILES = ("vocab.txt", "tokenizer.json")
 
 
@@ -50,6 +51,8 @@ def find_weights(path: Path | str) -> Path:
             below = folder / "checkpoints"
             folder = newest_complete(below if below.is_dir() else folder) or folder
     found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None and (folder / ADAPTER_FILE).is_file():
+        raise UserError(f"{path} holds an adapter, which is no model without its base: give merged/ of a run with --merge")
     if found is None:
         raise UserError(f"no trained model in {path}: give a run, its final/, a checkpoint or a Hugging Face "
                         "folder; or train first")

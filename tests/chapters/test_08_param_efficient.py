@@ -313,6 +313,11 @@ def test_an_adapter_of_another_model_or_without_its_base_is_refused(adapted, bas
         load_adapted(final, base=str(other))
 
 
+def test_an_adapter_is_no_base(adapted, tmp_path, capsys) -> None:
+    said = settings_error(CHAPTER, "adapt_settings", capsys, "--init-from", adapted.output, "--output-dir", tmp_path / "run")
+    assert "holds an adapter, which is no model without its base: give merged/ of a run with --merge" in said
+
+
 def test_valid_data_of_one_file_is_the_new_kind(ranks, base, tmp_path) -> None:
     chapter = Adapted(tmp_path, base)
     train(ranks, 1, chapter, *few(3), "--valid-data", VALID)
