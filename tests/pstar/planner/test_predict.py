@@ -14,7 +14,7 @@ from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from pstar import cli
 from pstar.config import load_config
 from pstar.errors import BudgetError, ConfigError
-from pstar.layout.budget import Costs, near_states_for_capacity, smallest_far_budget, smallest_near_budget
+from pstar.layout.budget import Costs, model_data_bytes, near_states_for_capacity, smallest_far_budget, smallest_near_budget
 from pstar.numerics.precision import Precision
 from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam, stream_bytes
 from pstar.planner.gpt_shape import MODELS, GptShape, find_model
@@ -78,10 +78,12 @@ def test_offloaded_activations_by_hand():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_bytes_a_parameter_are_the_engines(precision, accumulates):
-    real = Precision(precision)
-    assert costs_of(precision, accumulates) == Costs(
-        real.param_dtype.itemsize, real.grad_dtype(accumulates).itemsize, real.state_bytes)
+@pytest.mark.parametrize("state_bits", [32, 8])
+def test_bytes_a_parameter_are_the_engines(precision, accumulates, state_bits):
+    real = Precision(precision, state_bits=state_bits)
+    assert costs_of(precision, accumulates, state_bits) == Costs(
+        real.param_dtype.itemsize, real.grad_dtype(accumulates).itemsize, real.state_bytes, real.scale_bytes)
+    assert costs_of(precision).total - costs_of(precision, state_bits=8).total == 6
 
 
 # ---------------------------------------------------------------- against the engine
@@ -110,12 +112,12 @@ def one_gpu(near: int, far: int, job: Job, disk: int = 0) -> Machine:
 JOB = Job(batch=2, seq_len=16, precision="fp32", recompute=False, chunk_elems=4096)
 
 
-def trained(budget: int | str, hybrid: bool = True, far: int | str = "auto", micro_steps: int = 1,
+def trained(budget: int | str, hybrid: bool = True, far: int | str = "auto", micro_steps: int = 1, state_bits: int = 32,
             **keys: object) -> pstar.Engine:
     torch.manual_seed(0)
     config = keys | {"default_chunk_size": 4096, "near_budget": budget, "far_budget": far,
               "gradient_accumulation_steps": micro_steps,
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "use_hybrid_adam": hybrid}}}
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "use_hybrid_adam": hybrid, "state_bits": state_bits}}}
     model, optimizer = pstar.initialize_engine(lambda: model_of(TINY), 0, config, device="cpu")
     tokens = torch.arange(32).view(2, 16) % 97
     for _ in range(3):
@@ -165,6 +167,22 @@ def test_hybrid_takes_the_planned_bytes(near_states, micro_steps):
     assert engine.near.peak_bytes <= plan.near_bytes <= plan.near_budget
     for kind in ("far to near", "near to far"):
         assert plan.moved[kind] == engine.ledger.step_bytes[kind] > 0
+
+
+@pytest.mark.parametrize("share, mode", [(1.0, "near"), (0.92, "hybrid"), (0.55, "far")])
+def test_8_bit_states_take_the_bytes_that_the_plan_says(share, mode):
+    job = replace(JOB, state_bits=8)
+    layout = choose_layout(TINY, job.costs, 1, 10**9, job)[0]
+    whole = model_data_bytes(layout, job.costs)
+    assert whole == 10 * layout.total_elems + 8 * sum(-(-slot.numel // 2048) for slot in layout.slots.values())
+    near = int(share * whole)
+    plan = predict(TINY, one_gpu(near, 10**9, job), job)
+    engine = trained(near, state_bits=8)
+    assert plan.mode == mode and plan.layout == engine.layout and engine.model_data_bytes <= whole
+    assert plan.near_groups == engine._chunks.tiers.states_tier.count("near")
+    assert plan.far_bytes == engine.far.peak_bytes and engine.near.peak_bytes <= plan.near_bytes <= near
+    for kind in ("far to near", "near to far"):
+        assert plan.moved[kind] == engine.ledger.step_bytes[kind]
 
 
 def test_filled_with_states_near_has_more_of_them():
@@ -383,6 +401,9 @@ def test_the_command_prints_the_plan_and_its_exit_status_is_whether_it_fits(caps
     assert cli.main(["plan", "--model", "gpt2", "--machine", "h200", "--batch", "4"]) == 0
     text = capsys.readouterr().out
     assert "fits, near" in text and "124,439,808 parameters" in text and "tokens/s" in text
+    assert cli.main(["plan", "--model", "gpt2", "--machine", "h200", "--state-bits", "8"]) == 0
+    answer = capsys.readouterr().out
+    assert "(8 bytes a parameter, 8-bit states)" in answer and '"optimizer": {"params": {"state_bits": 8}}' in answer
     assert cli.main(["plan", "--model", "40B", "--machine", "h200", "--disk", "0", "--chunk-size", "67108864"]) == 1
     text = capsys.readouterr().out
     assert "does not fit" in text and "--host-memory" in text
