@@ -299,12 +299,12 @@ def test_the_plan_takes_measured_speeds_when_it_is_told_to(monkeypatch, capsys):
     asked = []
     arguments = ["plan", "--model", "2x64", "--machine", "cpu2", "--precision", "fp32", "--seq-len", "64",
                  "--gpu-memory", "90MiB", "--json"]
-    monkeypatch.setattr("pstar.planner.plan_command.measure_here", lambda precision: asked.append(precision) or GPU)
+    monkeypatch.setattr("pstar.planner.plan_command.measure_here", lambda precision, state_bits: asked.append((precision, state_bits)) or GPU)
     answers = []
     for more in ([], ["--measure"]):
         cli.main([*arguments, *more])
         answers.append(json.loads(capsys.readouterr().out))
-    assert asked == ["fp32"]
+    assert asked == [("fp32", 32)]
     assert answers[0]["near_bytes"] == answers[1]["near_bytes"] and answers[0]["seconds"] != answers[1]["seconds"]
     cli.main([*arguments[:-1], "--measure"])
     assert "link, GPU memory and host Adam: measured here, now" in capsys.readouterr().out
