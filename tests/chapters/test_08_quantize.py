@@ -13,6 +13,7 @@ import math
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -294,6 +295,22 @@ def test_gradients_pass_to_the_input_and_autograd_keeps_no_weight(bits, kind, mo
     assert all(parameter.grad is None for parameter in layer.parameters())
     model(some_ids(), some_ids()).backward()
     assert model.transformer.wte.weight.grad is not None, "the gradient reaches the first layer"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_it_works_in_bf16_autocast_and_when_activations_are_recomputed(bits) -> None:
+    model = small_model()
+    quantize.quantize_model(model, bits)
+    block, x = model.transformer.h[0], torch.randn(2, 8, WIDTH)
+    grads = []
+    for lower, recompute in ((False, False), (False, True), (True, False)):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+            y = torch.utils.checkpoint.checkpoint(block, leaf, use_reentrant=False) if recompute else block(leaf)
+        y.float().square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1])
+    assert 0 < error(grads[2], grads[0]) < 0.05 and grads[2].dtype == torch.float32  # bf16 has 8 bits
 
 
 @pytest.mark.parametrize("bits, kind, more", CASES)

@@ -19,7 +19,7 @@ from torch import Tensor
 @cache
 def int4_book() -> Tensor:
     """(15,) float32: equal steps. A 16th value would make the positive side and the negative side differ."""
-    return torch.arange(-7, 8, dtype=torch.float32) / 7
+    return torch.arange(-7, 8, dtype=torch.float32, device="cpu") / 7
 
 
 @cache
@@ -32,9 +32,9 @@ def nf4_book() -> Tensor:
     in float32; the published values come out bit for bit only with both.
     """
     end = 0.9677083
-    positive = torch.special.ndtri(torch.linspace(end, 0.5, 9).double())[:-1]
-    negative = -torch.special.ndtri(torch.linspace(end, 0.5, 8).double())[:-1]
-    values = torch.cat([negative, torch.zeros(1), positive]).float().sort().values
+    positive = torch.special.ndtri(torch.linspace(end, 0.5, 9, device="cpu").double())[:-1]
+    negative = -torch.special.ndtri(torch.linspace(end, 0.5, 8, device="cpu").double())[:-1]
+    values = torch.cat([negative, torch.zeros(1, device="cpu"), positive]).float().sort().values
     return values / values.max()
 
 
@@ -48,11 +48,11 @@ def dynamic_book() -> Tensor:
     """
     values = [0.0, 1.0]
     for exponent in range(7):
-        borders = torch.linspace(0.1, 1, 2 ** (6 - exponent) + 1)
+        borders = torch.linspace(0.1, 1, 2 ** (6 - exponent) + 1, device="cpu")
         middles = (borders[:-1] + borders[1:]) / 2
         scaled = (10 ** (-exponent) * middles).tolist()
         values += scaled + [-value for value in scaled]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 BOOKS = {"int4": int4_book, "nf4": nf4_book}
