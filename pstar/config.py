@@ -94,7 +94,8 @@ class Config:
     gradient on some ranks only, or two in one backward (reentrant checkpointing). All gradients wait in memory. The ranks
     must still make the same gathers, as they do if near holds all parameters."""
     default_chunk_size: int | str = "auto"
-    """Elements of a chunk, or auto: searched for the least padding within the near budget. Never more than the model has."""
+    """Elements of a chunk, or auto: searched for the least padding within the near budget. Never more than the model has.
+    Beside frozen parameters the chunks of trained ones may be smaller."""
     ownership: str = "whole"
     """whole: each rank owns every p-th chunk, p chunks are gathered at once (PatrickStar). sharded: each chunk is cut into
     p pieces and gathered alone, which needs less room near (Gemini)."""

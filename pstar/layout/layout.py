@@ -16,8 +16,8 @@ fit into one ("module-atomic next-fit"). A parameter larger than a chunk gets a 
 owner of a piece has a part of the parameter.
 
 Frozen parameters are packed apart: groups are trained or *frozen*, and frozen groups come last. A frozen group holds
-parameters only, without gradients and states. Trained parameters may be few (adapters): their chunks then shrink as far as
-that needs no more groups, because padding costs as many bytes there as a trained element.
+parameters only, without gradients and states. Beside frozen ones the trained parameters are few (adapters): their chunks
+shrink, because padding costs as many bytes there as a trained element.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -262,9 +262,11 @@ def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int,
 
 
 def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, cut_at: int) -> list[Group]:
-    """_pack_part with the chunk size, at most chunk_elems, that wastes least without more groups."""
+    """_pack_part of trained parameters beside frozen ones: about four groups, or fewer where smaller chunks would cost more
+    than they bring; then the chunk size that wastes least without more groups. At most chunk_elems."""
     whole = sum(size for _, size, _ in measured)
-    most = min(chunk_elems, whole)
+    quarter = whole // (4 * (num_ranks if ownership == "whole" else 1))
+    most = min(chunk_elems, whole, align(max(quarter, GROUP_COST_ELEMS)))
     best = _pack_part(measured, most, num_ranks, ownership, cut_at=cut_at) if measured else []
 
     def elems(groups: Iterable[Group]) -> int:

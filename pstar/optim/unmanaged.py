@@ -116,6 +116,7 @@ class OutsideParams:
 
         The norm of a LOCAL parameter is the root of the sum of squares over the ranks, so all ranks clip and skip equally.
         """
+        self.check_frozen()    # again: a forward may have thawed one
         used = {name for name, param in self.params.items() if param.grad is not None}
         names = [name for name in self.params if name in used]
         norms = dict(zip(names, parameter_norms([self.params[name].grad for name in names]) if names else (), strict=True))

@@ -6,8 +6,8 @@ operations on the same values. In 16 bit placements are compared with each other
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
+from pstar.layout.layout import GROUP_COST_ELEMS, ModuleSpec, make_layout
 from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import DISK, FAR, NEAR
+from pstar.numerics.precision import PARAM, Precision
 from tests import toy
 
 STEPS, WIDTH, RANK = 4, 64, 4
@@ -133,6 +135,22 @@ def test_the_six_layer_model_needs_far_what_the_formula_says():
     assert rows["Adam"] == f"0 groups updated near, {len(model.layout.trained)} far"
 
 
+def test_chunks_of_trained_parameters_shrink_and_never_grow():
+    """At most the given size; about four groups where their starts cost less than that brings."""
+    base, adapters = 40 * GROUP_COST_ELEMS, 10 * GROUP_COST_ELEMS
+    modules = [ModuleSpec(f"{kind}{number}", ((f"{kind}{number}", size // 40),), frozenset({f"base{number}"}))
+               for number in range(40) for kind, size in (("base", base), ("adapter", adapters))]
+    for num_ranks, ownership in itertools.product((1, 2, 4), ("whole", "sharded")):
+        layout = make_layout(modules, base, num_ranks, ownership)
+        assert [group.index for group in layout.groups] == list(range(len(layout.groups)))
+        assert layout.groups == layout.trained + layout.frozen and layout.num_params == base + adapters
+        short = (num_ranks, ownership) == (4, "whole")    # a 16th is less than a group's cost: ten chunks of four adapters
+        assert len(layout.trained) == (3 if short else 4)
+        assert layout.trained_elems == (1.2 if short else 1) * adapters
+        small = make_layout(modules, 1_000, num_ranks, ownership)
+        assert max(group.piece_elems for group in small.trained) <= max(1_024, adapters // 40)
+
+
 def test_a_model_without_frozen_parameters_has_the_layout_that_it_had():
     """Chunks shrink for adapters only."""
     plan = pstar.plan_engine(toy.Toy, {"default_chunk_size": 5_000})
@@ -181,8 +199,22 @@ def test_in_16_bit_no_placement_changes_a_bit(precision, micros):
         moved = {name for name in weights if not torch.equal(before[name], weights[name])}
         assert moved == trained == {name.removeprefix("exp_avg.") for name in moments if name.startswith("exp_avg.")}
         found.append((losses, weights))
-    for (losses, weights), (others, more) in pairwise(found):
+    for (losses, weights), (others, more) in itertools.pairwise(found):
         assert losses == others and all(torch.equal(weights[name], more[name]) for name in weights)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_frozen_values_are_rounded_as_the_master_of_trained_ones(precision):
+    """Values halfway between two of bf16 too: the split master rounds them away from zero, a cast to even."""
+    halfway = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-11, 0.3])
+    stored = []
+    for each in (Precision(precision), Precision(precision, frozen=True)):
+        kinds = {PARAM: each.param_dtype, **each.states}
+        buffers = {kind: torch.zeros(5, dtype=dtype) for kind, dtype in kinds.items()}
+        each.write_master(halfway, buffers)
+        stored.append(buffers[PARAM])
+    assert list(buffers) == [PARAM] and each.state_bytes == 0
+    assert torch.equal(*stored) and torch.equal(each.read_master(buffers), stored[0].float())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -299,7 +299,7 @@ def test_the_plan_takes_measured_speeds_when_it_is_told_to(monkeypatch, capsys):
     asked = []
     arguments = ["plan", "--model", "2x64", "--machine", "cpu2", "--precision", "fp32", "--seq-len", "64",
                  "--gpu-memory", "90MiB", "--json"]
-    monkeypatch.setattr("pstar.planner.plan_command.measure_here", lambda precision: asked.append(precision) or GPU)
+    monkeypatch.setattr("pstar.planner.plan_command.measure_here", lambda precision, _: asked.append(precision) or GPU)
     answers = []
     for more in ([], ["--measure"]):
         cli.main([*arguments, *more])
