@@ -31,6 +31,7 @@ from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.errors import RunError, UserError
 
 KINDS = ("exp_avg.", "exp_avg_sq.")
+CODES = "8-bit codes"    # of a moment that only pstar can read
 Offsets = tuple[int, ...]
 
 
@@ -51,6 +52,9 @@ class Tensors(Mapping[str, torch.Tensor]):
         self._known = reader.read_metadata().state_dict_metadata
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if self._names.get(name) == CODES:
+            raise RunError("the checkpoint's optimizer states are in 8 bits, which only chapter 07 with --backend pstar "
+                           "reads: resume it there, or give --init-from for its weights alone")
         if name in self._more:
             return self._more[name]
         there = self._names[name]
@@ -76,6 +80,7 @@ def read_parts(folder: Path) -> tuple[Tensors, Tensors]:
         raise UserError(f"checkpoint {folder} cannot be read: {error}") from None
     weights = {name: "model." + name for name in steps}
     moments = {kind + name: kind + name for name in steps for kind in KINDS if kind + name in known}
+    moments |= {kind + name: CODES for name in steps for kind in KINDS if f"{kind[:-1]}_codes.{name}" in known}
     counts = {f"step.{name}": torch.tensor(float(number)) for name, number in steps.items()}
     return Tensors(reader, weights, {}), Tensors(reader, moments, counts)
 

@@ -99,7 +99,7 @@ SEEN = {
     "cuda": Seen("bash chapters/02_ddp/train.sh --device cuda", status=2, keep=ERROR),
     # ---- chapters/08_param_efficient.md
     "adapt": Seen("bash chapters/08_param_efficient/train.sh --device cpu --output-dir runs/adapted --base-dir runs/base",
-                  lines=120, limit_s=1200),
+                  keep=r"^(?!step \d+/)", lines=120, limit_s=1200),
 }  # fmt: skip
 
 
