@@ -16,7 +16,7 @@ from durable import files
 from gpt2_chinese.checkpoint import find, sealed_folder
 from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.checkpoint.sharded import read_parts
-from gpt2_chinese.errors import UserError
+from gpt2_chinese.errors import RunError, UserError
 
 TENSORS = {"model.a.weight": torch.arange(12.0).view(3, 4), "exp_avg.a.weight": torch.ones(3, 4),
            "exp_avg_sq.a.weight": torch.full((3, 4), 2.0), "model.b": torch.zeros(5), "random.cpu.0": torch.get_rng_state()}
@@ -39,6 +39,17 @@ def test_weights_and_moments_by_name(folder: Path) -> None:
     assert set(moments) == {"exp_avg.a.weight", "exp_avg_sq.a.weight", "step.a.weight", "step.b"}, "b has no moments"
     assert torch.equal(moments["exp_avg_sq.a.weight"], TENSORS["exp_avg_sq.a.weight"])
     assert moments["step.a.weight"] == 3 and "exp_avg.b" not in moments
+
+
+def test_moments_in_8_bit_codes_are_refused_and_weights_are_read(tmp_path: Path) -> None:
+    """pstar stores 8-bit moments as exp_avg_codes.NAME and their scales; no chapter but 07 can use them."""
+    codes = {"exp_avg_codes.a.weight": torch.zeros(3, 4, dtype=torch.uint8), "exp_avg_scales.a.weight": torch.ones(1)}
+    dcp.save({"model.a.weight": TENSORS["model.a.weight"], **codes}, checkpoint_id=tmp_path / "parts", no_dist=True)
+    (tmp_path / "parts" / "state.json").write_text(json.dumps({"steps": {"a.weight": 3}}))
+    weights, moments = read_parts(tmp_path / "parts")
+    assert torch.equal(weights["a.weight"], TENSORS["model.a.weight"])
+    with pytest.raises(RunError, match="optimizer states are in 8 bits, which only chapter 07 with --backend pstar reads"):
+        moments["exp_avg.a.weight"]
 
 
 def test_a_checkpoint_with_parts_is_loaded_as_any(folder: Path) -> None:
