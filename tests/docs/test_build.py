@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +82,7 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
         build.tables.TABLES[name](words)
     for name in build.arithmetic.CHAPTERS:
         build.arithmetic.chapter(words, name)
+    build.adaptation.chapter(words)
     build.pictures.drawn(words)
     build.captures.block(words, build.captures.BASE)
     build.timed.line(words, build.captures.BASE)
@@ -111,6 +113,14 @@ def test_every_chapter_has_its_arithmetic(build) -> None:
         build.fragment("en/arithmetic/99_none.md")
     assert [build.arithmetic.bytes_text(n) for n in (0, 5 << 20, 50 << 20, 1023 << 20, 3 << 29)] == [
         "0", "5.00 MiB", "50.0 MiB", "1,023 MiB", "1.50 GiB"]  # fmt: skip
+
+
+def test_the_table_of_methods_adds_up_and_full_training_has_sixteen_bytes_a_parameter(build) -> None:
+    english = build.fragment("en/arithmetic/08_param_efficient.md")
+    assert english.count("|") == build.fragment("zh/arithmetic/08_param_efficient.md").count("|")
+    config, row = build.adaptation.configs()["small"], SimpleNamespace(method="full", count=124_439_808)
+    whole = build.adaptation.weight_bytes(config, row) + (4 + 8) * row.count
+    assert whole == 16 * 124_439_808 and f"**{build.arithmetic.bytes_text(whole)}**" in english
 
 
 def test_every_entry_of_the_repository_has_its_purpose(build) -> None:
