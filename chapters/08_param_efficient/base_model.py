@@ -81,7 +81,8 @@ def make_base(settings: Any, train: Path, valid: Path) -> Path:
 
 
 def _others(corpus: Path, left_out: str) -> list[Path]:
-    files = [file for name, file in kinds_of(corpus).items() if name != left_out]
+    """The files of the other kinds; a corpus of a single file is the new kind itself. Raises UserError if there is none."""
+    files = [file for name, file in kinds_of(corpus).items() if name != left_out and not corpus.is_file()]
     if not files:
         raise UserError(f"--kind {left_out}: {corpus} has no other kind to train a base on; give --init-from a trained "
                         "model, or --init-from random")  # fmt: skip

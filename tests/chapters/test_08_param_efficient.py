@@ -268,6 +268,7 @@ def test_the_first_command_ends_with_the_story(tmp_path) -> None:
     (["--recompute", "every:3"], "--recompute every:3: the model has 2 layers, give every:2 at most"),
     (["--kind", "poems"], "--kind poems: --train-data"),
     (["--kind", "all"], "--kind all leaves no other kind of text to train a base on: give --init-from"),
+    (["--train-data", str(ROOT / "data/train/comments.json")], "has no other kind to train a base on; give --init-from"),
     (["--init-from", "random"], "--init-from random is for --method full: --method lora needs a base on the disk"),
     (["--init-from", "{t}/none"], "no trained model in"),
     (["--base-steps", 0], "--base-steps must be at least 1, not 0"),

@@ -27,7 +27,7 @@ REASONS = {  # pattern for the beginning of a command -> why no test runs it
     r"source \.venv/bin/activate": "the environment of the tests is active; test_setup.py makes a .venv",
     r"pip install horovod": "the mistake that the sentence is about",
     r"bash docs/serve\.sh|tensorboard --logdir": "it does not end",
-    r"pstar (trace|plan|config)$|pstar config my_config\.json|python -m pstar\.cli config$":
+    r"pstar (trace|plan|config)$|pstar plan --state-bits 8$|pstar config my_config\.json|python -m pstar\.cli config$":
         "the name in a sentence; docs/generate/ and tests/pstar run them",
     r"python -m gpt2_chinese\.corpora convert INPUT": "a pattern; tests/gpt2_chinese/corpora runs it",
     r"python chapters/04_apex/mistakes/": "chapters/test_04_apex.py runs the mistakes, shortened by what they import",
