@@ -325,20 +325,21 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, update
     collectives and compute overlap, so the longest counts; but compute waits for the copies of activations (`offloaded`
     bytes in both directions together). Then come Adam in near, Adam in far and the disk, all at the same time."""
     costs = job.costs
-    flops = machine.gpu_flops / (2 if job.precision == "fp32" else 1)    # TF32
+    rates = machine.speeds
+    flops = rates.gpu_flops / (2 if job.precision == "fp32" else 1)    # TF32
     compute = job.micro_steps * shape.step_flops(job.batch, job.seq_len, job.recompute) / flops
-    offload = offloaded / machine.link_bytes_per_s
-    link = max(moved["far to near"], moved["near to far"]) / machine.link_bytes_per_s
+    offload = offloaded / rates.link_bytes_per_s
+    link = max(moved["far to near"], moved["near to far"]) / rates.link_bytes_per_s
     received = moved["gather"] + moved["reduce"]
-    collectives = received / machine.gpu_link_bytes_per_s if received else 0.0
+    collectives = received / rates.gpu_link_bytes_per_s if received else 0.0
     near_elems = sum(layout.groups[index].piece_elems for index in updated_near)
     traffic = adam_traffic_bytes(costs)
-    speeds = Speeds((machine.host_adam_params_per_s or machine.host_memory_bytes_per_s / traffic) / machine.gpus_per_node,
-                    machine.link_bytes_per_s, machine.gpu_memory_bytes_per_s,
-                    machine.host_memory_bytes_per_s / machine.gpus_per_node)
+    speeds = Speeds((rates.host_adam_params_per_s or rates.host_memory_bytes_per_s / traffic) / machine.gpus_per_node,
+                    rates.link_bytes_per_s, rates.gpu_memory_bytes_per_s,
+                    rates.host_memory_bytes_per_s / machine.gpus_per_node)
     adam = choose_adam(speeds, costs, layout.trained_elems // layout.num_ranks - near_elems)
-    near_adam = near_elems * traffic / machine.gpu_memory_bytes_per_s
-    rate = machine.disk_bytes_per_s / machine.gpus_per_node
+    near_adam = near_elems * traffic / rates.gpu_memory_bytes_per_s
+    rate = rates.disk_bytes_per_s / machine.gpus_per_node
     disk = (moved["disk to far"] + moved["far to disk"]) / rate if moved["disk to far"] else 0.0
     passes, update = max(compute + offload, link, collectives), max(near_adam, adam.seconds, disk)
     return adam, {"compute": compute, "offload": offload, "link": link, "collectives": collectives, "adam near": near_adam,
@@ -371,8 +372,8 @@ def what_would_fit(answer: Prediction) -> list[str]:
 def _least(shape: GptShape, machine: Machine, job: Job, name: str) -> float:
     """The least bytes of one tier, to a part in 32, with which the model fits on the otherwise unchanged machine."""
     def fits(amount: int) -> bool:
-        speed = {"disk_bytes_per_s": machine.disk_bytes_per_s or 1e9} if name == "disk_bytes" else {}
-        return predict(shape, replace(machine, **{name: amount}, **speed), job).fits
+        speed = {"disk_bytes_per_s": machine.speeds.disk_bytes_per_s or 1e9} if name == "disk_bytes" else {}
+        return predict(shape, machine.changed(**{name: amount}, **speed), job).fits
 
     low = max(getattr(machine, name), 2**30)
     high = next((low * 2**power for power in range(1, 9) if fits(low * 2**power)), None)
