@@ -106,20 +106,15 @@ class Prediction:
     shape: GptShape
     machine: Machine
     job: Job
-    num_params: int
     mode: str | None
     """One of MODES; None if the model does not fit."""
     layout: Layout
-    near_budget: int
-    """Bytes for chunks: the GPU's memory less activations and reserves."""
     activation_bytes: int
     near_bytes: int
     """Peak of model data in near; an upper bound, which is reached if the budget does not limit it."""
     far_bytes: int
     """Peak of far: chunks and offloaded activations."""
     disk_bytes: int
-    far_room: int
-    disk_room: int
     near_groups: int
     """Number of groups whose states are in near."""
     short_of: dict[str, int] = field(default_factory=dict)
@@ -134,6 +129,23 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.mode is not None
+
+    @property
+    def num_params(self) -> int:
+        return self.layout.num_params
+
+    @property
+    def near_budget(self) -> int:
+        """Bytes for chunks: the GPU's memory less activations and reserves."""
+        return self.machine.usable_gpu_bytes - self.activation_bytes
+
+    @property
+    def far_room(self) -> int:
+        return self.machine.usable_host_bytes
+
+    @property
+    def disk_room(self) -> int:
+        return self.machine.usable_disk_bytes
 
     @property
     def frozen_bytes(self) -> int:
@@ -208,10 +220,9 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
         else:
             short = {tier: miss for tier, miss in (("far", far - chunk_room), ("disk", disk - disk_room)) if miss > 0}
     near = _near_bytes(layout, updated_near, near_budget, costs, job) if not short.get("near") else need
-    answer = {"shape": shape, "machine": machine, "job": job, "num_params": layout.num_params, "layout": layout,
-              "near_budget": near_budget, "activation_bytes": activations, "near_bytes": near,
-              "far_bytes": _far_peak(layout, updated_near, far, away, mode, costs, job), "offloaded_bytes": away,
-              "disk_bytes": disk, "far_room": far_room, "disk_room": disk_room, "near_groups": len(updated_near),
+    answer = {"shape": shape, "machine": machine, "job": job, "layout": layout, "activation_bytes": activations,
+              "near_bytes": near, "far_bytes": _far_peak(layout, updated_near, far, away, mode, costs, job),
+              "offloaded_bytes": away, "disk_bytes": disk, "near_groups": len(updated_near),
               "mode": mode, "short_of": short}
     if mode is None:
         return Prediction(**answer)
