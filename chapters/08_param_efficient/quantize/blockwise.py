@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quantize.code_books import BOOKS, dynamic_book, nearest
 
+BLOCK = 64  # weights that share a scale, unless the caller gives another number
 SCALES_IN_BLOCK = 256
 _TINY = 1e-38  # instead of the scale 0 of a block of zeros: 1 / scale stays finite
 
@@ -57,6 +58,11 @@ def unpack(packed: Tensor, numel: int) -> Tensor:
     return torch.stack([packed >> 4, packed & 15], 1).view(-1)[:numel]
 
 
+def bits_with_scales(block: int = BLOCK, double: bool = False) -> float:
+    """Bits of a 4-bit weight and its share of the scales, in whole blocks: the sums at the top of this file."""
+    return 4 + (8 / block + 32 / (block * SCALES_IN_BLOCK) if double else 32 / block)
+
+
 class BlockWeight(nn.Module):
     """A weight matrix in 4-bit codes. Blocks run along the inputs of an output, so the matrix is stored (out, in).
 
@@ -83,7 +89,7 @@ class BlockWeight(nn.Module):
         self.register_buffer("scale_mean", mean)
 
     @classmethod
-    def of(cls, weight: Tensor, kind: str, block: int = 64, double: bool = False) -> BlockWeight:
+    def of(cls, weight: Tensor, kind: str, block: int = BLOCK, double: bool = False) -> BlockWeight:
         """Rounds a weight (out, in) to the nearest codes."""
         codes, scales = quantize_blocks(weight.detach().float(), BOOKS[kind]().to(weight.device), block)
         return cls(codes, scales, tuple(weight.shape), kind, block, double)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantize.blockwise import BlockWeight
+from quantize.blockwise import BLOCK, BlockWeight
 from quantize.code_books import BOOKS, nearest
 
 _TINY = 1e-38
@@ -34,7 +34,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
 
 
-def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = 64, double: bool = False,
+def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = BLOCK, double: bool = False,
          damping: float = 0.01) -> BlockWeight:  # fmt: skip
     """Quantises a weight to the same codes and scales as `BlockWeight.of`, with less error in the output.
 
