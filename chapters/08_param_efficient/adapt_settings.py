@@ -94,7 +94,7 @@ class Settings(ParallelSettings):
             self.model_config = str(folder_of(self.base))
         if not self.is_given("vocab") and vocab is not None:
             self.vocab = str(vocab)
-        self.init_from = None  # resolve refuses it beside --resume PATH
+        self.init_from = None  # resolve refuses it together with --resume PATH
 
     def validate(self) -> None:
         spec = self.spec

@@ -86,7 +86,7 @@ class Precision:
     def write_moment(self, kind: str, values: torch.Tensor, buffers: Buffers, scales: torch.Tensor | None = None) -> None:
         """Writes fp32 moments, (N,), of a run that begins with a block. buffers: from part_of.
 
-        scales: those with which the values were decoded, (blocks,): their codes are found again. None: the usual ones.
+        scales: (blocks,), those with which the values were decoded, so that they get the same codes. None: computed here.
         """
         if SCALES not in self.states:
             buffers[kind].copy_(values)

@@ -42,7 +42,7 @@ def quantize_blocks(values: Tensor, book: Tensor, block: int) -> tuple[Tensor, T
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, book: Tensor, block: int) -> Tensor:
-    """(numel,) float32: what `quantize_blocks` stands for, each value its book's entry times the block's scale."""
+    """(numel,) float32: the values that codes of `quantize_blocks` mean, the book's entry times the block's scale."""
     values = book.to(codes.device)[codes.long()]
     return values * scales.repeat_interleave(block)[: len(values)]
 

@@ -127,7 +127,7 @@ def write_gguf(path: Path, model: GPT2LMHeadModel, vocabulary: Vocabulary, kind:
         model: in float32, not quantised.
         vocabulary: the model's.
         kind: F16, Q8_0 or Q4_0.
-        name: for people; the model's path, for example.
+        name: general.name in the file, for its readers; the model's path, for example.
 
     Raises:
         UserError: a type that does not fit the widths, or a file that cannot be written.

@@ -43,7 +43,7 @@ def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = BLOCK
         hessian: (in, in), from `InputStatistics.hessian`.
         kind: the code book, int4 or nf4.
         block: columns that share a scale in each row; it must divide `in`.
-        double: quantise the scales, too. The columns are rounded with scales that are not.
+        double: quantise the scales, too, after the columns are rounded.
         damping: share of the mean of H's diagonal that is added to the diagonal.
 
     Raises:
@@ -59,7 +59,7 @@ def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = BLOCK
     scales = torch.empty(num_out, num_in // block, device=weight.device)
     for i in range(num_in):
         if i % block == 0:
-            scales[:, i // block] = free[:, i : i + block].abs().amax(1)  # of the columns as they are by now
+            scales[:, i // block] = free[:, i : i + block].abs().amax(1)  # with the corrections so far
         scale = scales[:, i // block]
         codes[:, i] = nearest(free[:, i] * (1 / scale.clamp(min=_TINY)), book)
         error = (free[:, i] - book[codes[:, i].long()] * scale) / factor[i, i]
