@@ -106,7 +106,7 @@ def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     """Bytes of a model in training, counted from its tensors after a step.
 
     Returns:
-        num_parameters, with those of a method and without codes, and trained_parameters; weight_bytes, with the codes and
+        num_parameters (a method's own included, codes are none) and trained_parameters; weight_bytes, with the codes and
         scales of quantised layers; gradient_bytes; state_bytes, the two moments of AdamW without its counters of steps.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
