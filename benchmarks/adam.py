@@ -26,7 +26,7 @@ import torch
 from facts import bullets, busy_seconds, processor, versions
 from turns import in_turns
 
-from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_steps, cpu, split_master
+from pstar.kernels import QUANT_BLOCK, AdamOptions, AdamUpdate, adam_steps, cpu, split_master
 from pstar.kernels.build import find_compiler
 
 HERE = Path(__file__).resolve().parent
@@ -60,7 +60,7 @@ def contenders(numel: int) -> list[Contender]:
         found.append(Contender(f"stream, {name}", bytes_per_param, name, lambda: function(size, *pointers, threads)))
 
     def ours(name: str, bytes_per_param: int, stream: str, *tensors: torch.Tensor, **places) -> None:
-        update = AdamUpdate(*tensors, **OPTIONS, step=10, **places)
+        update = AdamUpdate(*tensors, options=AdamOptions(**OPTIONS), step=10, **places)
         found.append(Contender(name, bytes_per_param, stream, lambda: adam_steps([update])))
 
     library = compile_stream()

@@ -54,7 +54,7 @@ def make_model(size: dict[str, int]) -> Any:
 def planned(size: dict[str, int], config: dict) -> dict[str, int]:
     """Planned peak bytes of near, far and activations, from numbers alone; far also without offloaded activations."""
     from pstar.planner.gpt_shape import GptShape
-    from pstar.planner.machines import Machine
+    from pstar.planner.machines import Machine, MachineSpeeds, Reserves
     from pstar.planner.plan import plan_engine
     from pstar.planner.predict import Job, Prediction, predict
 
@@ -65,8 +65,8 @@ def planned(size: dict[str, int], config: dict) -> dict[str, int]:
         job = Job(size["batch"], size["n_positions"], "fp32", recompute=False, chunk_elems=plan.layout.chunk_elems,
                   offload_activations=offload)  # fmt: skip
         near = plan.near_budget + job.activations_of(shape)[0]
-        machine = Machine("this one", 1, near, 2**50, 1e9, 1e9, 1e9, 1e9, gpu_reserve_bytes=0, gpu_fragmentation=0.0,
-                          host_reserve_bytes=0, process_reserve_bytes=0)  # fmt: skip
+        machine = Machine("this one", 1, near, 2**50, MachineSpeeds(1e9, 1e9, 1e9, 1e9),
+                          reserves=Reserves(0, 0.0, 0, 0))  # fmt: skip
         return predict(shape, machine, job)
 
     answer = ask(config.get("offload_activations", False))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pstar.kernels import AdamUpdate, adam_steps, cuda, split_master, squared_norms
+from pstar.kernels import AdamOptions, AdamUpdate, adam_steps, cuda, split_master, squared_norms
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu_adam.md"
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -43,7 +43,8 @@ def contenders(numel: int, num_chunks: int) -> dict[str, tuple[int, Callable[[],
     def ours(*tensors: torch.Tensor, **places: torch.Tensor) -> Callable[[], None]:
         cut = [tensor.chunk(num_chunks) for tensor in tensors]
         places = {name: tensor.chunk(num_chunks) for name, tensor in places.items()}
-        updates = [AdamUpdate(*parts, **OPTIONS, step=10, **{name: pieces[number] for name, pieces in places.items()})
+        fields = {"options": AdamOptions(**OPTIONS), "step": 10}
+        updates = [AdamUpdate(*parts, **fields, **{name: pieces[number] for name, pieces in places.items()})
                    for number, parts in enumerate(zip(*cut, strict=True))]
         return lambda: adam_steps(updates)
 
@@ -67,7 +68,7 @@ def agrees_with_the_cpu(numel: int = 1_000_003) -> str:
     there = [tensor.cuda() for tensor in here]
     for step in (1, 2, 3):
         for tensors in (here, there):
-            adam_steps([AdamUpdate(*tensors, **OPTIONS, step=step)])
+            adam_steps([AdamUpdate(*tensors, options=AdamOptions(**OPTIONS), step=step)])
     different = sum(int((one != other.cpu()).sum()) for one, other in zip(here, there, strict=True))
     return f"**{different} numbers differ from the CPU kernel's**" if different else "bit for bit the CPU kernel's results"
 

@@ -58,13 +58,13 @@ def predicted(work: dict[str, Any], host_bytes: int) -> tuple[int, int, dict[str
     """The planner's prediction, before a model is made: (parameters, peak bytes near with activations, missing bytes by
     tier)."""
     from pstar.planner.gpt_shape import GptShape
-    from pstar.planner.machines import Machine
+    from pstar.planner.machines import Machine, MachineSpeeds, Reserves
     from pstar.planner.predict import Job, predict
 
     model = work["model"]
     shape = GptShape(model["n_layer"], model["n_embd"], model["n_head"], model["vocab_size"], model["n_positions"])
-    machine = Machine("this one", 1, work["near_memory"], host_bytes, 1e9, 1e9, 1e9, 1e9, gpu_reserve_bytes=0,
-                      gpu_fragmentation=0.0, host_reserve_bytes=0, process_reserve_bytes=0)  # fmt: skip
+    machine = Machine("this one", 1, work["near_memory"], host_bytes, MachineSpeeds(1e9, 1e9, 1e9, 1e9),
+                      reserves=Reserves(0, 0.0, 0, 0))  # fmt: skip
     near_states = work["config"].get("near_states", "margin")
     job = Job(work["batch"], work["seq_len"], "bf16", recompute=work["recompute"], near_states=near_states,
               chunk_elems=work["config"].get("default_chunk_size", "auto"))  # fmt: skip

@@ -1,12 +1,12 @@
-"""Applies what the settings ask for to a model: the base's weights, fewer bits, a method; writes and reads the result.
+"""Adapts a model as the settings say: loads the base, quantises it, inserts a method; writes and reads the result.
 
     load_base(model, settings)                      the base's weights, in place
     model, trained = adapt(model, settings)         quantised, frozen, with the method's parameters
     final_writer(model, settings, ranks)            for Run.finish
     load_adapted("runs/08_param_efficient/final")   base and adapter from the disk, for generate.py
 
-final/ holds the adapter in PEFT's format, the vocabulary and run.json, which names the base. Where every parameter was
-trained it is a plain model, as in other chapters.
+final/ holds the adapter in PEFT's format, the vocabulary and run.json, which names the base. With --method full
+it is a plain model, as in other chapters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_base(model: GPT2LMHeadModel, settings: Settings) -> None:
 
 
 def adapt(model: GPT2LMHeadModel, settings: Settings) -> tuple[nn.Module, Trained]:
-    """Quantises the base where --bits asks for it, then freezes it and inserts the method.
+    """Quantises the base if --bits is given, then freezes it and inserts the method.
 
     Args:
         model: a plain model with the base's weights; changed in place with --backend own.
@@ -72,9 +72,9 @@ def quantise(model: GPT2LMHeadModel, bits: int) -> None:
 
 
 class Trained(nn.Module):
-    """The trained parameters of a model under their names, for what saves, loads or optimizes `named_parameters()`.
+    """The trained parameters of a model under their names, for functions that save, load or optimize them.
 
-    A checkpoint holds these and their moments. The frozen base stays where it is.
+    A checkpoint holds these and their moments, and nothing of the frozen base.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,7 +118,7 @@ def load_adapted(
     Args:
         folder: final/ of a run of this chapter, the run's folder, an adapter that PEFT saved, or a plain model.
         device, vocab: as in `load_model`.
-        base: the base's folder, where the adapter's configuration names none here.
+        base: the base's folder, if the adapter's configuration names none on this machine.
 
     Raises:
         UserError: no adapter, no base, or the adapter of another model.

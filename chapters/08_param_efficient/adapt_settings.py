@@ -11,8 +11,8 @@ from base_model import file_of, kinds_of, make_base
 from kept_activations import Plan
 from methods.spec import MERGED_METHODS, METHODS, MODULES, PEFT_METHODS, MethodSpec
 
-from durable.folders import digest
 from gpt2_chinese.checkpoint.find import newest_complete, read_state
+from gpt2_chinese.checkpoint.sealed_folder import digest
 from gpt2_chinese.checkpoint.trained_model import begin_from
 from gpt2_chinese.data.token_cache import load_tokens
 from gpt2_chinese.errors import UserError
@@ -94,7 +94,7 @@ class Settings(ParallelSettings):
             self.model_config = str(folder_of(self.base))
         if not self.is_given("vocab") and vocab is not None:
             self.vocab = str(vocab)
-        self.init_from = None  # resolve refuses it beside --resume PATH
+        self.init_from = None  # resolve refuses it together with --resume PATH
 
     def validate(self) -> None:
         spec = self.spec
@@ -134,7 +134,7 @@ class Settings(ParallelSettings):
         then = self._recorded()
         if self.base is None and not random:
             self.base = make_base(self, *self.corpora)
-        self.base_facts = {"path": RANDOM} if random else {"path": str(self.base), **digest(self.base)}
+        self.base_facts = {"path": RANDOM} if random else {"path": str(self.base), **digest(self.base, folder_of(self.base))}
         self.init_from = self.base_facts["path"]
         if then is not None:
             self._check_checkpoint(then["facts"])

@@ -24,7 +24,7 @@ from typing import Any
 
 from durable.folders import digest
 from gpt2_chinese.checkpoint.find import read_json
-from gpt2_chinese.checkpoint.sealed_folder import damage
+from gpt2_chinese.checkpoint.sealed_folder import new_damage
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.errors import UserError, notice
 from gpt2_chinese.files import display, kind
@@ -90,7 +90,7 @@ def _others(corpus: Path, left_out: str) -> list[Path]:
 
 
 def _is_complete(final: Path, steps: int) -> bool:
-    return damage(final) is None and read_json(final / "run.json").get("step") == steps
+    return new_damage(final) is None and read_json(final / "run.json").get("step") == steps
 
 
 def _train(settings: Any, train: Path, valid: Path, folder: Path) -> None:

@@ -14,12 +14,12 @@ blocks' matrices with their scales; embeddings, norms and biases stay in 32 bit,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from compress_formats import FORMATS, GGUF_TYPES, report
+from compress_formats import FORMATS, GGUF_TYPES, check_gguf_type, report
+from durable.files import write_json
 from gpt2_chinese.checkpoint.trained_model import find_weights
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
@@ -63,8 +63,7 @@ def check(a: argparse.Namespace) -> None:
     if a.type and not a.gguf:
         raise UserError(f"--type {a.type} is for --gguf: give --gguf FILE, too")
     a.type = a.type or "Q8_0"
-    if a.type not in GGUF_TYPES:
-        raise UserError(f"--type {a.type} is not a type that this exporter writes: give {', '.join(GGUF_TYPES)}")
+    check_gguf_type(a.type)
     for flag, file in (("--gguf", a.gguf), ("--json", a.json)):
         if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK | os.X_OK)):
             raise UserError(f"{flag} {file} cannot be written: give a file in a folder that exists and is writable")
@@ -88,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         rows: list[dict[str, Any]] = measure(a)
         print(report(rows))
         if a.json:
-            a.json.write_text(json.dumps(rows, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+            write_json(a.json, rows)
 
 
 def export(a: argparse.Namespace) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gpt2_chinese.errors import UserError
+
 GGUF_TYPES = ("F16", "Q8_0", "Q4_0")
+
+
+def check_gguf_type(kind: str) -> None:
+    """Raises UserError for a type that quantize/gguf.py does not write."""
+    if kind not in GGUF_TYPES:
+        raise UserError(f"--type {kind} is not a type that this exporter writes: give {', '.join(GGUF_TYPES)}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Data parallelism for few trained parameters: one all-reduce of one flat tensor after backward.
 
-Chapter 02 cuts gradients into buckets and reduces them while backward computes. Here nothing is worth hiding: LoRA of rank 8
-trains 1 of 80 parameters of the tiny model, so a ring sends 1 of 80 bytes. The frozen base gets no gradients at all.
+Chapter 02 cuts gradients into buckets and reduces them while backward computes. Here one short all-reduce suffices: LoRA
+of rank 8 trains one parameter of 80 in the tiny model, so a ring sends one byte of 80. The frozen base has no gradients.
 
     rank 0   grad a | grad b | ...  -> flat / p \\
     rank 1   grad a | grad b | ...  -> flat / p  > all-reduce -> the mean, copied back into the gradients
@@ -55,7 +55,7 @@ class SmallReplica:
         return {"reduced_bytes": self.reduced_bytes, "num_reductions": 1, "formula_bytes": self._sent(self.reduced_bytes)}
 
     def rows(self) -> list[tuple[str, str]]:
-        """For the closing summary: the communication of a step, beside that of training every parameter."""
+        """For the closing summary: the communication of a step, and that of training every parameter."""
         if self.num_ranks == 1:
             return [("communication", "none: one process")]
         own, full = self._sent(self.reduced_bytes), self._sent(self.all_bytes)

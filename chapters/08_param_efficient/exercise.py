@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer and two small trained matrices beside it (Hu et al. 2021, section 4.1).
+    """A frozen linear layer, and two small trained matrices whose output is added (Hu et al. 2021, section 4.1).
 
         y = x W + bias + s (x A^T) B^T          s = alpha / rank
 
@@ -68,5 +68,5 @@ def quantize(values: Tensor, book: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, book: Tensor, block: int) -> Tensor:
-    """(N,) float32: what the codes stand for, book[code] times the scale of the code's block."""
+    """(N,) float32: the values that the codes mean, book[code] times the scale of the code's block."""
     raise NotImplementedError("dequantize is yours to write: book[code] times the scale of its block")

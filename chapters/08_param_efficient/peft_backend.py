@@ -3,8 +3,8 @@
     model = PeftBackend(model, spec)         instead of        apply_method(model, spec)
     loss = model(inputs, targets)                              loss = model(inputs, targets)
 
-The adapter begins with the numbers that `apply_method` would have drawn, and uses up as many, so that both backends
-follow one curve. `own_model()` gives the trained adapter back for all that follows: save, merge, generate.
+The adapter begins with the numbers that `apply_method` draws, and later random numbers are the same too, so that both
+backends follow one curve. `own_model()` copies the trained adapter into a model of this project, to save, merge or sample.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_backend(spec: MethodSpec) -> None:
 
 
 class PeftBackend(nn.Module):
-    """A PEFT model that takes and returns what GPT2LMHeadModel does.
+    """A PEFT model with the interface of GPT2LMHeadModel.
 
     Args:
         model: plain, its Conv1D layers not quantised; not changed.

@@ -5,7 +5,7 @@
     run.finish(..., **report.ending(model, activations, optimizer, train, replica))
 
 The loss on the new kind says what was learnt, the loss on the old kinds what was forgotten. Bytes are counted from tensors,
-each beside its formula.
+and printed with their formulas.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Rows = list[tuple[str, str]]
 
 
 class Report:
-    """Measures the base when it is made, and the adapted model at the end. All ranks make the same calls.
+    """Measures the base in its constructor, and the adapted model at the end. All ranks make the same calls.
 
     Args:
         model: the base, before a method is applied.
-        settings: resolved. Where a checkpoint is resumed, `before` has what its run measured.
+        settings: resolved. If the run resumes a checkpoint, `before` is what that run measured.
         ranks: share the evaluations.
     """
 
@@ -88,7 +88,7 @@ class Report:
                 for kind, tokens in s.kind_tokens.items()}  # fmt: skip
 
     def _losses_rows(self, after: dict[str, float]) -> Rows:
-        """The new kind first. A change of the old kinds above zero is what the model has forgotten."""
+        """The new kind first. If the loss on an old kind rises, the model has forgotten some of it."""
         new = self.settings.kind
         rows = []
         for kind in sorted(after, key=lambda kind: kind != new):

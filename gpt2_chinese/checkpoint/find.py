@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt2_chinese.checkpoint.sealed_folder import damage
+from gpt2_chinese.checkpoint.sealed_folder import new_damage
 from gpt2_chinese.errors import UserError, notice
 
 PARTS = "parts"
@@ -25,7 +25,7 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 def newest_complete(directory: Path) -> Path | None:
     """The checkpoint of the highest step whose files all match their checksums; a notice names each damaged one."""
     for _, folder in candidates(directory):
-        reason = damage(folder)
+        reason = new_damage(folder)
         if reason is None:
             return folder
         notice(f"passing over the damaged checkpoint {folder}: {reason}")

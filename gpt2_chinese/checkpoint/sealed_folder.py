@@ -8,6 +8,7 @@ new one is in place; the search for checkpoints looks there too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -69,17 +70,30 @@ def damage(path: Path) -> str | None:
 _found_whole: dict[Path, list[tuple[str, int, int]]] = {}  # each with its files' sizes and times at that check
 
 
-def is_whole(path: Path) -> bool:
-    """Whether `damage` finds nothing. Skips reading if the files have the same sizes and times as at the last call."""
-    if _found_whole.get(path) != (look := _look(path)):
-        if damage(path):
-            return False
+def new_damage(path: Path) -> str | None:
+    """`damage`, without reading a folder again that was whole and whose files still have the same sizes and times."""
+    look = _look(path)
+    if look and _found_whole.get(path) == look:
+        return None
+    reason = damage(path)
+    if reason is None:
         _found_whole[path] = look
-    return True
+    return reason
 
 
 def _look(path: Path) -> list[tuple[str, int, int]]:
-    return sorted((str(f), s.st_size, s.st_mtime_ns) for f in path.rglob("*") if f.is_file() for s in [f.stat()])
+    """Empty for a folder that is missing, or that another process changes at this moment."""
+    with contextlib.suppress(OSError):
+        return sorted((str(f), s.st_size, s.st_mtime_ns) for f in path.rglob("*") if f.is_file() for s in [f.stat()])
+    return []
+
+
+def digest(file: Path, folder: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file in `folder`: from the manifest if the folder is whole, else by reading the file."""
+    name = file.relative_to(folder).as_posix()
+    if (folder / MANIFEST).is_file() and new_damage(folder) is None and name in listed(folder):
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"][name]
+    return folders.digest(file)
 
 
 def put_in_place(staging: Path, target: Path) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from durable.files import flush, write_json
 from gpt2_chinese.checkpoint.find import PARTS, candidates, read_state
 from gpt2_chinese.checkpoint.model_state import BYTES_PER_NUMBER, check_finite, save_tensors
-from gpt2_chinese.checkpoint.sealed_folder import check_space, damage, is_whole, listed, put_in_place, seal
+from gpt2_chinese.checkpoint.sealed_folder import check_space, damage, listed, new_damage, put_in_place, seal
 from gpt2_chinese.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def prune(directory: Path, keep: int, written: int) -> None:
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
-        elif folder == just_written or is_whole(folder):
+        elif folder == just_written or new_damage(folder) is None:
             whole.append(step)
 
 

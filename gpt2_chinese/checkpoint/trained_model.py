@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2_chinese.checkpoint.find import PARTS, newest_complete, read_state
 from gpt2_chinese.checkpoint.model_state import load_weights
-from gpt2_chinese.checkpoint.sealed_folder import MANIFEST, damage
+from gpt2_chinese.checkpoint.sealed_folder import MANIFEST, new_damage
 from gpt2_chinese.checkpoint.step_folder import read_checkpoint
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.model.config import ModelConfig
@@ -178,7 +178,7 @@ def begin_from(path: Path | str) -> tuple[Path, Path | None]:
     """The files that --init-from means: the weights, and the vocabulary next to them or None. Raises UserError."""
     file = find_weights(path)
     folder = _folder_of(file)
-    if (folder / MANIFEST).is_file() and (reason := damage(folder)):
+    if (folder / MANIFEST).is_file() and (reason := new_damage(folder)):
         raise UserError(f"--init-from {path}: {folder} cannot be used: {reason}")
     return file, find_vocabulary(folder)
 

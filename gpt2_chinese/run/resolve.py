@@ -166,8 +166,8 @@ def _resolve_steps(settings: Settings, steps_given: bool) -> None:
         raise UserError(f"--warmup-steps {settings.warmup_steps} must be below the {settings.max_steps} steps of --epochs")
 
 
-def _find_checkpoint(settings: Settings) -> Path | None:
-    """The checkpoint to resume, or None; raises UserError when it does not fit these settings."""
+def _named_checkpoint(settings: Settings) -> Path | None:
+    """The checkpoint that --resume names, or None. Raises UserError for a folder that is none, and for a damaged one."""
     if settings.resume == "never":
         return None
     if settings.resume == "auto":
@@ -181,6 +181,12 @@ def _find_checkpoint(settings: Settings) -> Path | None:
             raise UserError(f"--resume {settings.resume} is no checkpoint: give auto, never, or a folder step_NNNNNN")
         if wrong := damage(found):
             raise UserError(f"--resume {settings.resume} cannot be used: {wrong}; give a whole folder step_NNNNNN")
+    return found
+
+
+def _find_checkpoint(settings: Settings) -> Path | None:
+    """The checkpoint to resume, or None; raises UserError when it does not fit these settings."""
+    found = _named_checkpoint(settings)
     if found is None:
         return None
     if not (found / "state.json").is_file():

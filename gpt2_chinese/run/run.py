@@ -365,8 +365,8 @@ class Run:
                 to which it writes model.safetensors.
             table: the chapter's rows of the summary.
             about: more content for run.json; the numbers in it go to TensorBoard's table as well.
-            load: reads final/ back, where it is no plain model.
-            before: earlier continuations of PROMPTS, to print beside the new ones.
+            load: reads final/ back; needed if final/ is no plain model.
+            before: earlier continuations of PROMPTS, printed together with the new ones.
 
         After a signal it only prints how to resume, and leaves final/ of an earlier run as it is.
         """

@@ -64,8 +64,9 @@ def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp
     neg_decay, l2, _, _, _, _, inv_bias2_sqrt, eps, neg_step_size = update.scalars()
     if l2:
         grad = grad.add(param, alpha=l2)
-    exp_avg.lerp_(grad, 1 - update.betas[0])
-    exp_avg_sq.lerp_(grad.square(), 1 - update.betas[1])
+    beta1, beta2 = update.options.betas
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
     root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32)
     denominator = torch.full_like(root, eps).add_(root, alpha=inv_bias2_sqrt)
     change = exp_avg.mul(neg_step_size).div_(denominator)

@@ -10,9 +10,9 @@ from pstar.kernels.adam import NORM_BLOCK, norm_blocks_with_torch, squared_norm_
 from pstar.kernels.update import GRAD_KINDS, AdamUpdate
 
 
-def adam_step(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, **options) -> None:
-    """One Adam update in place; options are the other fields of AdamUpdate. Raises ArgumentError, which names the field."""
-    adam_steps([AdamUpdate(param, grad, exp_avg, exp_avg_sq, **options)])
+def adam_step(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, **fields) -> None:
+    """One Adam update in place; fields are the others of AdamUpdate. Raises ArgumentError, which names the field."""
+    adam_steps([AdamUpdate(param, grad, exp_avg, exp_avg_sq, **fields)])
 
 
 def adam_steps(updates: list[AdamUpdate], implementation: str | None = None) -> None:

@@ -65,7 +65,7 @@ def decode(codes: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bloc
 
 def encode(moments: torch.Tensor, boundaries: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int,
            keep_scales: bool = False) -> None:
-    """Writes codes (N,) and scales of fp32 moments (N,), rounded to the nearest value. A NaN or infinity is in the scale.
+    """Writes codes (N,) and scales of fp32 moments (N,), rounded to the nearest value. The scale gets a NaN or infinity.
 
     keep_scales: only codes are written. Moments that `decode` gave with these scales then get codes of the same values.
     """

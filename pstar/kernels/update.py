@@ -17,6 +17,18 @@ PARAM_FP32, PARAM_COPY_BF16, PARAM_COPY_FP16, PARAM_SPLIT, PARAM_BF16, PARAM_BF1
 GRAD_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
+@dataclass(frozen=True)
+class AdamOptions:
+    """Adam's hyper-parameters; all parameters of a parameter group share one record."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    """Decoupled (adamw) or added to the gradient."""
+    adamw: bool = True
+
+
 @dataclass(eq=False)
 class AdamUpdate:
     """One run of N elements and its hyper-parameters. All tensors are contiguous, of one shape, on one device.
@@ -39,12 +51,7 @@ class AdamUpdate:
     """Second moment, likewise."""
     step: int
     """Number of this update, from 1."""
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    """Decoupled (adamw) or added to the gradient."""
-    adamw: bool = True
+    options: AdamOptions
     grad_scale: float | torch.Tensor = 1.0
     """A factor of the gradient: clip factor / loss scale. May be an fp32 tensor of one element on param's device, which the
     kernel reads, so that the host does not wait for it."""
@@ -74,16 +81,16 @@ class AdamUpdate:
 
     def scalars(self) -> tuple[float, ...]:
         """AdamScalars in the header's order, without grad_scale: computed in float64, rounded to fp32 for the kernel."""
-        ends = []
-        for beta in self.betas:
+        options, ends = self.options, []
+        for beta in options.betas:
             weight = 1 - beta
             ends += [weight - 1, 1.0] if weight >= 0.5 else [weight, 0.0]
-        return (-self.lr * self.weight_decay if self.adamw else 0.0,
-                0.0 if self.adamw else self.weight_decay,
+        return (-options.lr * options.weight_decay if options.adamw else 0.0,
+                0.0 if options.adamw else options.weight_decay,
                 *ends,
-                (1 - self.betas[1] ** self.step) ** -0.5,
-                self.eps,
-                -(self.lr / (1 - self.betas[0] ** self.step)))
+                (1 - options.betas[1] ** self.step) ** -0.5,
+                options.eps,
+                -(options.lr / (1 - options.betas[0] ** self.step)))
 
     def check(self) -> None:
         """Raises ArgumentError, which names the argument, for values that a kernel cannot take."""
@@ -128,10 +135,10 @@ class AdamUpdate:
                     _refuse(name, f"param's device {device}", value.device)
         if not isinstance(self.step, int) or self.step < 1:
             _refuse("step", "an integer from 1 on", self.step)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            _refuse("betas", "two numbers in [0, 1)", self.betas)
-        if not self.eps >= 0:
-            _refuse("eps", "a number from 0 on", self.eps)
+        if not all(0 <= beta < 1 for beta in self.options.betas):
+            _refuse("betas", "two numbers in [0, 1)", self.options.betas)
+        if not self.options.eps >= 0:
+            _refuse("eps", "a number from 0 on", self.options.eps)
         self._check_overlap(tensors)
 
     def _check_overlap(self, tensors: dict[str, torch.Tensor]) -> None:

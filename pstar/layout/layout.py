@@ -241,13 +241,18 @@ def _measure(modules: Sequence[ModuleSpec]) -> tuple[Measured, Measured]:
     return measured
 
 
+def _whole_pieces(chunk_elems: int, num_ranks: int, ownership: str, cut_at: int) -> int:
+    """The least chunk of chunk_elems elements or more that ranks share by multiples of cut_at, if cut_at asks for more
+    than alignment."""
+    return align(chunk_elems, num_ranks * cut_at) if ownership == "sharded" and cut_at != ALIGN_ELEMS else chunk_elems
+
+
 def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int, ownership: str,
           whole_blocks: bool = False) -> Layout:
     """make_layout of the result of _measure: a search measures once and packs many times."""
     trained, frozen = measured
     cut_at = STATE_BLOCK if whole_blocks and num_ranks > 1 else ALIGN_ELEMS
-    if ownership == "sharded" and cut_at != ALIGN_ELEMS:
-        chunk_elems = align(chunk_elems, num_ranks * cut_at)
+    chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at)
     if not frozen:
         groups = _pack_part(trained, chunk_elems, num_ranks, ownership, cut_at=cut_at)
     else:
@@ -262,8 +267,9 @@ def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int,
 
 
 def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, cut_at: int) -> list[Group]:
-    """_pack_part of trained parameters beside frozen ones: about four groups, or fewer where smaller chunks would cost more
-    than they bring; then the chunk size that wastes least without more groups. At most chunk_elems."""
+    """_pack_part for the few trained parameters of a model with frozen ones: about four groups, with the chunk size that
+    wastes least. It makes fewer groups if their chunks would have less than GROUP_COST_ELEMS elements: each group costs as
+    much time as so many elements. No chunk has more than chunk_elems elements."""
     whole = sum(size for _, size, _ in measured)
     quarter = whole // (4 * (num_ranks if ownership == "whole" else 1))
     most = min(chunk_elems, whole, align(max(quarter, GROUP_COST_ELEMS)))
@@ -283,8 +289,7 @@ def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownershi
 def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, frozen: bool = False,
                cut_at: int = ALIGN_ELEMS) -> list[Group]:
     """The groups of all trained, or all frozen, parameters. A parameter is cut between ranks at multiples of cut_at."""
-    if ownership == "sharded" and cut_at != ALIGN_ELEMS:
-        chunk_elems = align(chunk_elems, num_ranks * cut_at)
+    chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at)
     piece = chunk_elems // num_ranks if ownership == "sharded" else chunk_elems
     chunks: list[list[tuple[str, int, int]]] = []    # the ordinary chunks: name, numel, offset inside the chunk
     oversized: list[tuple[str, int]] = []            # parameters larger than a chunk

@@ -86,7 +86,7 @@ class Precision:
     def write_moment(self, kind: str, values: torch.Tensor, buffers: Buffers, scales: torch.Tensor | None = None) -> None:
         """Writes fp32 moments, (N,), of a run that begins with a block. buffers: from part_of.
 
-        scales: those with which the values were decoded, (blocks,): their codes are found again. None: the usual ones.
+        scales: (blocks,), those with which the values were decoded, so that they get the same codes. None: computed here.
         """
         if SCALES not in self.states:
             buffers[kind].copy_(values)
@@ -123,12 +123,12 @@ class Precision:
         if MASTER in self.states:
             buffers[MASTER].copy_(values)
 
-    def update(self, grad: torch.Tensor, buffers: Buffers, **options: Any) -> AdamUpdate:
-        """The kernels' view of one Adam update; options are AdamUpdate's other fields. buffers: from part_of."""
+    def update(self, grad: torch.Tensor, buffers: Buffers, **fields: Any) -> AdamUpdate:
+        """The kernels' view of one Adam update; fields are the others of AdamUpdate. buffers: from part_of."""
         given = dict(buffers)
         if SCALES in given:
-            options |= {"scales": tuple(given.pop(SCALES))}
+            fields |= {"scales": tuple(given.pop(SCALES))}
         if MASTER in given:
-            options |= {"copy16": given[PARAM]}
+            fields |= {"copy16": given[PARAM]}
             given[PARAM] = given.pop(MASTER)
-        return AdamUpdate(grad=grad, **given, **options)
+        return AdamUpdate(grad=grad, **given, **fields)

@@ -8,7 +8,7 @@ import torch
 from pstar.chunks import Chunks
 from pstar.chunks.stages import Stages
 from pstar.errors import ConfigError, StateError
-from pstar.kernels import adam_steps
+from pstar.kernels import AdamOptions, adam_steps
 from pstar.layout.layout import Group
 from pstar.memory.block import Block, Key
 from pstar.memory.tier import FAR, NEAR
@@ -177,11 +177,10 @@ class ChunkedAdam(torch.optim.Optimizer):
         for name in used:
             self.steps[name] += 1
         options = self._options()
-        for option in options.values():
-            option |= {"grad_scale": grad_scale, "adamw": self.adamw}
         for group in self._order():
-            self._update(group, used, options)
-        self.outside.update(used, lambda name: options[name] | {"step": self.steps[name]})
+            self._update(group, used, options, grad_scale)
+        self.outside.update(used, lambda name: {"step": self.steps[name], "options": options[name],
+                                                "grad_scale": grad_scale})
 
     def _order(self) -> Iterator[Group]:
         """The groups that have gradients: those updated near, then those updated far, each in forward order, in which the
@@ -231,7 +230,7 @@ class ChunkedAdam(torch.optim.Optimizer):
                 gradients.take_norms(group.index)
         return gradients.norms(gradients.arrived)
 
-    def _update(self, group: Group, used: set[str], options: dict[str, dict]) -> None:
+    def _update(self, group: Group, used: set[str], options: dict[str, AdamOptions], grad_scale: float) -> None:
         """Adam on this rank's piece of one group, in the tier of its update."""
         tier = self.chunks.tiers.update_tier(group.index)
         self.chunks.touch_update(group.index)
@@ -241,7 +240,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
             mine = {kind: buffers[kind, group.index] for kind in kinds}
             updates = [self.precision.update(buffers["grad", group.index][part], self.precision.part_of(mine, part, blocks),
-                                             step=step, **option)
+                                             step=step, options=option, grad_scale=grad_scale)
                        for part, blocks, step, option in self._runs(group, used, options)]
             return lambda: adam_steps(updates)
 
@@ -249,11 +248,12 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.store.work(f"adam {group.index}", keys, tier, prepare, self._overlap and tier == FAR)
         self.store.drop(("grad", group.index))    # the next group's gradient can use the room
 
-    def _runs(self, group: Group, used: set[str], options: dict[str, dict]) -> Iterator[tuple[slice, slice, int, dict]]:
+    def _runs(self, group: Group, used: set[str], options: dict[str, AdamOptions]
+              ) -> Iterator[tuple[slice, slice, int, AdamOptions]]:
         """(slice of this rank's piece, slice of its blocks, number of the update, options) of each run: neighbours with
         equal numbers and options are one run. With 8-bit states each parameter is a run, because blocks begin with it."""
         begin = end = step = 0
-        option: dict = {}
+        option: AdamOptions | None = None
         no_blocks = slice(0, 0)
         if self.precision.state_bits == 8:
             for span in self._spans[group.index]:
@@ -272,12 +272,13 @@ class ChunkedAdam(torch.optim.Optimizer):
         if begin < end:
             yield slice(begin, end), no_blocks, step, option
 
-    def _options(self) -> dict[str, dict]:
-        """Each parameter's current hyper-parameters from param_groups, as AdamUpdate takes them."""
-        return {
-            self.names[id(param)]: {"lr": float(group["lr"])} | {key: group[key] for key in ("betas", "eps", "weight_decay")}
-            for group in self.param_groups for param in group["params"]
-        }
+    def _options(self) -> dict[str, AdamOptions]:
+        """Each parameter's current hyper-parameters, from param_groups."""
+        options = {}
+        for group in self.param_groups:
+            shared = AdamOptions(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], self.adamw)
+            options |= {self.names[id(param)]: shared for param in group["params"]}
+        return options
 
     def state_dict(self) -> dict:
         """param_groups only: weights and moments are gathered by the engine's gather_state."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pstar.errors import ArgumentError
-from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_steps, join_master, split_master
+from pstar.kernels import QUANT_BLOCK, AdamOptions, AdamUpdate, adam_steps, join_master, split_master
 
 MASTERS = ("split", "separate", "none")
 
@@ -85,11 +85,13 @@ class HybridAdam(torch.optim.Optimizer):
         skips = {each: None if skip is None else skip.to(each) for each in devices}
         updates = []
         for group in self.param_groups:
+            options = AdamOptions(float(group["lr"]), tuple(map(float, group["betas"])), group["eps"], group["weight_decay"],
+                                  self.adamw_mode)
             for param in group["params"]:
                 if param.grad is not None:
                     if param.grad.is_sparse:
                         raise ArgumentError("grad: a dense gradient expected, found a sparse one")
-                    updates.append(self._update(param, group, scales[param.device], skips[param.device]))
+                    updates.append(self._update(param, options, scales[param.device], skips[param.device]))
         adam_steps(updates, self.implementation)
         for update in updates:
             for tensor in (update.param, update.copy16):
@@ -97,7 +99,7 @@ class HybridAdam(torch.optim.Optimizer):
                     torch.autograd.graph.increment_version(tensor)    # autograd does not see what kernels write
         return loss
 
-    def _update(self, param: torch.Tensor, group: dict, grad_scale: float | torch.Tensor,
+    def _update(self, param: torch.Tensor, options: AdamOptions, grad_scale: float | torch.Tensor,
                 skip: torch.Tensor | None) -> AdamUpdate:
         state = self.state[param]
         if not state:
@@ -114,9 +116,7 @@ class HybridAdam(torch.optim.Optimizer):
         if self.bits == 8:
             places["scales"] = state["exp_avg_scale"], state["exp_avg_sq_scale"]
         return AdamUpdate(data, param.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], step=state["step"],
-                          lr=float(group["lr"]), betas=tuple(map(float, group["betas"])), eps=group["eps"],
-                          weight_decay=group["weight_decay"], adamw=self.adamw_mode, grad_scale=grad_scale, skip=skip,
-                          **places)
+                          options=options, grad_scale=grad_scale, skip=skip, **places)
 
     def _create_state(self, param: torch.Tensor, state: dict) -> None:
         if not param.is_contiguous():

@@ -134,12 +134,12 @@ class OutsideParams:
         return self.collectives.sum(numbers).tolist() if len(numbers) else []
 
     @torch.no_grad()
-    def update(self, used: set[str], options: Callable[[str], Mapping[str, Any]]) -> None:
-        """Adam on the parameters in `used`; options returns AdamUpdate's other fields for a name."""
+    def update(self, used: set[str], fields: Callable[[str], Mapping[str, Any]]) -> None:
+        """Adam on the parameters in `used`; fields returns a name's step, options and grad_scale, as in AdamUpdate."""
         updates = []
         for name, param in self.params.items():
             if name in used:
-                updates.append(self.precision.update(param.grad.reshape(-1), self._buffers[name], **options(name)))
+                updates.append(self.precision.update(param.grad.reshape(-1), self._buffers[name], **fields(name)))
         adam_steps(updates)
         for name in used & self.params.keys():
             torch.autograd.graph.increment_version(self.params[name])    # autograd does not see what kernels write

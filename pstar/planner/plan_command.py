@@ -81,25 +81,26 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     machine = find_machine(arguments.machine)
     changes: dict[str, Any] = {}
     if arguments.gpus is not None:
-        changes |= {"num_gpus": arguments.gpus, "gpu_link_bytes_per_s": machine.gpu_link_bytes_per_s
-                    or machine.link_bytes_per_s}
+        changes |= {"num_gpus": arguments.gpus, "gpu_link_bytes_per_s": machine.speeds.gpu_link_bytes_per_s
+                    or machine.speeds.link_bytes_per_s}
         if arguments.gpus >= 1 and arguments.gpus % machine.nodes:
             raise ConfigError(f"--gpus {arguments.gpus}: {machine.name} has {machine.nodes} nodes; give a multiple")
     for name, text in (("gpu_bytes", arguments.gpu_memory), ("host_bytes", arguments.host_memory),
                        ("disk_bytes", arguments.disk)):
         if text is not None:
             changes[name] = 0 if name == "disk_bytes" and text == "0" else parse_bytes(text, 0)
-    if changes.get("disk_bytes") and not machine.disk_bytes_per_s:
+    if changes.get("disk_bytes") and not machine.speeds.disk_bytes_per_s:
         changes["disk_bytes_per_s"] = 1e9
-    return replace(machine, **changes)
+    return machine.changed(**changes)
 
 
 def _measured(machine: Machine, precision: str, state_bits: int) -> Machine:
     """The machine with speeds of link, GPU memory and host Adam that are measured on the machine that runs this."""
     speeds = measure_here(precision, state_bits)
-    return replace(machine, link_bytes_per_s=speeds.link_bytes_per_s, gpu_memory_bytes_per_s=speeds.gpu_memory_bytes_per_s,
-                   host_adam_params_per_s=speeds.host_adam_params_per_s,
-                   source=f"{machine.source}; link, GPU memory and host Adam: measured here, now".lstrip("; "))
+    return machine.changed(
+        link_bytes_per_s=speeds.link_bytes_per_s, gpu_memory_bytes_per_s=speeds.gpu_memory_bytes_per_s,
+        host_adam_params_per_s=speeds.host_adam_params_per_s,
+        source=f"{machine.source}; link, GPU memory and host Adam: measured here, now".lstrip("; "))
 
 
 def as_json(answer: Prediction) -> dict[str, Any]:

@@ -106,20 +106,15 @@ class Prediction:
     shape: GptShape
     machine: Machine
     job: Job
-    num_params: int
     mode: str | None
     """One of MODES; None if the model does not fit."""
     layout: Layout
-    near_budget: int
-    """Bytes for chunks: the GPU's memory less activations and reserves."""
     activation_bytes: int
     near_bytes: int
     """Peak of model data in near; an upper bound, which is reached if the budget does not limit it."""
     far_bytes: int
     """Peak of far: chunks and offloaded activations."""
     disk_bytes: int
-    far_room: int
-    disk_room: int
     near_groups: int
     """Number of groups whose states are in near."""
     short_of: dict[str, int] = field(default_factory=dict)
@@ -134,6 +129,23 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.mode is not None
+
+    @property
+    def num_params(self) -> int:
+        return self.layout.num_params
+
+    @property
+    def near_budget(self) -> int:
+        """Bytes for chunks: the GPU's memory less activations and reserves."""
+        return self.machine.usable_gpu_bytes - self.activation_bytes
+
+    @property
+    def far_room(self) -> int:
+        return self.machine.usable_host_bytes
+
+    @property
+    def disk_room(self) -> int:
+        return self.machine.usable_disk_bytes
 
     @property
     def frozen_bytes(self) -> int:
@@ -208,10 +220,9 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
         else:
             short = {tier: miss for tier, miss in (("far", far - chunk_room), ("disk", disk - disk_room)) if miss > 0}
     near = _near_bytes(layout, updated_near, near_budget, costs, job) if not short.get("near") else need
-    answer = {"shape": shape, "machine": machine, "job": job, "num_params": layout.num_params, "layout": layout,
-              "near_budget": near_budget, "activation_bytes": activations, "near_bytes": near,
-              "far_bytes": _far_peak(layout, updated_near, far, away, mode, costs, job), "offloaded_bytes": away,
-              "disk_bytes": disk, "far_room": far_room, "disk_room": disk_room, "near_groups": len(updated_near),
+    answer = {"shape": shape, "machine": machine, "job": job, "layout": layout, "activation_bytes": activations,
+              "near_bytes": near, "far_bytes": _far_peak(layout, updated_near, far, away, mode, costs, job),
+              "offloaded_bytes": away, "disk_bytes": disk, "near_groups": len(updated_near),
               "mode": mode, "short_of": short}
     if mode is None:
         return Prediction(**answer)
@@ -325,20 +336,21 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, update
     collectives and compute overlap, so the longest counts; but compute waits for the copies of activations (`offloaded`
     bytes in both directions together). Then come Adam in near, Adam in far and the disk, all at the same time."""
     costs = job.costs
-    flops = machine.gpu_flops / (2 if job.precision == "fp32" else 1)    # TF32
+    rates = machine.speeds
+    flops = rates.gpu_flops / (2 if job.precision == "fp32" else 1)    # TF32
     compute = job.micro_steps * shape.step_flops(job.batch, job.seq_len, job.recompute) / flops
-    offload = offloaded / machine.link_bytes_per_s
-    link = max(moved["far to near"], moved["near to far"]) / machine.link_bytes_per_s
+    offload = offloaded / rates.link_bytes_per_s
+    link = max(moved["far to near"], moved["near to far"]) / rates.link_bytes_per_s
     received = moved["gather"] + moved["reduce"]
-    collectives = received / machine.gpu_link_bytes_per_s if received else 0.0
+    collectives = received / rates.gpu_link_bytes_per_s if received else 0.0
     near_elems = sum(layout.groups[index].piece_elems for index in updated_near)
     traffic = adam_traffic_bytes(costs)
-    speeds = Speeds((machine.host_adam_params_per_s or machine.host_memory_bytes_per_s / traffic) / machine.gpus_per_node,
-                    machine.link_bytes_per_s, machine.gpu_memory_bytes_per_s,
-                    machine.host_memory_bytes_per_s / machine.gpus_per_node)
+    speeds = Speeds((rates.host_adam_params_per_s or rates.host_memory_bytes_per_s / traffic) / machine.gpus_per_node,
+                    rates.link_bytes_per_s, rates.gpu_memory_bytes_per_s,
+                    rates.host_memory_bytes_per_s / machine.gpus_per_node)
     adam = choose_adam(speeds, costs, layout.trained_elems // layout.num_ranks - near_elems)
-    near_adam = near_elems * traffic / machine.gpu_memory_bytes_per_s
-    rate = machine.disk_bytes_per_s / machine.gpus_per_node
+    near_adam = near_elems * traffic / rates.gpu_memory_bytes_per_s
+    rate = rates.disk_bytes_per_s / machine.gpus_per_node
     disk = (moved["disk to far"] + moved["far to disk"]) / rate if moved["disk to far"] else 0.0
     passes, update = max(compute + offload, link, collectives), max(near_adam, adam.seconds, disk)
     return adam, {"compute": compute, "offload": offload, "link": link, "collectives": collectives, "adam near": near_adam,
@@ -371,8 +383,8 @@ def what_would_fit(answer: Prediction) -> list[str]:
 def _least(shape: GptShape, machine: Machine, job: Job, name: str) -> float:
     """The least bytes of one tier, to a part in 32, with which the model fits on the otherwise unchanged machine."""
     def fits(amount: int) -> bool:
-        speed = {"disk_bytes_per_s": machine.disk_bytes_per_s or 1e9} if name == "disk_bytes" else {}
-        return predict(shape, replace(machine, **{name: amount}, **speed), job).fits
+        speed = {"disk_bytes_per_s": machine.speeds.disk_bytes_per_s or 1e9} if name == "disk_bytes" else {}
+        return predict(shape, machine.changed(**{name: amount}, **speed), job).fits
 
     low = max(getattr(machine, name), 2**30)
     high = next((low * 2**power for power in range(1, 9) if fits(low * 2**power)), None)

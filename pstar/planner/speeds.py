@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from pstar.comm.collectives import Collectives
-from pstar.kernels import adam_steps
+from pstar.kernels import AdamOptions, adam_steps
 from pstar.layout.budget import Costs, smallest_far_budget, smallest_streaming_budget
 from pstar.layout.layout import num_blocks
 from pstar.memory.links import Links
@@ -156,8 +156,8 @@ def _host_adam(precision: Precision, grad_dtype: torch.dtype, elems: int) -> flo
     buffers = {kind: torch.ones(precision.numel_of(kind, elems, num_blocks(elems)),
                                 dtype=precision.states.get(kind, precision.param_dtype)) for kind in precision.kinds}
     buffers = precision.part_of(buffers, slice(None), slice(None))
-    update = precision.update(torch.ones(elems, dtype=grad_dtype), buffers, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
-                              weight_decay=0.0)
+    update = precision.update(torch.ones(elems, dtype=grad_dtype), buffers, step=1,
+                              options=AdamOptions(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0))
     return elems / _median_s(lambda: adam_steps([update]))
 
 

@@ -330,6 +330,20 @@ def test_the_program_starts_as_a_user_starts_it(folder, tmp_path) -> None:
     assert "GPT-2 as GGUF Q8_0" in said and "Warning" not in said and (tmp_path / "a.gguf").exists()
 
 
+def test_a_table_that_cannot_be_written_leaves_the_old_one(folder, tmp_path, monkeypatch) -> None:
+    table = technique(CHAPTER, "compress_table")
+    monkeypatch.setattr(table, "measure", lambda arguments: [])
+
+    def full(*names: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "rows").write_text("old")
+    monkeypatch.setattr("durable.files.os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        compress.main(["--model", str(folder), "--json", str(tmp_path / "rows")])
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
 def test_the_command_measures_every_format(folder, tmp_path, capsys) -> None:
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps(json.loads((ROOT / "data/valid/comments.json").read_text())[:8]))

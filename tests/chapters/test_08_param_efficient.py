@@ -16,10 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from durable import folders
 from gpt2_chinese.checkpoint.trained_model import load_model, read_weights
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.generate.decoding import generate
 from gpt2_chinese.generate.sampling import Sampling
+from gpt2_chinese.run.resolve import resolve
 from tests.chapters.inside import on_gloo, train
 from tests.chapters.law import SHORT, assert_same_curve, flags_of
 from tests.chapters.program import ROOT, SMALL, VALID, Chapter, run
@@ -317,6 +319,21 @@ def test_an_adapter_of_another_model_or_without_its_base_is_refused(adapted, bas
 def test_an_adapter_is_no_base(adapted, tmp_path, capsys) -> None:
     said = settings_error(CHAPTER, "adapt_settings", capsys, "--init-from", adapted.output, "--output-dir", tmp_path / "run")
     assert "holds an adapter, which is no model without its base: give merged/ of a run with --merge" in said
+
+
+@pytest.mark.parametrize("lost", [(), ("final",)], ids=["final", "checkpoint"])
+def test_each_file_of_the_base_is_hashed_once_in_a_process(base, tmp_path, monkeypatch, lost) -> None:
+    """The search, --init-from, and what a checkpoint records about the base share one reading of the files."""
+    copy, hashed = tmp_path / "base", []
+    shutil.copytree(base, copy, ignore=shutil.ignore_patterns(*lost))
+    plain = folders.digest
+    monkeypatch.setattr(folders, "digest", lambda file: (hashed.append(file), plain(file))[1])
+    program, flags = str(ROOT / "chapters" / CHAPTER / "train.py"), ["--init-from", str(copy), "--seq-len", "16"]
+    found = resolve(technique(CHAPTER, "adapt_settings").Settings.from_command_line(
+        program, "", [*flags, "--output-dir", str(tmp_path / "run")]))  # fmt: skip
+    of_base = [file for file in hashed if copy in file.parents]
+    assert found.base in of_base and len(set(of_base)) == len(of_base)
+    assert found.base_facts == {"path": str(found.base), **plain(found.base)}
 
 
 def test_valid_data_of_one_file_is_the_new_kind(ranks, base, tmp_path) -> None:

@@ -130,6 +130,14 @@ def test_double_quantisation_adds_at_most_half_a_gap_of_the_scales(numbers, kind
     assert ((twice.block_scales() - once.scales).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_bits_with_scales_are_those_of_a_weight(double) -> None:
+    """Of whole blocks of scales; double quantisation has one number more, the mean of all scales."""
+    weight = torch.randn(2 * blockwise.SCALES_IN_BLOCK, blockwise.BLOCK)
+    num_bytes = quantize.weight_bytes(blockwise.BlockWeight.of(weight, "nf4", double=double))
+    assert 8 * (num_bytes - 4 * double) / weight.numel() == quantize.bits_with_scales(double=double)
+
+
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=33))
 def test_two_codes_in_a_byte_come_back(numbers) -> None:
     codes = torch.tensor(numbers, dtype=torch.uint8)

@@ -48,7 +48,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that the model had before a method was inserted, under their old names; a tied one once.
+    """The parameters that the model had before a method was inserted, under their old names; a tied one is listed once.
 
     A quantised layer has no weight among them.
     """
@@ -57,7 +57,7 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merge(model: GPT2LMHeadModel) -> None:
-    """Writes the method's effect into the weights of the base, in place; the wrappers stay, and compute nothing.
+    """Writes the method's effect into the weights of the base, in place; the wrappers stay, and call the base alone.
 
     `full` and `bitfit` have trained the weights themselves, so there is nothing to do.
 

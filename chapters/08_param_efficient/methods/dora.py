@@ -25,7 +25,7 @@ class DoraLayer(LoraLayer):
         super().__init__(base_layer, spec)
         weight = plain_weight(base_layer)
         self.lora_magnitude_vector = nn.Parameter(column_length(weight).float().clone())  # (out,)
-        self._merged_length: Tensor | None = None  # (out,) of the direction that was merged: the merged weight has lost it
+        self._merged_length: Tensor | None = None  # (out,) of the merged direction; unmerge needs it
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out). Dropout acts on the input of the small matrices alone."""

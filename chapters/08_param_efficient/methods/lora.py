@@ -19,7 +19,7 @@ from methods.wrap import MergeableWrapper, plain_weight, wrap_layers
 
 
 class LoraLayer(MergeableWrapper):
-    """A Conv1D and two small matrices beside it. Names and shapes of the matrices are PEFT's.
+    """A Conv1D and two small matrices, whose output is added to its own. Names and shapes of the matrices are PEFT's.
 
     Args:
         base_layer: plain or quantised, (num_in, num_out).
@@ -36,7 +36,7 @@ class LoraLayer(MergeableWrapper):
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def low_rank(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out): what the two matrices add, of cost r (in + out) a row instead of in * out."""
+        """(..., in) -> (..., out): what the two matrices add, for r (in + out) products a row; W takes in * out."""
         return self.lora_B(self.lora_A(self.dropout(x))) * self.scaling
 
     def delta(self) -> Tensor:

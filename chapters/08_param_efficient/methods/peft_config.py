@@ -74,7 +74,7 @@ def _ia3(content: dict[str, Any], source: str) -> MethodSpec:
 
 
 def _modules(content: dict[str, Any], source: str, key: str = "target_modules") -> tuple[str, ...]:
-    """Ends of names, or full names of each block, as PEFT has them, as some of MODULES.
+    """The MODULES that PEFT's list means: it has ends of names, or the full names in each block.
 
     c_proj means both attn.c_proj and mlp.c_proj. Names of only some blocks are refused later: tensors are missing.
     """

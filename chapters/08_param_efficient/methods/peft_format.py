@@ -5,8 +5,8 @@
     prompt_embeddings       prompt: (v, C)
                             prefix: (v, 2 L C): key and value of block 0, of block 1, ...
 
-PEFT reads what is written here, for the methods that it has, on a GPT2LMHeadModel of transformers; what PEFT writes for
-these methods is read here. adapter and bitfit use the same two files, under names that PEFT does not know.
+PEFT loads these files into a GPT2LMHeadModel of transformers, and this file loads those that PEFT writes. PEFT lacks adapter
+and bitfit: they use the same two files, under names that PEFT does not know.
 The file also has a checksum of the base's embedding, which no method changes, so that another base is refused.
 """
 
@@ -68,7 +68,7 @@ def load_adapter(folder: Path, model: GPT2LMHeadModel) -> MethodSpec:
         the method and its numbers.
 
     Raises:
-        UserError: no adapter, one of a method or with an option that this chapter lacks, or the adapter of another model.
+        UserError: no adapter; a method or an option that this chapter lacks; the adapter of another model.
     """
     folder = Path(folder)
     if kind(folder / CONFIG, f"the adapter {folder}") != "file":

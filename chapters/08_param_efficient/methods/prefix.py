@@ -1,6 +1,6 @@
 """Prefix tuning (Li and Liang 2021, section 4.2): trained keys and values before those of the text, in each block.
 
-    keys      [k_0 ... k_v-1]  a  b  c          queries of a, b, c alone: a prefix computes nothing itself
+    keys      [k_0 ... k_v-1]  a  b  c          only a, b, c have queries
     values    [v_0 ... v_v-1]  a  b  c
 
 A prefix reaches every block directly; a prompt only through the blocks below. It begins as keys and values of random
@@ -91,7 +91,7 @@ def first_prefix(transformer: nn.Module, number: int) -> list[Tensor]:
 
 
 def insert(model: nn.Module, spec: MethodSpec) -> None:
-    """Gives each attention a prefix, and moves the text's positions behind it."""
+    """Gives each attention a prefix; the text then begins at position v."""
     prefixes = first_prefix(model.transformer, spec.num_virtual_tokens)
     for block, prefix in zip(model.transformer.h, prefixes, strict=True):
         block.attn = PrefixAttention(block.attn, prefix)

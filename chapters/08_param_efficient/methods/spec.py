@@ -55,7 +55,7 @@ class MethodSpec:
 
     @property
     def scaling(self) -> float:
-        """lora, dora: what the product of the two small matrices is multiplied by."""
+        """lora, dora: the factor of the product of the two small matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property

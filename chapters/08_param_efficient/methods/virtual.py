@@ -3,7 +3,7 @@
     position   0 ... v-1   v   v+1  ...       of wpe: the text begins after the virtual tokens, as in Hugging Face PEFT
                virtual     a   b    c         each id attends to all virtual tokens and to earlier ids
 
-A model of P positions reads P - v ids from then on; its `config.n_positions` says so.
+With virtual tokens, a model of P positions reads at most P - v ids. Its `config.n_positions` is then P - v.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class MergeableWrapper(Wrapper):
 
 
 def plain_weight(layer: nn.Module) -> Tensor:
-    """(num_in, num_out), detached: the weight of a Conv1D, or what a quantised layer stands for."""
+    """(num_in, num_out), detached: the weight of a Conv1D, or the dequantised weight of a quantised layer."""
     return layer.dequantize() if hasattr(layer, "dequantize") else layer.weight.detach()
 
 
@@ -69,7 +69,7 @@ def plain_name(name: str) -> str:
 
 
 def freeze(model: nn.Module) -> None:
-    """No parameter requires grad any more. What is inserted afterwards does."""
+    """Freezes every parameter of the model. Those that a method inserts afterwards are trained."""
     for parameter in model.parameters():
         parameter.requires_grad = False
 

@@ -20,7 +20,8 @@ Each file imports only from files above it. Usage:
     weight_bytes(model)                                 # codes, scales and plain weights
 """
 
+from quantize.blockwise import bits_with_scales
 from quantize.quantized_linear import QuantizedConv1D
 from quantize.whole_model import bits_per_weight, block_layers, quantize_model, weight_bytes
 
-__all__ = ["QuantizedConv1D", "bits_per_weight", "block_layers", "quantize_model", "weight_bytes"]
+__all__ = ["QuantizedConv1D", "bits_per_weight", "bits_with_scales", "block_layers", "quantize_model", "weight_bytes"]

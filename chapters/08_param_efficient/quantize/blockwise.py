@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quantize.code_books import BOOKS, dynamic_book, nearest
 
+BLOCK = 64  # weights that share a scale, unless the caller gives another number
 SCALES_IN_BLOCK = 256
 _TINY = 1e-38  # instead of the scale 0 of a block of zeros: 1 / scale stays finite
 
@@ -41,7 +42,7 @@ def quantize_blocks(values: Tensor, book: Tensor, block: int) -> tuple[Tensor, T
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, book: Tensor, block: int) -> Tensor:
-    """(numel,) float32: what `quantize_blocks` stands for, each value its book's entry times the block's scale."""
+    """(numel,) float32: the values that codes of `quantize_blocks` mean, the book's entry times the block's scale."""
     values = book.to(codes.device)[codes.long()]
     return values * scales.repeat_interleave(block)[: len(values)]
 
@@ -55,6 +56,11 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor, numel: int) -> Tensor:
     """The inverse of `pack`: (ceil(N / 2),) uint8 -> (N,) uint8."""
     return torch.stack([packed >> 4, packed & 15], 1).view(-1)[:numel]
+
+
+def bits_with_scales(block: int = BLOCK, double: bool = False) -> float:
+    """Bits of a 4-bit weight and its share of the scales, in whole blocks: the sums at the top of this file."""
+    return 4 + (8 / block + 32 / (block * SCALES_IN_BLOCK) if double else 32 / block)
 
 
 class BlockWeight(nn.Module):
@@ -83,7 +89,7 @@ class BlockWeight(nn.Module):
         self.register_buffer("scale_mean", mean)
 
     @classmethod
-    def of(cls, weight: Tensor, kind: str, block: int = 64, double: bool = False) -> BlockWeight:
+    def of(cls, weight: Tensor, kind: str, block: int = BLOCK, double: bool = False) -> BlockWeight:
         """Rounds a weight (out, in) to the nearest codes."""
         codes, scales = quantize_blocks(weight.detach().float(), BOOKS[kind]().to(weight.device), block)
         return cls(codes, scales, tuple(weight.shape), kind, block, double)

@@ -1,4 +1,4 @@
-"""What the inputs of layers look like on calibration text: GPTQ needs their second moments, LLM.int8() their outliers."""
+"""Statistics of the layers' inputs on calibration text: second moments for GPTQ, outliers for LLM.int8()."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def int4_book() -> Tensor:
 def nf4_book() -> Tensor:
     """(16,) float32: quantiles of N(0, 1), divided by the largest (QLoRA, equation 4 and appendix E).
 
-    Zero must be exact, so the two halves are made apart: 8 values up to the negative end, 9 up to the positive end, and the
-    zero that both contain counts once. The outermost quantile would be infinite; it is moved inwards to the mean of
+    Zero must be exact, so the two halves are made separately: 8 values up to the negative end, 9 up to the positive end.
+    Both contain zero, which counts once. The outermost quantile would be infinite; it is moved inwards to the mean of
     1 - 1/32 and 1 - 1/30, half a step of either half. The authors rounded that to 0.9677083, and computed the probabilities
     in float32; the published values come out bit for bit only with both.
     """

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from compress_formats import check_gguf_type
 from torch import Tensor
 
 from durable.files import replacing
@@ -28,7 +29,6 @@ from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 from quantize.ggml_blocks import BLOCK, ROW_BYTES, TYPE_NUMBERS, decode, encode
 from quantize.gguf_vocabulary import vocabulary_keys
 
-TYPES = ("F16", "Q8_0", "Q4_0")
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}  # enum llama_ftype: the type of most matrices
 ALIGNMENT = 32
 _VERSION, _QUANTISATION_VERSION = 3, 2
@@ -67,8 +67,7 @@ class Entry:
 
 def check_type(kind: str, config: ModelConfig, source: str) -> None:
     """Raises UserError for an unknown type, or widths that its blocks of 32 do not divide."""
-    if kind not in TYPES:
-        raise UserError(f"--type {kind} is not a type that this exporter writes: give {', '.join(TYPES)}")
+    check_gguf_type(kind)
     for name, width in (("n_embd", config.n_embd), ("n_inner", config.inner)):
         if kind != "F16" and width % BLOCK:
             raise UserError(f"--type {kind} has blocks of {BLOCK} weights, and {name} {width} of {source} is not divisible "
@@ -128,7 +127,7 @@ def write_gguf(path: Path, model: GPT2LMHeadModel, vocabulary: Vocabulary, kind:
         model: in float32, not quantised.
         vocabulary: the model's.
         kind: F16, Q8_0 or Q4_0.
-        name: for people; the model's path, for example.
+        name: general.name in the file, for its readers; the model's path, for example.
 
     Raises:
         UserError: a type that does not fit the widths, or a file that cannot be written.

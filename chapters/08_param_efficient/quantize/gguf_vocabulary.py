@@ -6,7 +6,7 @@
 
 A prompt is best given as ids, from `Vocabulary.encode_prompt`. llama.cpp's tokenizer "bert" splits Chinese text as this
 project does, but always adds the separator behind it (llama-vocab.cpp, the case of WPM), which here is the end of a
-document; and it keeps digits together, where the profile gpt2_chinese splits each one off.
+document; and it keeps digits together, while the profile gpt2_chinese splits them.
 """
 
 from __future__ import annotations

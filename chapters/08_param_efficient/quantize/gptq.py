@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantize.blockwise import BlockWeight
+from quantize.blockwise import BLOCK, BlockWeight
 from quantize.code_books import BOOKS, nearest
 
 _TINY = 1e-38
@@ -34,7 +34,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
 
 
-def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = 64, double: bool = False,
+def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = BLOCK, double: bool = False,
          damping: float = 0.01) -> BlockWeight:  # fmt: skip
     """Quantises a weight to the same codes and scales as `BlockWeight.of`, with less error in the output.
 
@@ -43,7 +43,7 @@ def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = 64, d
         hessian: (in, in), from `InputStatistics.hessian`.
         kind: the code book, int4 or nf4.
         block: columns that share a scale in each row; it must divide `in`.
-        double: quantise the scales, too. The columns are rounded with scales that are not.
+        double: quantise the scales, too, after the columns are rounded.
         damping: share of the mean of H's diagonal that is added to the diagonal.
 
     Raises:
@@ -59,7 +59,7 @@ def gptq(weight: Tensor, hessian: Tensor, kind: str = "int4", block: int = 64, d
     scales = torch.empty(num_out, num_in // block, device=weight.device)
     for i in range(num_in):
         if i % block == 0:
-            scales[:, i // block] = free[:, i : i + block].abs().amax(1)  # of the columns as they are by now
+            scales[:, i // block] = free[:, i : i + block].abs().amax(1)  # with the corrections so far
         scale = scales[:, i // block]
         codes[:, i] = nearest(free[:, i] * (1 / scale.clamp(min=_TINY)), book)
         error = (free[:, i] - book[codes[:, i].long()] * scale) / factor[i, i]

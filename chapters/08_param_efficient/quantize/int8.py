@@ -73,7 +73,7 @@ class Int8Weight(nn.Module):
         rows = x.reshape(-1, self.shape[1]).float()
         outliers = self.outliers(rows)
         codes, largest = quantize_rows(rows.masked_fill(outliers, 0.0))
-        # sums of int8 products are whole numbers, and float64 holds them exactly; GPUs have instructions for this
+        # sums of int8 products are whole numbers, and float64 holds them exactly; GPUs have integer instructions for them
         sums = codes.double() @ self.codes.double().t()
         y = (sums * (largest[:, None].double() * self.scales.double() / 127**2)).float()
         if outliers.any():

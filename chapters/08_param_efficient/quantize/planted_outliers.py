@@ -1,8 +1,8 @@
 """Gives a small model the outlier features of a large one, without changing what it computes.
 
 Models above 6 billion parameters grow a few features that are up to 20 times as large as the rest (Dettmers et al. 2022,
-section 4); those of this course do not. A layer norm's gain can be multiplied in some features, and the rows of the next
-weight that read them divided:
+section 4); those of this course do not. To imitate them, multiply a layer norm's gain in some
+features, and divide the rows of the next weight that read them:
 
     (s * gain) * norm(x)  @  (W / s)   =   gain * norm(x)  @  W           for the chosen features
 

@@ -1,7 +1,7 @@
-"""A Conv1D whose weight is codes: it computes with them, and passes gradients to its input only.
+"""A Conv1D whose weight is stored in codes. It passes gradients to its input only.
 
-    forward     y = x W + b, W dequantised on the way and freed at once
-    backward    grad_x = grad_y W^T, W dequantised a second time
+    forward     y = x W + b, W is dequantised for the product, then freed
+    backward    grad_x = grad_y W^T, W is dequantised again
 
 Autograd would keep the dequantised weight from forward to backward, and all layers' weights would be in memory in 32 bit at
 the same time. So the product is one autograd function that keeps a reference to the codes (QLoRA, section 3, equation 5).

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.model.gpt2 import Conv1D, GPT2LMHeadModel
-from quantize.blockwise import BlockWeight
+from quantize.blockwise import BLOCK, BlockWeight
 from quantize.calibration import InputStatistics, input_statistics
 from quantize.gptq import gptq
 from quantize.int8 import THRESHOLD, Int8Weight, outlier_features
@@ -24,7 +24,7 @@ def block_layers(model: nn.Module) -> dict[str, Conv1D | QuantizedConv1D]:
 
 
 def quantize_model(
-    model: GPT2LMHeadModel, bits: int, kind: str | None = None, *, block: int = 64, double: bool = True,
+    model: GPT2LMHeadModel, bits: int, kind: str | None = None, *, block: int = BLOCK, double: bool = True,
     threshold: float = THRESHOLD, calibration: Sequence[Tensor] = (), by_gptq: bool = False,
 ) -> None:  # fmt: skip
     """Replaces every Conv1D of the blocks by a QuantizedConv1D.

@@ -20,7 +20,11 @@ CHAPTER = "08_param_efficient"
 ROWS, LENGTHS = {"tiny": 24, "small": 8}, {"tiny": 128, "small": 1024}  # of a micro-batch in the table of --recompute
 PLANS = ("none", "block", "every:2", "sqrt", "selective")
 WEIGHT, GRADIENT, STATES = 4, 4, 8
-BITS_OF_NF4 = 4 + 8 / 64 + 32 / (64 * 256)  # codes, 8-bit scales of blocks of 64, fp32 scales of 256 of these scales
+
+
+def bits_of_nf4() -> float:
+    """Bits of a weight of --bits 4: NF4 with double quantisation, scales included."""
+    return chapter_module(CHAPTER, "quantize").bits_with_scales(double=True)
 
 
 def configs() -> dict[str, Any]:
@@ -67,7 +71,7 @@ def methods(words: Words, config: Any) -> str:
     found = chapter_module(CHAPTER, "methods.counts").trained_rows(config)
     rows = [_method_row(words, row.method, row, weight_bytes(config, row)) for row in found]
     lora = next(row for row in found if row.method == "lora")
-    rows.append(_method_row(words, "qlora --bits 4", lora, weight_bytes(config, lora, BITS_OF_NF4)))
+    rows.append(_method_row(words, "qlora --bits 4", lora, weight_bytes(config, lora, bits_of_nf4())))
     head = [words(name) for name in ("method", "trains", "trained parameters", "share", "weights", "gradients and states",
                                      "together")]  # fmt: skip
     return table(head, rows, right=5)

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from docs.generate.arithmetic import adaptation
 from docs.generate.arithmetic.arithmetic import bytes_text
 from docs.generate.pictures.data import chapter_module
 from docs.generate.pictures.pictures import MARGIN, WIDTH, Drawing, Words
 
 SIZE = "small"
-# flags, method, bits of the blocks' weights, --recompute
+# flags, method, a function for the bits of the blocks' weights, --recompute
 WAYS = (
     ("--method full", "full", None, "none"),
     ("--method full --recompute block", "full", None, "block"),
     ("--method lora", "lora", None, "none"),
     ("--method lora --recompute block", "lora", None, "block"),
-    ("--method qlora --bits 4 --recompute block", "lora", adaptation.BITS_OF_NF4, "block"),
+    ("--method qlora --bits 4 --recompute block", "lora", adaptation.bits_of_nf4, "block"),
 )
 BAR = 16
 
 
-def parts_of(method: str, bits: float | None, recompute: str) -> dict[str, int]:
+def parts_of(method: str, bits: Callable[[], float] | None, recompute: str) -> dict[str, int]:
     """Bytes by kind: parameters, states (with gradients), activations (the most during backward)."""
     config, rows, length = adaptation.shape_of(SIZE)
     rows_of = chapter_module(adaptation.CHAPTER, "methods.counts").trained_rows
     row = next(row for row in rows_of(config) if row.method == method)
     kept = chapter_module(adaptation.CHAPTER, "kept_activations")
-    return {"parameters": adaptation.weight_bytes(config, row, bits),
+    return {"parameters": adaptation.weight_bytes(config, row, bits and bits()),
             "states": (adaptation.GRADIENT + adaptation.STATES) * row.count,
             "activations": adaptation.most_bytes(kept, config, rows, length, recompute)}  # fmt: skip
 

@@ -12,6 +12,7 @@ from pstar.errors import ArgumentError
 from pstar.kernels import (
     NORM_BLOCK,
     QUANT_BLOCK,
+    AdamOptions,
     AdamUpdate,
     adam_step,
     adam_steps,
@@ -27,7 +28,8 @@ from pstar.kernels.quantize import code_tables, least_codes
 
 CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-OPTIONS = {"step": 3, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS = AdamOptions(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+NO_DECAY, WITH_L2 = dataclasses.replace(OPTIONS, weight_decay=0.0), dataclasses.replace(OPTIONS, adamw=False)
 LAYOUTS = ("fp32", "bf16 copy", "fp16 copy", "shared slot", "split", "bf16", "stochastic")
 ODD = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.1754944e-38, 3.4028235e38, -3.4028235e38, math.inf, -math.inf,
                     math.nan, 1.0, -1.0, 65504.0, 65520.0, 6e-8, 2.9e-8, 1.00390625, 1.01171875, 1e-20])
@@ -74,7 +76,7 @@ def make(layout: str, grad_dtype: torch.dtype, numel: int, bits: int = 32, odd: 
             split_master(master, param, places["low"])
     else:
         param = shifted(master, shift)
-    return AdamUpdate(param, grad, shifted(exp_avg, shift), shifted(exp_avg_sq, shift), **OPTIONS, **places)
+    return AdamUpdate(param, grad, shifted(exp_avg, shift), shifted(exp_avg_sq, shift), step=3, options=OPTIONS, **places)
 
 
 def arrays(update: AdamUpdate) -> list[torch.Tensor]:
@@ -96,19 +98,19 @@ def assert_same_bits(ours: AdamUpdate, theirs: AdamUpdate) -> None:
 def reference(update: AdamUpdate) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(param, exp_avg, exp_avg_sq) of the next step in float64, as the papers write it, and for each the largest number
     that took part. Where two numbers nearly cancel, the result has the error of both."""
-    names = ("param", "grad", "exp_avg", "exp_avg_sq")
-    (param, grad, exp_avg, exp_avg_sq), (beta1, beta2) = (getattr(update, name).double() for name in names), update.betas
+    names, options = ("param", "grad", "exp_avg", "exp_avg_sq"), update.options
+    (param, grad, exp_avg, exp_avg_sq), (beta1, beta2) = (getattr(update, name).double() for name in names), options.betas
     grad = grad * update.grad_scale
     largest_grad = grad.abs()
-    if not update.adamw:
-        grad = grad + update.weight_decay * param
-        largest_grad = torch.maximum(largest_grad, update.weight_decay * param.abs())
+    if not options.adamw:
+        grad = grad + options.weight_decay * param
+        largest_grad = torch.maximum(largest_grad, options.weight_decay * param.abs())
     largest_avg = torch.maximum(exp_avg.abs(), (1 - beta1) * largest_grad)
     exp_avg = beta1 * exp_avg + (1 - beta1) * grad
     largest_sq = torch.maximum(exp_avg_sq, (1 - beta2) * largest_grad**2)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad**2
-    step_size = update.lr / (1 - beta1**update.step) / ((exp_avg_sq / (1 - beta2**update.step)).sqrt() + update.eps)
-    decay = update.lr * update.weight_decay if update.adamw else 0.0
+    step_size = options.lr / (1 - beta1**update.step) / ((exp_avg_sq / (1 - beta2**update.step)).sqrt() + options.eps)
+    decay = options.lr * options.weight_decay if options.adamw else 0.0
     largest_param = torch.maximum(param.abs(), step_size * largest_avg)
     return [param - decay * param - step_size * exp_avg, exp_avg, exp_avg_sq], [largest_param, largest_avg, largest_sq]
 
@@ -127,7 +129,8 @@ def test_one_step_is_within_two_units_of_float64(implementation, adamw):
     zero. Then roundings of both moments, two scalars, a root and a quotient show: six units. With L2
     regularisation, the gradient is a rounded sum, and its square has that error twice: four units."""
     for step in (1, 2, 1000):
-        update = dataclasses.replace(make("fp32", FP32, 50_001), step=step, adamw=adamw, grad_scale=2.0**-16)
+        update = dataclasses.replace(make("fp32", FP32, 50_001), step=step, options=OPTIONS if adamw else WITH_L2,
+                                     grad_scale=2.0**-16)
         before, (exact, largest) = update.param.double(), reference(update)
         adam_steps([update], implementation)
         errors = units(update.param, exact[0], largest[0])
@@ -152,7 +155,7 @@ def test_denormal_zero_huge_and_not_finite_numbers():
             assert update.exp_avg_sq[16] == math.inf
         rest = torch.arange(33) != 16
         assert torch.allclose(update.param[rest].double(), exact[0][rest], rtol=1e-6)
-    nothing = AdamUpdate(torch.ones(5), torch.zeros(5), torch.zeros(5), torch.zeros(5), **OPTIONS | {"weight_decay": 0.0})
+    nothing = AdamUpdate(torch.ones(5), *(torch.zeros(5) for _ in range(3)), step=3, options=NO_DECAY)
     adam_steps([nothing])
     assert nothing.param.tolist() == [1.0] * 5 and nothing.exp_avg_sq.tolist() == [0.0] * 5
 
@@ -164,10 +167,10 @@ def test_a_thousand_steps_do_not_drift():
     exact = [each.double() for each in (start, zeros, zeros)]
     for step in range(1, 1001):
         grad = torch.randn(numel, generator=generator)
-        options = OPTIONS | {"step": step, "lr": 1e-3}
+        fields = {"step": step, "options": dataclasses.replace(OPTIONS, lr=1e-3)}
         for implementation, (param, exp_avg, exp_avg_sq) in runs.items():
-            adam_steps([AdamUpdate(param, grad, exp_avg, exp_avg_sq, **options)], implementation)
-        exact, _ = reference(AdamUpdate(exact[0], grad, *exact[1:], **options))
+            adam_steps([AdamUpdate(param, grad, exp_avg, exp_avg_sq, **fields)], implementation)
+        exact, _ = reference(AdamUpdate(exact[0], grad, *exact[1:], **fields))
     for param, *_ in runs.values():
         assert torch.linalg.vector_norm(param - exact[0]) < 1e-6 * torch.linalg.vector_norm(exact[0])
 
@@ -184,11 +187,12 @@ def test_every_code_path_gives_the_same_bits(layout, grad_dtype, bits):
     if layout == "shared slot" and grad_dtype == FP32:
         pytest.skip("an fp32 gradient has a slot of its own")
     sizes = ((0, 0, False), (1, 0, True), (17, 1, True), (2 * QUANT_BLOCK + 5, 3, True), (9_001, 0, False))
+    others = {"options": dataclasses.replace(NO_DECAY, betas=(0.3, 0.99)), "grad_scale": 0.7}
     for numel, shift, odd in sizes:
-        for options in ({}, {"adamw": False}, {"betas": (0.3, 0.99), "weight_decay": 0.0, "grad_scale": 0.7}):
+        for fields in ({}, {"options": WITH_L2}, others):
             results = {}
             for implementation in IMPLEMENTATIONS:
-                results[implementation] = dataclasses.replace(make(layout, grad_dtype, numel, bits, odd, shift), **options)
+                results[implementation] = dataclasses.replace(make(layout, grad_dtype, numel, bits, odd, shift), **fields)
                 adam_steps([results[implementation]], implementation)
             for implementation in IMPLEMENTATIONS:
                 if implementation != "torch" or not (odd and bits == 8):    # there a scale is not finite
@@ -247,8 +251,8 @@ def test_stochastic_rounding_keeps_the_mean(implementation):
     numel, steps, moved = 20_000, 40, {}
     for seed in (None, 1):
         zeros = torch.zeros(numel)
-        update = AdamUpdate(torch.ones(numel, dtype=BF16), torch.ones(numel), zeros, zeros.clone(), **OPTIONS | {
-            "weight_decay": 0.0, "eps": 0.0, "lr": 2**-8 / 20}, seed=seed)
+        update = AdamUpdate(torch.ones(numel, dtype=BF16), torch.ones(numel), zeros, zeros.clone(), step=3, seed=seed,
+                            options=dataclasses.replace(NO_DECAY, eps=0.0, lr=2**-8 / 20))
         for step in range(1, steps + 1):
             adam_steps([dataclasses.replace(update, step=step, seed=None if seed is None else step)], implementation)
         moved[seed] = 1 - update.param.double().mean().item()
@@ -279,8 +283,8 @@ def test_8_bit_moments_follow_fp32_ones():
         curvature = torch.logspace(-2, 1, numel)
         for step in range(1, 301):
             grad = curvature * update.param + 0.01 * torch.randn(numel, generator=generator)
-            adam_step(update.param, grad, update.exp_avg, update.exp_avg_sq, scales=update.scales,
-                      **OPTIONS | {"step": step, "weight_decay": 0.0})
+            adam_step(update.param, grad, update.exp_avg, update.exp_avg_sq, scales=update.scales, step=step,
+                      options=NO_DECAY)
         losses[bits] = (curvature * update.param.square()).mean().item()
     assert losses[8] == pytest.approx(losses[32], rel=0.15)
 
@@ -397,8 +401,8 @@ BUFFER = torch.zeros(1_000)
     (changed(copy16=BUFFER[:50].view(BF16), grad=BUFFER[1:51].view(BF16)), "grad: its memory overlaps that of copy16"),
     (changed(copy16=BUFFER[:50].view(FP16), grad=BUFFER[:50].view(BF16)), "its memory overlaps that of"),
     (changed(step=0), "step: an integer from 1 on"),
-    (changed(betas=(0.9, 1.0)), "betas: two numbers"),
-    (changed(eps=-1.0), "eps: a number from 0 on"),
+    (changed(options=dataclasses.replace(OPTIONS, betas=(0.9, 1.0))), "betas: two numbers"),
+    (changed(options=dataclasses.replace(OPTIONS, eps=-1.0)), "eps: a number from 0 on"),
     (changed(grad_scale=torch.zeros(2)), "grad_scale: one fp32 element"),
     (changed(skip=torch.zeros(1, device="meta")), "skip: param's device"),
 ])

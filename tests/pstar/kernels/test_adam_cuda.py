@@ -10,7 +10,7 @@ import torch
 import pstar
 from pstar.kernels import adam_steps, cuda, norm_blocks, squared_norms
 from tests import toy
-from tests.pstar.kernels.test_adam import BF16, FP16, FP32, LAYOUTS, arrays, assert_same_bits, make
+from tests.pstar.kernels.test_adam import BF16, FP16, FP32, LAYOUTS, WITH_L2, arrays, assert_same_bits, make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -45,9 +45,9 @@ def test_the_same_bits_as_the_cpu(layout, grad_dtype, bits):
         pytest.skip("an fp32 gradient has a slot of its own")
     sizes = ((1, 0, True), (17, 0, True), (4_101, 0, False), (5_000, 3, False), (1_000_003, 0, False))
     sizes += ((10, 0, False),) * 40    # more runs than one launch takes
-    for options in ({}, {"adamw": False, "grad_scale": 0.7}):
+    for fields in ({}, {"options": WITH_L2, "grad_scale": 0.7}):
         here = [make(layout, grad_dtype, numel, bits, odd, shift) for numel, shift, odd in sizes]
-        here = [dataclasses.replace(update, **options) for update in here]
+        here = [dataclasses.replace(update, **fields) for update in here]
         there = [to_cuda(update) for update in here]
         adam_steps(here)
         adam_steps(there)

@@ -73,8 +73,10 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path):
 
 
 def test_at_first_use_the_torch_implementation_takes_over_with_one_line(tmp_path):
-    code = ("import torch\nfrom pstar.kernels import adam_step, squared_norms\nt = [torch.ones(9) for _ in range(4)]\n"
-            "for step in (1, 2):\n    adam_step(*t, step=step, lr=.1, betas=(.9, .99), eps=1e-8, weight_decay=0.)\n"
+    code = ("import torch\nfrom pstar.kernels import AdamOptions, adam_step, squared_norms\n"
+            "t = [torch.ones(9) for _ in range(4)]\n"
+            "options = AdamOptions(lr=.1, betas=(.9, .99), eps=1e-8, weight_decay=0.)\n"
+            "for step in (1, 2):\n    adam_step(*t, step=step, options=options)\n"
             "print(t[0].mean().item() < 1, squared_norms(t[:1]).item())")
     variables = {**os.environ, "PSTAR_CACHE": str(tmp_path), "CXX": "/not/there", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)

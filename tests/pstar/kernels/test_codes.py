@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pstar.kernels import QUANT_BLOCK, AdamUpdate, adam_steps, cpu
+from pstar.kernels import QUANT_BLOCK, AdamOptions, AdamUpdate, adam_steps, cpu
 from pstar.kernels.quantize import code_tables
 
 FP32 = torch.float32
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(not PATHS, reason="no C++ compiler: the kernels 
 
 def moments_and_codes(grads: torch.Tensor, path: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """(fp32 moments, their codes, their scales) after an update with betas of 0: the moments are grads and their squares."""
-    options = {"step": 1, "lr": 0.0, "betas": (0.0, 0.0), "eps": 1.0, "weight_decay": 0.0}
+    fields = {"step": 1, "options": AdamOptions(lr=0.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)}
     numel = grads.numel()
-    full = AdamUpdate(torch.zeros(numel), grads, torch.zeros(numel), torch.zeros(numel), **options)
+    full = AdamUpdate(torch.zeros(numel), grads, torch.zeros(numel), torch.zeros(numel), **fields)
     codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(-(-numel // QUANT_BLOCK)) for _ in range(2)]
-    quantised = AdamUpdate(torch.zeros(numel), grads, *codes, **options, scales=tuple(scales))
+    quantised = AdamUpdate(torch.zeros(numel), grads, *codes, **fields, scales=tuple(scales))
     adam_steps([full], "plain")
     adam_steps([quantised], path)
     return [full.exp_avg, full.exp_avg_sq], codes, scales
@@ -113,9 +113,9 @@ def test_every_code_is_decoded_to_its_value(path):
     scales = torch.tensor([0.75, 1e-3]), torch.tensor([3e-5, 1e-41])
     full = [table[each.long()] * scale.repeat_interleave(QUANT_BLOCK)[:numel]
             for table, each, scale in zip(TABLES[::2], codes, scales, strict=True)]
-    options = {"step": 3, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    fields = {"step": 3, "options": AdamOptions(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)}
     param, grad = torch.randn(numel, generator=generator), 1e-4 * torch.randn(numel, generator=generator)
-    updates = [AdamUpdate(param.clone(), grad, *codes, **options, scales=scales),
-               AdamUpdate(param.clone(), grad, *full, **options)]
+    updates = [AdamUpdate(param.clone(), grad, *codes, **fields, scales=scales),
+               AdamUpdate(param.clone(), grad, *full, **fields)]
     adam_steps(updates, path)
     assert torch.equal(updates[0].param, updates[1].param)

@@ -135,7 +135,7 @@ def test_where_near_is_small_the_plan_is_close_and_nothing_more_goes_far(share):
 
 
 def test_ranks_gather_frozen_parameters_once_where_near_holds_all():
-    machine = replace(one_gpu(10**9, 10**9, JOB), num_gpus=4, gpu_link_bytes_per_s=1e9)
+    machine = one_gpu(10**9, 10**9, JOB).changed(num_gpus=4, gpu_link_bytes_per_s=1e9)
     plan = predict(SHAPE, machine, JOB, modes=("far",))
     assert plan.moved["gather"] == plan.moved["reduce"] == 4 * plan.layout.trained_elems * 3 // 4
     waiting = 4 * max(group.elems for group in plan.layout.trained)    # gradients of one group, until they are reduced

@@ -18,7 +18,7 @@ from pstar.layout.budget import Costs, model_data_bytes, near_states_for_capacit
 from pstar.numerics.precision import Precision
 from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam, stream_bytes
 from pstar.planner.gpt_shape import MODELS, GptShape, find_model
-from pstar.planner.machines import MACHINES, Machine, find_machine, load_machine
+from pstar.planner.machines import MACHINES, Machine, MachineSpeeds, Reserves, find_machine, load_machine
 from pstar.planner.paper import STRATEGIES, largest_model, paper_rows
 from pstar.planner.plan import Plan
 from pstar.planner.predict import Job, choose_layout, costs_of, predict
@@ -102,11 +102,13 @@ def test_the_chunk_size_is_the_one_that_the_engine_chooses(name, num_ranks):
         assert layout == plan.layout and need <= budget
 
 
+SPEEDS, NO_RESERVES = MachineSpeeds(1e9, 1e9, 1e9, 1e9, disk_bytes_per_s=1e9), Reserves(0, 0.0, 0, 0)
+
+
 def one_gpu(near: int, far: int, job: Job, disk: int = 0) -> Machine:
     """A machine without reserves, with that much room for chunks near and far."""
     activations = TINY.activation_bytes(job.batch, job.seq_len, 4, job.recompute)
-    return Machine("test", 1, near + activations, far, 1e9, 1e9, 1e9, 1e9, disk, 1e9, gpu_reserve_bytes=0,
-                   gpu_fragmentation=0.0, host_reserve_bytes=0, process_reserve_bytes=0)
+    return Machine("test", 1, near + activations, far, SPEEDS, disk, reserves=NO_RESERVES)
 
 
 JOB = Job(batch=2, seq_len=16, precision="fp32", recompute=False, chunk_elems=4096)
@@ -216,8 +218,7 @@ def offloading(keys: dict) -> pstar.Engine:
 
 
 def with_room(near: int, far: int, job: Job = AWAY, disk: int = 0) -> Machine:
-    return Machine("test", 1, near + job.activations_of(WIDE)[0], far, 1e9, 1e9, 1e9, 1e9, disk, 1e9, gpu_reserve_bytes=0,
-                   gpu_fragmentation=0.0, host_reserve_bytes=0, process_reserve_bytes=0)
+    return Machine("test", 1, near + job.activations_of(WIDE)[0], far, SPEEDS, disk, reserves=NO_RESERVES)
 
 
 def test_offloaded_activations_take_the_planned_bytes(tmp_path):
@@ -387,7 +388,7 @@ def test_a_machine_from_a_file(tmp_path):
     path.write_text('{"like": "h200", "gpu_bytes": "80GiB", "host_bytes": 500000000000}')
     machine = find_machine(str(path))
     assert (machine.name, machine.gpu_bytes, machine.host_bytes) == ("mine", 80 * GIB, 5 * 10**11)
-    assert machine.link_bytes_per_s == MACHINES["h200"].link_bytes_per_s
+    assert machine.speeds == MACHINES["h200"].speeds
     for content, complaint in (({"like": "h200", "gpu_byte": 1}, "did you mean 'gpu_bytes'"), ({"num_gpus": 1}, "missing"),
                                ({"like": "h20"}, "'like'"), ({"like": "h200", "num_gpus": "x"}, "'num_gpus' must be int"),
                                ({"like": "h200", "gpu_bytes": "8Gib/s"}, "no amount of memory"),
