@@ -82,6 +82,8 @@ class BlockStore:
         self.ledger, self.schedule, self._views = ledger, schedule, views
         self.links, self.profile = links or Links(asynchronous=False), profile
         self.blocks: dict[Key, Block] = {}
+        self.kinds: dict[str, None] = {}
+        """The kinds of all blocks that there ever were, in the order in which they came."""
         self.under_way = UnderWay()
         self.departures = 0
         """Number of times that a block has left near."""
@@ -109,6 +111,7 @@ class BlockStore:
         self.wait(fences)
         self._add_copy(block, tier, buffer)
         self.blocks[key] = block
+        self.kinds[key[0]] = None
         return block.copies[tier]
 
     def ensure(self, key: Key, tier: str) -> torch.Tensor:
