@@ -18,8 +18,6 @@ When a copy begins depends on the trace and the budget only, never on the speed 
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 
 from pstar.chunks.room import NearRoom
@@ -29,6 +27,7 @@ from pstar.memory.block import Key
 from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import FAR, NEAR
 
+INFINITE = float("inf")
 MOST_STRETCHES = 256
 """Rule 2 looks at so many stretches of the trace at one moment: more than enough to keep a link busy."""
 
@@ -53,11 +52,12 @@ class Prefetch:
         self._looked_at = -1    # the last moment for which rule 1 was applied
         self._filled = -1       # the last stretch for which rule 2 was considered
         self._departures = -1   # store.departures at that stretch
+        self._held_until: float = -1    # rule 2 has no room before this stretch is over, unless a block leaves near
         self._least_bytes = self._param_dtype.itemsize * min((unit.spec.elems for unit in self.units.records), default=0)
 
     def forget(self) -> None:
         """The step is over."""
-        self._looked_at = self._filled = self._departures = -1
+        self._looked_at = self._filled = self._departures = self._held_until = -1
 
     def __call__(self) -> None:
         """Begins to copy what the trace names next to the tier in which it will be needed; once for each moment."""
@@ -79,11 +79,13 @@ class Prefetch:
         if one and (stretch := self.schedule.stretch) not in (-1, self._filled):
             self._filled = stretch
             before, self._departures = self._departures, store.departures
-            # There may be new room only if a block has left near, or if activations are measured (they may have been freed).
-            # There may be new parameters to copy only if this is an update: its group can be copied then.
+            # There may be new room only if a block has left near, or if activations are measured and the stretch is over
+            # at which they leave the least. There may be new parameters to copy only if this is an update: its group can
+            # be copied then.
             updates = self.schedule.trace.accesses[moment][0] == "adam"
-            if before != store.departures or updates or self.room.watch is not None:
-                self._fill()
+            measured = self.room.watch is not None and stretch > self._held_until
+            if before != store.departures or updates or measured:
+                self._held_until = self._fill()
 
     def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
         """(block, tier) for each existing block that a key of the trace needs."""
@@ -91,9 +93,9 @@ class Prefetch:
         if kind == "adam":
             tier = self.tiers.update_tier(index)
             # Blocks in near of a group that is updated far are not copied here: gradients leave when they are complete.
-            return [(key, tier) for key in self.store.blocks
-                    if key[1] == index and key[0] not in ("gathered", "grad_full", "micro_grad")
-                    and (tier == NEAR or not self.store.is_near(key))]
+            kinds = (kind for kind in self.store.kinds if kind not in ("gathered", "grad_full", "micro_grad"))
+            return [(key, tier) for key in ((kind, index) for kind in kinds)
+                    if key in self.store.blocks and (tier == NEAR or not self.store.is_near(key))]
         if kind == "gathered":
             return [] if access in self.store else [(("param", self.units.records[index].spec.group), FAR)]
         return [(access, NEAR)] if kind in ("param", "grad") else []
@@ -112,27 +114,28 @@ class Prefetch:
         if self.store.tiers[NEAR].has_room(room):
             self.unsharding.unshard_async(unit)
 
-    def _fill(self) -> None:
-        """Rule 2: begins to copy parameters into room that stays free until they are needed."""
+    def _fill(self) -> float:
+        """Rule 2: begins to copy parameters into room that stays free until they are needed. Returns the stretch that must
+        be over before there can be more room, if room is what it lacked, else -1."""
         near, tiers, store = self.store.tiers[NEAR], self.tiers, self.store
-        bound, promised, measured = near.bound_bytes, 0, self.room.near_memory is not None
+        bound, promised = INFINITE if near.bound_bytes is None else near.bound_bytes, 0
+        memory, least, first = self.room.near_memory, self.room.left_by(None), self.schedule.stretch
+        tightest = first if near.limit_bytes is not None else INFINITE    # the stretch that gives `bound`
         outdated: set[int] = set()    # groups that will be updated far: their near copies are out of date after that
         most = MOST_STRETCHES         # stretches of parameters still to copy; at most `prefetch` after an outdated one
 
-        def has_room(num_bytes: int) -> bool:
-            return bound is None or near.used_bytes + promised + num_bytes <= bound
-
-        for access, peak, moment in islice(self.schedule.coming(), MOST_STRETCHES):
-            room = self.room.left_by(peak) if measured else None
-            if room is not None:
-                bound = room if bound is None else min(bound, room)
-            if not has_room(self._least_bytes):
-                return
+        # Up to 256 rounds at many moments of a step: calls of other functions would take most of this loop's time.
+        for number, (access, peak, moment) in enumerate(self.schedule.coming(MOST_STRETCHES), first):
+            if memory is not None and memory - peak < bound and (room := max(memory - peak, least)) < bound:
+                bound, tightest = room, number    # as NearRoom.left_by
+            free = bound - near.used_bytes - promised
+            if free < self._least_bytes:
+                return tightest
             kind, index = access
             if kind == "adam":
                 if tiers.states_tier[index] == FAR:
-                    if tiers.streamed:
-                        return    # the states are copied to near for the update: how much room that takes is not known here
+                    if tiers.streamed:    # the states are copied to near for the update: that room is not known here
+                        return -1
                     outdated.add(index)
             elif kind == "param":
                 block = store.blocks[access]
@@ -140,10 +143,16 @@ class Prefetch:
                 if index in outdated:
                     promised, most = promised + missing, min(most, self.num_keys)
                     continue
-                if most == 0 or (missing and (FAR not in block.copies or not has_room(missing))):
-                    return
+                if most == 0 or (missing and FAR not in block.copies):
+                    return -1
+                if missing > free:
+                    return tightest
                 most -= 1
-                store.load_ahead(access, NEAR, moment)
-            elif kind in ("grad", "micro_grad") and not store.is_near(access):
+                if missing:
+                    store.load_ahead(access, NEAR, moment)
+            elif kind in ("grad", "micro_grad"):
+                if (block := store.blocks.get(access)) is not None and NEAR in block.copies:
+                    continue
                 dtype = self._grad_dtype if kind == "grad" else self._param_dtype
                 promised += self.units.records[index].spec.elems * dtype.itemsize
+        return -1

@@ -82,6 +82,8 @@ class BlockStore:
         self.ledger, self.schedule, self._views = ledger, schedule, views
         self.links, self.profile = links or Links(asynchronous=False), profile
         self.blocks: dict[Key, Block] = {}
+        self.kinds: dict[str, None] = {}
+        """The kinds of all blocks that there ever were, in the order in which they came."""
         self.under_way = UnderWay()
         self.departures = 0
         """Number of times that a block has left near."""
@@ -109,6 +111,7 @@ class BlockStore:
         self.wait(fences)
         self._add_copy(block, tier, buffer)
         self.blocks[key] = block
+        self.kinds[key[0]] = None
         return block.copies[tier]
 
     def ensure(self, key: Key, tier: str) -> torch.Tensor:
@@ -140,10 +143,11 @@ class BlockStore:
             def when_there() -> None:
                 for each in before:
                     each.wait()
-                job()
+                timed()
 
             if background:
-                handle = self.links.update(self._timed("compute", name, 0, when_there))
+                timed = self._timed("compute", name, 0, job)
+                handle = self.links.update(when_there)
             else:
                 self.wait(before)
                 job()
@@ -387,8 +391,6 @@ class BlockStore:
         before = (*block.pending, *fences)
 
         def carry() -> None:
-            for handle in before:
-                handle.wait()
             if tier == DISK:
                 self.tiers[DISK].write(buffer, data)
             elif source == DISK:
@@ -396,10 +398,16 @@ class BlockStore:
             else:
                 self.links.copy(buffer, data)
 
+        timed = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
+
+        def carry_after_others() -> None:
+            for handle in before:
+                handle.wait()
+            timed()
+
         self.ledger.add(way, block.num_bytes, for_next_step)
-        job = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
         with nullcontext() if self.links.asynchronous else self._waiting():
-            block.pending.append(self.links.submit(source, tier, job, block.num_bytes))
+            block.pending.append(self.links.submit(source, tier, carry_after_others, block.num_bytes))
         self._add_copy(block, tier, buffer)
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:

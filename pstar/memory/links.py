@@ -20,6 +20,8 @@ class Links:
         bytes_per_s: simulates links of this speed between near and far, each direction separately.
         device: near's device. On a GPU the workers to and from near each have a stream. A copy waits for all work that was
             queued on the current stream before it was submitted: its source is written then, and its target no longer read.
+            The worker itself waits, for the work and for the copy, so that the profile's times are those of the copy. It
+            sleeps meanwhile and leaves its core to the host's Adam.
     """
 
     def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None):
@@ -40,7 +42,12 @@ class Links:
         second team, in a worker, the process has more OpenMP threads than the machine has cores. From then on OpenMP lets
         the model's threads sleep between any two operators: 1,000 times a step, measured as 7 % of it.
         """
-        if self.asynchronous and target.device.type == source.device.type == "cpu":
+        if self._streams:    # on a worker's stream; without non_blocking torch would wait in a loop, which takes a core
+            target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+            copied.synchronize()
+        elif self.asynchronous and target.device.type == source.device.type == "cpu":
             np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())    # releases the GIL
         else:
             target.copy_(source)
@@ -57,15 +64,13 @@ class Links:
         return self._update.submit(job)
 
     def _on_stream(self, queue: CopyQueue, job: Callable[[], object]) -> Callable[[], None]:
-        given = torch.cuda.Event()
+        given = torch.cuda.Event(blocking=True)
         given.record(torch.cuda.current_stream(self._device))
 
         def on_stream() -> None:
-            stream = self._streams[queue]
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                stream.wait_event(given)
+            given.synchronize()
+            with torch.cuda.device(self._device), torch.cuda.stream(self._streams[queue]):
                 job()
-                stream.synchronize()
 
         return on_stream
 

@@ -272,14 +272,16 @@ class Schedule:
             return -1
         return self.trace.stretch_of[max(0, self._moment)]
 
-    def coming(self) -> Iterator[tuple[Key, int, int]]:
-        """(key, largest peak, first moment) of each stretch, from the current one on and around the end of the step; there
-        moments are counted on beyond the length of the trace. Empty if no trace is known."""
+    def coming(self, most: int) -> list[tuple[Key, int, int]]:
+        """(key, largest peak, first moment) of at most `most` stretches, from the current one on and around the end of the
+        step; there moments are counted on beyond the length of the trace. Empty if no trace is known."""
         first = self.stretch
-        if first >= 0:
-            yield from self.trace.stretches[first:]
-            for key, peak, moment in self.trace.stretches[:first]:
-                yield key, peak, moment + len(self.trace)
+        if first < 0:
+            return []
+        stretches, length = self.trace.stretches, len(self.trace)
+        found = stretches[first : first + most]
+        around = stretches[: max(0, min(first, most - len(found)))]
+        return found + [(key, peak, moment + length) for key, peak, moment in around]
 
     def next_use(self, key: Key) -> float:
         """The moment at which a block is used next, counted on into the next step; NEVER if it is in no trace."""

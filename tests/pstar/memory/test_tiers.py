@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
+from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Schedule
+from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
 
@@ -255,3 +258,46 @@ def _do(store: BlockStore, operation: str, group: int, clock: int, sizes: list[i
             store.unpin(key)
     except BudgetError:
         pass                                            # honest when the pinned blocks leave no room
+
+
+def test_the_profile_shows_a_copy_without_its_wait_for_earlier_copies():
+    """The copy to near waits until the copy to far has ended, which uses the other link."""
+    profile, may_end, ended = Profile(), threading.Event(), []
+    links = Links()
+    tiers = Tier(NEAR, CPU, 100), Tier(FAR, CPU)
+    store = BlockStore(*tiers, Ledger(), Schedule("lru"), Views(), links=links, profile=profile)
+    store.create(("param", 0), 10, torch.float32, FAR)
+
+    def end() -> None:
+        may_end.wait(HANGS_S)
+        ended.append(profile.now())
+
+    store.blocks["param", 0].pending.append(links.submit(NEAR, FAR, end, 0))
+    assert store.load_ahead(("param", 0), NEAR, 1.0)
+    may_end.set()
+    store.finish(("param", 0))
+    links.close()
+    (span,) = [span for span in profile.recording().spans if span.lane == "far to near"]
+    assert ended[0] <= span.begin <= span.end
+
+
+class Fence:
+    """A copy that counts who waits for it."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_memory_that_a_tier_gives_away_has_no_copy_under_way():
+    tier, taken, forgotten, freed = Tier(NEAR, CPU, 1000), Fence(), Fence(), Fence()
+    tier.release(tier.allocate(100, torch.float32, "param"), [taken])
+    tier.allocate(100, torch.float32, "param")
+    assert taken.waits == 1, "the user of a buffer gave no list, so the tier waits for it"
+    tier.release(tier.allocate(50, torch.float32, "param"), [forgotten], keep=False)
+    assert forgotten.waits == 1, "the tier forgets this buffer"
+    tier.release(tier.allocate(60, torch.float32, "param"), [freed])
+    tier.allocate(120, torch.float32, "param")
+    assert freed.waits == 1, "the idle buffer gave way to another size"
