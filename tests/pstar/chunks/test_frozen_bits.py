@@ -15,6 +15,7 @@ import torch
 
 import pstar
 from pstar.kernels import CODE_BLOCK, BlockCodes
+from pstar.layout.budget import model_data_bytes
 from pstar.memory.tier import DISK, FAR, NEAR
 from tests import toy
 from tests.pstar.chunks.test_frozen import (
@@ -96,6 +97,21 @@ def test_vectors_keep_their_bits_in_groups_of_their_own():
     rows = dict(model.memory_table())
     assert "matrices in 4-bit codes except near (34 bytes for 64 weights), all else 4 bytes a parameter" in rows["frozen"]
     assert sum(not group.coded for group in model.layout.frozen) == 1, "few vectors, one group"
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_near_budget_means_the_same_bytes_with_codes_and_without(bits):
+    """Near is whole. Far budgets are shares of what far holds, the codes."""
+    def planned(near: int | str, each: int = bits, model_func=Adapted) -> pstar.planner.plan.Plan:
+        return pstar.plan_engine(model_func, {"default_chunk_size": WIDTH**2, "near_budget": near, "far_budget": "100%",
+                                              "frozen_bits": each})
+
+    for share in ("60%", "100%"):
+        assert planned(share).near_budget == planned(share, 32).near_budget
+        assert planned(share).far_budget == model_data_bytes(planned(share).layout, planned(share).costs)
+    whole = planned("100%").near_budget
+    assert planned(whole).stays_near and not planned(whole - 1).stays_near
+    assert not planned("60%", model_func=lambda: Adapted().requires_grad_(False)).stays_near, "no states, but whole weights"
 
 
 @pytest.mark.each
@@ -233,6 +249,16 @@ def test_new_weights_reach_every_copy_of_a_frozen_block(near):
     for name, value in weights.items():
         changed = name == "embed.weight"    # the others have values of codes already
         assert torch.equal(found[name], BlockCodes(4).round(value, torch.float32) if changed else value), name
+
+
+def test_a_far_copy_comes_back_from_disk_and_not_from_near(tmp_path):
+    """Where far had to drop its copy. What is near is decoded."""
+    model, _ = toy.build(Adapted, near_budget="100%", frozen_bits=4, default_chunk_size=WIDTH**2, disk_path=str(tmp_path))
+    store, (key, *_) = model._store, sorted(frozen_keys(model))
+    codes = store.ensure(key, FAR).clone()
+    near = store.ensure(key, NEAR).clone()
+    assert store._drop_duplicate() and store.blocks[key].copies.keys() == {NEAR, DISK}
+    assert torch.equal(store.ensure(key, FAR), codes) and torch.equal(store.ensure(key, NEAR), near)
 
 
 @pytest.mark.parametrize("bits", BITS)
