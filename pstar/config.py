@@ -106,13 +106,16 @@ class Config:
     """How many moments of the traced step to look ahead: what they need is copied and gathered while the current one
     computes, where the budgets have room for both. 0 or false: every copy when it is needed."""
     near_budget: int | str = "auto"
-    """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data, min (the least that works), or auto
-    (40 % of the GPU's memory; without a GPU, all model data)."""
+    """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data (frozen_bits does not change it), min (the
+    least that works), or auto (40 % of the GPU's memory; without a GPU, all model data)."""
     far_budget: int | str = "auto"
     """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
     near_memory: int | str = "auto"
     """Bytes of the accelerator for chunks and activations together, 12GiB for example. The first step measures the bytes of
     activations at each moment; from then on chunks get the rest, at most near_budget. auto: near_budget alone counts."""
+    frozen_bits: int = 32
+    """Bits of a frozen weight matrix in host memory, on disk and on the way: 32 (as the model computes with it), or 8 or 4
+    (NF4) for codes, of which 64 share a scale: QLoRA (Dettmers et al. 2023). Near it is whole. Vectors keep all bits."""
     disk_path: str | None = None
     """A folder on a local disk for model data that exceed the far budget: optimizer states first, then parameters."""
     disk_budget: int | str = "auto"
@@ -151,6 +154,8 @@ class Config:
             raise ConfigError("optimizer.params: lr, eps and weight_decay must not be negative")
         if self.optimizer.params.state_bits not in (8, 32):
             raise ConfigError(f"optimizer.params.state_bits is {self.optimizer.params.state_bits}; choose 8 or 32")
+        if self.frozen_bits not in (4, 8, 32):
+            raise ConfigError(f"frozen_bits is {self.frozen_bits}; choose 4, 8 or 32 (no codes)")
         if len(self.optimizer.params.betas) != 2 or not all(0 <= beta < 1 for beta in self.optimizer.params.betas):
             raise ConfigError(f"optimizer.params.betas is {self.optimizer.params.betas}; give two numbers in [0, 1)")
         self._check_fp16()

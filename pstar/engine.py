@@ -18,7 +18,7 @@ from pstar.comm.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.layout.budget import Costs, frozen_bytes, model_data_bytes
-from pstar.layout.layout import Layout
+from pstar.layout.layout import CODE_BLOCK, Layout
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
@@ -293,8 +293,12 @@ class Engine(torch.nn.Module):
             budgets.append(f"{tier.name} {bound}")
         whole, frozen = model_data_bytes(layout, self.costs), frozen_bytes(layout, self.costs)
         scales = f", and {self.costs.scales} for each block of 8-bit states" if self.costs.scales else ""
-        share = [("frozen", f"{format_bytes(frozen)} of it, {self.costs.param} bytes a parameter, without gradients and "
-                            f"optimizer states, in {len(layout.frozen)} of the groups")] if frozen else []
+        each = f"{self.costs.param} bytes a parameter"
+        if any(group.coded for group in layout.frozen):
+            each = (f"matrices in {self.costs.frozen_bits}-bit codes except near ({self.costs.block_bytes} bytes for "
+                    f"{CODE_BLOCK} weights), all else {each}")
+        share = [("frozen", f"{format_bytes(frozen)} of it, {each}, without gradients and optimizer states, in "
+                            f"{len(layout.frozen)} of the groups")] if frozen else []
         kept, held = len(self._outside.params), format_bytes(self._outside.num_bytes)
         where = "the host" if self.far_states == "host" else "near, streamed"
         states = [("far states", f"updated by {where} ({self._why})")] if self._why not in NO_CHOICE else []
@@ -411,6 +415,9 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
     plan = Plan(module, config, collectives.num_ranks, default_near)
+    if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
+        warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
+                      "False in model_func, before the engine starts", stacklevel=2)
     engine = Engine(module, plan, collectives, device)
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
     optimizer = engine._take_over(groups, recipe)

@@ -39,7 +39,7 @@ from durable.boxes import Box, boxes
 from durable.distributed_checkpoint import ForeignClass, Reader, last_line, quiet
 from durable.files import flush
 from durable.folders import digest, first_damage, put_in_place
-from pstar.checkpoint.state import PREFIXES, SCALE_PREFIXES, read_codes, read_piece, write_span
+from pstar.checkpoint.state import PREFIXES, SCALE_PREFIXES, frozen_bits, read_codes, read_piece, write_span
 from pstar.errors import CheckpointError
 from pstar.kernels import code_tables, decode
 from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
@@ -193,17 +193,20 @@ def _state_of(optimizer: ChunkedAdam) -> dict[str, Any]:
     """The JSON content of state.json that the optimizer alone decides."""
     groups = [{key: float(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()
                if key != "params"} for group in optimizer.param_groups]
-    return {"format": FORMAT, "precision": optimizer.precision.name, "scaler": optimizer.scaler.state(), "groups": groups}
+    return {"format": FORMAT, "precision": optimizer.precision.name, "frozen_bits": frozen_bits(optimizer),
+            "scaler": optimizer.scaler.state(), "groups": groups}
 
 
 def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Reads a checkpoint at any number of ranks, chunk size, ownership and precision; returns what the caller had added.
 
+    Frozen matrices in codes are saved decoded, and have the same codes when they are encoded again.
+
     Each rank reads by itself, one group of chunks at a time. Random states are restored on ranks that were there; ranks that
     were not there take the buffers of rank 0.
 
     Raises:
-        CheckpointError: damaged, of another model, or no checkpoint.
+        CheckpointError: damaged, of another model, of other frozen_bits (8 and 4), or no checkpoint.
     """
     chunks = optimizer.chunks
     ranks = chunks.collectives
@@ -216,6 +219,10 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     missing = [key for key in own_keys.values() if NAMES[PARAM] + key not in known]
     if missing or state["format"] != FORMAT:
         raise CheckpointError(f"{path} is of another model (it has no {', '.join(missing[:3])}) or of another version")
+    saved_bits, bits = state.get("frozen_bits", 32), frozen_bits(optimizer)    # older checkpoints have none
+    if saved_bits != bits and 32 not in (saved_bits, bits):
+        raise CheckpointError(f"{path} was saved with frozen_bits {saved_bits}, this engine has {bits}: its frozen matrices "
+                              f"would be rounded a second time; give {saved_bits}, or 32 to keep them as they are")
     for name in outside.params:
         whole = Span(own_keys[name], 0, 0, outside.shapes[name].numel())
         kinds = (PARAM,) if name in outside.frozen else NAMES

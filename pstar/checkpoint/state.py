@@ -6,6 +6,7 @@ import torch
 
 from pstar.errors import ConfigError
 from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
+from pstar.memory.tier import NEAR
 from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES, Precision
 from pstar.optim.chunked_adam import ChunkedAdam
 
@@ -20,7 +21,8 @@ SCALE_PREFIXES = {EXP_AVG: "exp_avg_scale.", EXP_AVG_SQ: "exp_avg_sq_scale."}
 def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     """(weights, moments) on rank 0, two empty dicts on the others. Every rank must call it.
 
-    weights: name -> fp32 master in the parameter's shape; of a frozen parameter the value with which the model computes.
+    weights: name -> fp32 master in the parameter's shape; of a frozen parameter the value with which the model computes,
+    decoded if it is in codes (load_state finds the same codes again).
     moments, for all but frozen parameters: 'exp_avg.NAME', 'exp_avg_sq.NAME' -> fp32 in the parameter's shape, 'step.NAME'
     -> number of updates, fp32 scalar, as torch.optim counts them; in fp16 also 'scaler.KEY', the state of the loss scale,
     fp32 scalars. A parameter of which every rank has its own (torch_scope) has one NAME@RANK for each. Moves no block.
@@ -96,11 +98,16 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor, sc
 
     values: the whole tensor, in any floating dtype, on any device; stored as the fp32 master where there is one.
     scales: of a moment that was in 8 bits, as in Precision.write_moment.
+
+    Raises ConfigError for a weight that is not finite, where it would be encoded.
     """
     chunks = optimizer.chunks
     if name in optimizer.outside.params:
         return optimizer.outside.write(kind, name, values, scales)
     group = chunks.units.place[name][0].spec.group
+    if chunks.layout.groups[group].coded and not values.isfinite().all():    # on all ranks, before any of them writes
+        raise ConfigError(f"parameter {name} has values that are not finite, which frozen_bits cannot encode: give 32, or "
+                          "keep the parameter with PyTorch (pstar.exclude)")
     chunks.unsharding.drop_gathered(group)
     for span in chunks.layout.groups[group].spans(chunks.collectives.rank):
         if span.name == name:
@@ -118,7 +125,11 @@ def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values
     kinds = precision.kinds if kind == PARAM else _kinds_of_a_moment(precision, kind)
     part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
     if store.blocks[PARAM, group].fixed:
-        for data in store.fixed_copies((PARAM, group)):
+        codes, copies = store.blocks[PARAM, group].codes, store.fixed_copies((PARAM, group))
+        if codes is not None:
+            codes.put(values, copies.pop(0), span.piece_offset)    # far
+            values = codes.round(values, precision.param_dtype).float()
+        for data in copies:
             precision.write_master(values, {PARAM: data[part]})
         return
     with store.reading([(each, group) for each in kinds]) as places:
@@ -144,6 +155,9 @@ def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     with optimizer.store.reading([(each, group) for each in kinds]) as places:
         data = {each: buffer for (each, _), (_, buffer) in places.items()}
         if kind == PARAM:
+            codes = optimizer.store.blocks[PARAM, group].codes
+            if codes is not None and places[PARAM, group][0] != NEAR:
+                data[PARAM] = codes.decode(data[PARAM], torch.empty(its_group.piece_elems, dtype=precision.param_dtype))
             return precision.read_master(data)
         if SCALES not in data:
             return data[kind].clone()
@@ -158,6 +172,11 @@ def read_codes(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece of an 8-bit moment as it is stored: codes, uint8, (S,); of SCALES (2 * blocks,). A copy."""
     with optimizer.store.reading([(kind, group)]) as places:
         return places[kind, group][1].clone()
+
+
+def frozen_bits(optimizer: ChunkedAdam) -> int:
+    """The bits of frozen matrices in codes; 32 if no group is coded."""
+    return next((block.codes.bits for block in optimizer.store.blocks.values() if block.codes is not None), 32)
 
 
 def _gather_scales(optimizer: ChunkedAdam, group: Group) -> Tensors:

@@ -13,6 +13,7 @@ from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
 from pstar.comm.collective_log import CollectiveLog
 from pstar.comm.collectives import Collectives
+from pstar.kernels import BlockCodes
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
@@ -50,6 +51,8 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     gradients = Gradients(parameters, store, collectives, log, norms, tiers, plan.grad_dtype,
                           plan.accumulates, config.find_unused_parameters)
     prefetch = Prefetch(unsharding, store, room, tiers, config.prefetch, plan.grad_dtype)
+    codes = BlockCodes(config.frozen_bits) if plan.costs.in_codes else None
     for group in layout.groups:
-        store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR, fixed=group.frozen).zero_()
+        store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR, fixed=group.frozen,
+                     codes=codes if group.coded else None).zero_()
     return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives)

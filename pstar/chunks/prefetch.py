@@ -139,7 +139,7 @@ class Prefetch:
                     outdated.add(index)
             elif kind == "param":
                 block = store.blocks[access]
-                missing = 0 if NEAR in block.copies else block.num_bytes
+                missing = 0 if NEAR in block.copies else block.bytes_in(NEAR)
                 if index in outdated:
                     promised, most = promised + missing, min(most, self.num_keys)
                     continue

@@ -3,6 +3,8 @@
 With one process a unit's near buffer is its ("param", u) block. With p ranks each rank keeps its piece in ("param", g). The
 near buffer is then ("gathered", u), which is dropped when it is evicted. The ranks must agree about evictions, so all have
 the same blocks in near: blocks are created on all ranks at the same moments.
+
+Of parameters in codes the ranks gather the codes, and each decodes all of them: the collective moves no more than the link.
 """
 
 from dataclasses import dataclass
@@ -13,9 +15,24 @@ from pstar.chunks.parameters import Parameters
 from pstar.chunks.unit import Bytes, UnitRecord
 from pstar.comm.collective_log import CollectiveLog
 from pstar.comm.collectives import Collectives, Handle
+from pstar.kernels import BlockCodes
+from pstar.layout.layout import Unit
 from pstar.memory.block import Block
 from pstar.memory.block_store import BlockStore, Pending
 from pstar.memory.tier import NEAR
+
+
+@dataclass(slots=True, eq=False)
+class Decoding:
+    """A gather of codes into the last bytes of a unit's near buffer, which are then decoded there."""
+
+    gather: Handle
+    codes: BlockCodes
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        self.gather.wait()
+        self.codes.decode_tail(self.buffer)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +40,7 @@ class Gather:
     """A gather that was begun before the unit is needed; its buffer is pinned until the gather is finished."""
 
     unit: UnitRecord
-    handle: Handle
+    handle: Handle | Decoding
     pin: Block
     gathers: list[Pending]
     """All gathers under way, this one among them."""
@@ -72,12 +89,20 @@ class Unsharding:
         unit.gather = Gather(unit, handle, self.store.pin(unit.key), gathers)
         gathers.append(unit.gather)
 
-    def _gather(self, unit: UnitRecord) -> Handle:
-        spec, rank = unit.spec, self.collectives.rank
+    def _gather(self, unit: UnitRecord) -> Handle | Decoding:
+        spec, key = unit.spec, ("param", unit.spec.group)
         self.log.gather(spec.index)
         data = self.store.create(unit.key, spec.elems, self.parameters.dtype, NEAR, derived=True)
         with self.store.pinned(unit.key):
-            tier, own = self.store.peek(("param", spec.group))
+            tier, own = self.store.peek(key)
+        codes = self.store.blocks[key].codes
+        if codes is None:
+            return self._collect(spec, data, own, tier)
+        return Decoding(self._collect(spec, codes.tail(data), own, tier), codes, data)
+
+    def _collect(self, spec: Unit, data: torch.Tensor, own: torch.Tensor, tier: str) -> Handle:
+        """Begins to fill data, a unit's elements or their codes, from all ranks; own: this rank's part, in a tier."""
+        rank = self.collectives.rank
         if spec.owner is None:
             self.store.copy(data.view(self.units.layout.num_ranks, -1)[rank], own, tier, NEAR)
             return self.collectives.all_gather(data)

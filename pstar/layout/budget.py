@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pstar.layout.layout import Group, Layout, ModuleSpec, Unit, candidate_layouts
+from pstar.layout.layout import CODE_BLOCK, Group, Layout, ModuleSpec, Unit, candidate_layouts
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,22 @@ class Costs:
     """Optimizer states: moments, and the part of an fp32 master that is not in the parameter."""
     scales: int = 0
     """Bytes of the scales of each block of STATE_BLOCK elements: 8 with 8-bit moments."""
+    frozen_bits: int = 32
+    """Bits of an element of a coded group, except near: 8 or 4; 32: no group is coded."""
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether frozen matrices are in coded groups."""
+        return self.frozen_bits < 16
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of CODE_BLOCK elements of a coded group, except near: codes, and one scale of 2 bytes."""
+        return 2 + CODE_BLOCK * self.frozen_bits // 8
+
+    def param_bytes(self, elems: int, coded: bool) -> int:
+        """Bytes of so many parameters of a group, except near."""
+        return elems // CODE_BLOCK * self.block_bytes if coded else self.param * elems
 
     @property
     def total(self) -> int:
@@ -30,13 +46,20 @@ class Costs:
     def piece_bytes(self, group: Group) -> int:
         """Bytes of one rank's piece of a group with all its model data; a frozen group has parameters only."""
         if group.frozen:
-            return self.param * group.piece_elems
+            return self.param_bytes(group.piece_elems, group.coded)
         return (self.param + self.grad) * group.piece_elems + self.state_bytes(group)
 
 
 def model_data_bytes(layout: Layout, costs: Costs) -> int:
     """Bytes of all model data of all ranks, padding included."""
     return layout.num_ranks * sum(costs.piece_bytes(group) for group in layout.groups)
+
+
+def near_data_bytes(layout: Layout, costs: Costs) -> int:
+    """model_data_bytes if all of it were near, where parameters in codes are whole: 100% of a near budget."""
+    coded = [group for group in layout.frozen if group.coded]
+    more = sum(costs.param * group.elems - costs.param_bytes(group.elems, True) for group in coded)
+    return model_data_bytes(layout, costs) + more
 
 
 def frozen_bytes(layout: Layout, costs: Costs) -> int:
@@ -95,7 +118,7 @@ def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, ne
     most = min(params // (4 * chunks_a_group), 64 * 2**20)
     if near_budget is not None:
         most = min(most, largest_chunk_elems(near_budget, num_ranks, costs) * num_ranks // chunks_a_group)
-    return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0)
+    return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0, in_codes=costs.in_codes)
 
 
 def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",

@@ -17,7 +17,8 @@ owner of a piece has a part of the parameter.
 
 Frozen parameters are packed apart: groups are trained or *frozen*, and frozen groups come last. A frozen group holds
 parameters only, without gradients and states. Beside frozen ones the trained parameters are few (adapters): their chunks
-shrink, because padding costs as many bytes there as a trained element.
+shrink, because padding costs as many bytes there as a trained element. With frozen_bits the frozen matrices are in *coded*
+groups, apart from frozen vectors (biases, norms), which are few and keep all their bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,10 @@ ALIGN_ELEMS = 32
 STATE_BLOCK = 2048
 """Elements that share the two scales of their 8-bit moments; kernels.QUANT_BLOCK. Blocks begin at a parameter's first
 element, so they depend on no chunk size, placement or number of ranks."""
+
+CODE_BLOCK = 64
+"""Weights that share a scale in a coded group; kernels.CODE_BLOCK. Each parameter there begins with a block, and ranks share
+it by whole blocks, so its codes depend on no chunk size and no number of ranks."""
 
 OWNERSHIPS = ("whole", "sharded")
 COMMUNICATIONS = ("group", "chunk")
@@ -54,6 +59,8 @@ class ModuleSpec:
     """(qualified name, number of elements) of each."""
     frozen: frozenset[str] = frozenset()
     """Names of those that are not trained."""
+    matrices: frozenset[str] = frozenset()
+    """Names of those with two dimensions or more."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ class Group:
     slots: tuple[Slot, ...]
     frozen: bool = False
     """Whether it holds parameters only, which are never written."""
+    coded: bool = False
+    """Whether it is frozen, and in codes except near."""
 
     @property
     def elems(self) -> int:
@@ -210,11 +219,12 @@ def num_blocks(numel: int) -> int:
 
 
 def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int = 1, ownership: str = "whole",
-                whole_blocks: bool = False) -> Layout:
+                whole_blocks: bool = False, in_codes: bool = False) -> Layout:
     """Packs the parameters of modules into chunks of chunk_elems elements, module-atomic next-fit.
 
     whole_blocks: a parameter that ranks share is cut between its blocks of STATE_BLOCK elements, for 8-bit states. With
         ownership sharded, a chunk is then a multiple of num_ranks * STATE_BLOCK elements.
+    in_codes: frozen matrices are in coded groups.
 
     Raises ConfigError for a chunk size below one, an unknown ownership, and a model without parameters.
     """
@@ -222,20 +232,23 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
     if chunk_elems < 1:
         raise ConfigError(f"the chunk size is {chunk_elems} elements; give at least 1, or 'auto'")
-    return _pack(_measure(modules), align(chunk_elems), num_ranks, ownership, whole_blocks)
+    return _pack(_measure(modules, in_codes), align(chunk_elems), num_ranks, ownership, whole_blocks)
 
 
 Measured = list[tuple[list[tuple[str, int, int]], int, int]]
 """For each module with parameters: their (name, numel, aligned numel), and the sum and maximum of the aligned numels."""
 
 
-def _measure(modules: Sequence[ModuleSpec]) -> tuple[Measured, Measured]:
-    """The modules' trained parameters, and their frozen ones."""
-    measured: tuple[Measured, Measured] = ([], [])
+def _measure(modules: Sequence[ModuleSpec], in_codes: bool = False) -> tuple[Measured, Measured, Measured]:
+    """The modules' trained parameters, their frozen ones, and those in codes."""
+    measured: tuple[Measured, Measured, Measured] = ([], [], [])
     for module in modules:
-        sizes = [(name, numel, align(numel)) for name, numel in module.parameters]
-        for part, frozen in zip(measured, (False, True), strict=True):
-            own = [item for item in sizes if (item[0] in module.frozen) is frozen]
+        coded = module.frozen & module.matrices if in_codes else frozenset()
+        parts: tuple[list[tuple[str, int, int]], ...] = ([], [], [])
+        for name, numel in module.parameters:
+            number = 2 if name in coded else int(name in module.frozen)
+            parts[number].append((name, numel, align(numel, CODE_BLOCK if number == 2 else ALIGN_ELEMS)))
+        for part, own in zip(measured, parts, strict=True):
             if own:
                 part.append((own, sum(size for _, _, size in own), max(size for _, _, size in own)))
     return measured
@@ -247,18 +260,25 @@ def _whole_pieces(chunk_elems: int, num_ranks: int, ownership: str, cut_at: int)
     return align(chunk_elems, num_ranks * cut_at) if ownership == "sharded" and cut_at != ALIGN_ELEMS else chunk_elems
 
 
-def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int, ownership: str,
+def _pack(measured: tuple[Measured, Measured, Measured], chunk_elems: int, num_ranks: int, ownership: str,
           whole_blocks: bool = False) -> Layout:
     """make_layout of the result of _measure: a search measures once and packs many times."""
-    trained, frozen = measured
+    trained, frozen, coded = measured
     cut_at = STATE_BLOCK if whole_blocks and num_ranks > 1 else ALIGN_ELEMS
     chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at)
-    if not frozen:
-        groups = _pack_part(trained, chunk_elems, num_ranks, ownership, cut_at=cut_at)
+    if not frozen and not coded:
+        groups = _pack_part(trained, chunk_elems, num_ranks, ownership, cut_at)
     else:
-        size = min(chunk_elems, sum(whole for _, whole, _ in frozen))    # a larger chunk is padding
-        parts = (_pack_tightly(trained, chunk_elems, num_ranks, ownership, cut_at),
-                 _pack_part(frozen, size, num_ranks, ownership, frozen=True))
+        size = min(chunk_elems, sum(whole for _, whole, _ in coded or frozen))    # a larger chunk is padding
+        parts = [_pack_tightly(trained, chunk_elems, num_ranks, ownership, cut_at)]
+        if coded:
+            vectors = _pack_tightly(frozen, chunk_elems, num_ranks, ownership, ALIGN_ELEMS)
+            matrices = _pack_part(coded, align(size, CODE_BLOCK), num_ranks, ownership, CODE_BLOCK)
+            parts += [[replace(group, frozen=True) for group in vectors],
+                      [replace(group, frozen=True, coded=True) for group in matrices]]
+        else:
+            groups = _pack_part(frozen, size, num_ranks, ownership)
+            parts.append([replace(group, frozen=True) for group in groups])
         groups = [replace(group, index=index, slots=tuple(replace(slot, group=index) for slot in group.slots))
                   for index, group in enumerate(group for part in parts for group in part)]
     if not groups:
@@ -267,28 +287,29 @@ def _pack(measured: tuple[Measured, Measured], chunk_elems: int, num_ranks: int,
 
 
 def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, cut_at: int) -> list[Group]:
-    """_pack_part for the few trained parameters of a model with frozen ones: about four groups, with the chunk size that
-    wastes least. It makes fewer groups if their chunks would have less than GROUP_COST_ELEMS elements: each group costs as
-    much time as so many elements. No chunk has more than chunk_elems elements."""
+    """_pack_part for the few parameters of a model whose other ones are in other groups: about four groups, with the chunk
+    size that wastes least. It makes fewer groups if their chunks would have less than GROUP_COST_ELEMS elements: each group
+    costs as much time as so many elements. No chunk has more than chunk_elems elements."""
     whole = sum(size for _, size, _ in measured)
     quarter = whole // (4 * (num_ranks if ownership == "whole" else 1))
     most = min(chunk_elems, whole, align(max(quarter, GROUP_COST_ELEMS)))
-    best = _pack_part(measured, most, num_ranks, ownership, cut_at=cut_at) if measured else []
+    best = _pack_part(measured, most, num_ranks, ownership, cut_at) if measured else []
 
     def elems(groups: Iterable[Group]) -> int:
         return sum(group.elems for group in groups)
 
     num_groups, least = len(best), align(-(-whole // (num_ranks * max(len(best), 1))))
     for trial in range(TRIALS if least < most else 0):
-        groups = _pack_part(measured, align(least + (most - least) * trial // TRIALS), num_ranks, ownership, cut_at=cut_at)
+        groups = _pack_part(measured, align(least + (most - least) * trial // TRIALS), num_ranks, ownership, cut_at)
         if len(groups) <= num_groups and elems(groups) < elems(best):
             best = groups
     return best
 
 
-def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, frozen: bool = False,
+def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str,
                cut_at: int = ALIGN_ELEMS) -> list[Group]:
-    """The groups of all trained, or all frozen, parameters. A parameter is cut between ranks at multiples of cut_at."""
+    """The groups of all trained, all frozen or all coded parameters. A parameter is cut between ranks at multiples of
+    cut_at."""
     chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at)
     piece = chunk_elems // num_ranks if ownership == "sharded" else chunk_elems
     chunks: list[list[tuple[str, int, int]]] = []    # the ordinary chunks: name, numel, offset inside the chunk
@@ -318,7 +339,7 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
         """A group of one or more chunks: (first element in the group's flat space, content) of each."""
         index = len(groups)
         slots = [Slot(name, numel, index, start + offset) for start, own in parts for name, numel, offset in own]
-        groups.append(Group(len(groups), piece_elems, num_ranks, tuple(slots), frozen))
+        groups.append(Group(len(groups), piece_elems, num_ranks, tuple(slots)))
 
     for name, numel in oversized:
         add_group(align(-(-numel // num_ranks), cut_at), [(0, [(name, numel, 0)])])
@@ -333,7 +354,8 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
 
 
 def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
-                      ownership: str = "whole", num_candidates: int = 128, whole_blocks: bool = False) -> list[Layout]:
+                      ownership: str = "whole", num_candidates: int = 128, whole_blocks: bool = False,
+                      in_codes: bool = False) -> list[Layout]:
     """Layouts with chunk sizes up to max_elems: in geometric steps below the median module's size, in linear steps above.
 
     max_elems defaults to the whole model in one chunk a rank. Only packings are computed, no tensor is made.
@@ -350,7 +372,7 @@ def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_ele
         candidates.add(middle)
     if ownership not in OWNERSHIPS:
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
-    measured = _measure(modules)
+    measured = _measure(modules, in_codes)
     layouts = [_pack(measured, size, num_ranks, ownership, whole_blocks) for size in sorted(candidates)]
     return list({layout.chunk_elems: layout for layout in layouts}.values())    # with whole blocks sizes may be equal
 

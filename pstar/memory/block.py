@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from pstar.errors import StateError
+from pstar.kernels import BlockCodes
 from pstar.memory.copy_queue import Handle
+from pstar.memory.tier import NEAR
 
 Key = tuple[str, int]
 """(kind, group), for example ("param", 3)."""
@@ -22,8 +24,10 @@ class Block:
     derived: bool = False
     fixed: bool = False
     """Never written while it is near: a copy in far or on disk stays valid, so its eviction from near needs no copy."""
+    codes: BlockCodes | None = None
+    """The format of a fixed block's copies in far and on disk; its near copy is decoded from them. None: all are alike."""
     copies: dict[str, Any] = field(default_factory=dict)
-    """The valid copies by tier, all of them equal: tensors, on disk an Extent."""
+    """The valid copies by tier, all of the same values: tensors, on disk an Extent."""
     came: dict[str, int] = field(default_factory=dict)
     """When each copy was made, on the store's clock."""
     pins: int = 0
@@ -32,9 +36,21 @@ class Block:
     shared: bool = False
     """Whether other tensors keep views of the near copy, which is about to be dropped."""
 
+    def shape_in(self, tier: str) -> tuple[int, torch.dtype]:
+        """(elements, dtype) of a copy in that tier."""
+        if self.codes is None or tier == NEAR:
+            return self.numel, self.dtype
+        return self.codes.num_bytes(self.numel), torch.uint8
+
     @property
     def num_bytes(self) -> int:
+        """Bytes of the block without codes."""
         return self.numel * self.dtype.itemsize
+
+    def bytes_in(self, tier: str) -> int:
+        """Bytes of a copy in that tier."""
+        numel, dtype = self.shape_in(tier)
+        return numel * dtype.itemsize
 
     def unpin(self) -> None:
         """Removes one pin. Raises StateError without one."""

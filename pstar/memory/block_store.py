@@ -3,7 +3,7 @@
 A *block* is one kind of model data of one group: its parameters, its gradients, its first moments, ... It is in near, far,
 on disk, or in several tiers with equal content. A block with an equal copy in a slower tier is *clean*: its eviction needs
 no copy. Blocks in use are pinned and are never evicted. Some blocks are *derived* (a gathered group): they are in near only,
-and eviction drops them.
+and eviction drops them. Frozen parameters may be in codes in far and on disk; the copy to near moves codes and decodes them.
 
 Copies run in the background (copy_queue.py). The records change when a copy begins: an evicted block is gone from near at
 once. Its bytes are valid in far when the copy has ended, and the next user of its near buffer waits for that. So a block's
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from pstar.errors import BudgetError, StateError
+from pstar.kernels import BlockCodes
 from pstar.memory.block import Block, Key, Pins
 from pstar.memory.copy_queue import Handle
 from pstar.memory.disk import DiskTier
@@ -97,16 +98,17 @@ class BlockStore:
         return block is not None and NEAR in block.copies
 
     def model_bytes(self) -> int:
-        """Bytes of model data: each block counts once, however many copies it has, and derived ones do not count."""
-        return sum(block.num_bytes for block in self.blocks.values() if not block.derived)
+        """Bytes of model data: each block counts once, however many copies it has, as it is in far; derived ones do not
+        count."""
+        return sum(block.bytes_in(FAR) for block in self.blocks.values() if not block.derived)
 
     def create(self, key: Key, numel: int, dtype: torch.dtype, tier: str, derived: bool = False,
-               fixed: bool = False) -> torch.Tensor:
-        """Creates a block in near or far; a fixed one (see Block) in far. Returns its buffer, (numel,) of dtype, its content
-        undefined."""
+               fixed: bool = False, codes: BlockCodes | None = None) -> torch.Tensor:
+        """Creates a block in near or far; a fixed one (see Block) in far, perhaps in codes. Returns its buffer, (numel,) of
+        dtype or (codes.num_bytes(numel),) uint8, its content undefined."""
         if key in self.blocks:
             raise StateError(f"block {key} exists already")
-        block, fences = Block(key, numel, dtype, derived, fixed), []
+        block, fences = Block(key, numel, dtype, derived, fixed, codes), []
         buffer = self._allocate(tier, block, fences)
         self.wait(fences)
         self._add_copy(block, tier, buffer)
@@ -175,7 +177,7 @@ class BlockStore:
         through = (FAR, NEAR) if tier == NEAR and FAR not in block.copies and NEAR not in block.copies else (tier,)
         for step in through:
             with block:
-                if not self._free(step, block.num_bytes, next_use):
+                if not self._free(step, block.bytes_in(step), next_use):
                     return False
             self._begin(block, step, self.schedule.is_in_next_step(next_use))
         self.schedule.prefetched(key)
@@ -227,7 +229,7 @@ class BlockStore:
                 self._drop_copy(block, other)
 
     def fixed_copies(self, key: Key) -> list[torch.Tensor]:
-        """A fixed block's copies in far and, if it is there, in near: the caller writes the same new content into each.
+        """A fixed block's copies in far and, if it is there, in near: the caller writes the same new values into each.
         The copy on disk, which would be out of date, is dropped."""
         self.ensure(key, FAR)
         block = self._block(key)
@@ -305,12 +307,12 @@ class BlockStore:
         return True
 
     def _allocate(self, tier: str, block: Block, fences: list[Handle]) -> Any:
-        if not self.tiers[tier].has_room(block.num_bytes):
+        if not self.tiers[tier].has_room(num_bytes := block.bytes_in(tier)):
             with block:    # the copy's source must not be evicted to make room for it
-                self.make_room(tier, block.num_bytes, f"{block.key[0]} of group {block.key[1]}")
+                self.make_room(tier, num_bytes, f"{block.key[0]} of group {block.key[1]}")
         if tier == DISK:
-            return self.tiers[DISK].allocate(block.numel, block.dtype, block.key[0])
-        return self.tiers[tier].allocate(block.numel, block.dtype, block.key[0], fences)
+            return self.tiers[DISK].allocate(*block.shape_in(DISK), block.key[0])
+        return self.tiers[tier].allocate(*block.shape_in(tier), block.key[0], fences)
 
     def _evict(self, tier: str, next_use: float | None = None) -> bool:
         """Evicts one block from a tier to the next slower one; returns whether one could be evicted."""
@@ -340,7 +342,7 @@ class BlockStore:
                 and (tier == NEAR or NEAR not in block.copies)]
         if next_use is not None:
             held = [block for block in held if self.schedule.next_use(block.key) > next_use
-                    and (len(block.copies) > 1 or block.derived or self._takes(slower, block.num_bytes))]
+                    and (len(block.copies) > 1 or block.derived or self._takes(slower, block.bytes_in(slower)))]
         return held
 
     def _takes(self, tier: str, num_bytes: int) -> bool:
@@ -350,8 +352,8 @@ class BlockStore:
     @staticmethod
     def _candidate(block: Block, tier: str) -> Candidate:
         """A derived block counts as dirty: it needs no copy out, but gathering it again costs a copy in and a collective."""
-        clean = len(block.copies) > 1
-        return Candidate(block.key, block.num_bytes, 0 if clean else block.num_bytes, block.came[tier])
+        clean, num_bytes = len(block.copies) > 1, block.bytes_in(tier)
+        return Candidate(block.key, num_bytes, 0 if clean else num_bytes, block.came[tier])
 
     def _drop_duplicate(self) -> bool:
         """Drops one far copy of a block that is also in near (a clean block becomes dirty, no bytes are lost).
@@ -380,34 +382,37 @@ class BlockStore:
 
     def _begin(self, block: Block, tier: str, for_next_step: bool = False, source: str | None = None) -> None:
         """Begins to copy a block to a tier, from `source` or the fastest tier that has it; between disk and near through
-        far."""
-        source = source or next(tier for tier in ORDER if tier in block.copies)
+        far. Codes are copied from tiers that have codes, and decoded near by the job that copies them."""
+        sources = ORDER if block.codes is None else (FAR, DISK)
+        source = source or next(tier for tier in sources if tier in block.copies)
         if {source, tier} == {NEAR, DISK}:
             self._begin(block, FAR)
             source = FAR
         fences: list[Handle] = []
         buffer = self._allocate(tier, block, fences)
-        data, way = block.copies[source], f"{source} to {tier}"
-        before = (*block.pending, *fences)
+        data, way, num_bytes = block.copies[source], f"{source} to {tier}", block.bytes_in(source)
+        before, codes = (*block.pending, *fences), block.codes if tier == NEAR else None
 
         def carry() -> None:
             if tier == DISK:
                 self.tiers[DISK].write(buffer, data)
             elif source == DISK:
                 self.tiers[DISK].read(data, buffer)
+            elif codes is not None:
+                self.links.copy(codes.tail(buffer), data, lambda: codes.decode_tail(buffer))
             else:
                 self.links.copy(buffer, data)
 
-        timed = self._timed(way, f"{block.key[0]} {block.key[1]}", block.num_bytes, carry)
+        timed = self._timed(way, f"{block.key[0]} {block.key[1]}", num_bytes, carry)
 
         def carry_after_others() -> None:
             for handle in before:
                 handle.wait()
             timed()
 
-        self.ledger.add(way, block.num_bytes, for_next_step)
+        self.ledger.add(way, num_bytes, for_next_step)
         with nullcontext() if self.links.asynchronous else self._waiting():
-            block.pending.append(self.links.submit(source, tier, carry_after_others, block.num_bytes))
+            block.pending.append(self.links.submit(source, tier, carry_after_others, num_bytes))
         self._add_copy(block, tier, buffer)
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
@@ -446,7 +451,7 @@ class BlockStore:
         self._clock += 1
         block.copies[tier], block.came[tier] = buffer, self._clock
         if self.profile is not None:
-            self.profile.enter(block.key, tier, block.num_bytes)
+            self.profile.enter(block.key, tier, block.bytes_in(tier))
             self.profile.used(tier, self.tiers[tier].used_bytes)
 
     def _drop_copy(self, block: Block, tier: str, has_left: bool = False) -> None:

@@ -35,8 +35,9 @@ class Links:
 
     now = staticmethod(time.perf_counter)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies a buffer to one of the same size and dtype; called by jobs.
+    def copy(self, target: torch.Tensor, source: torch.Tensor, then: Callable[[], object] = lambda: None) -> None:
+        """Copies a buffer to one of the same size and dtype, then calls `then`, whose kernels run behind the copy; called by
+        jobs.
 
         A background copy in host memory uses one thread. torch would share a large copy among a team of threads. With a
         second team, in a worker, the process has more OpenMP threads than the machine has cores. From then on OpenMP lets
@@ -44,13 +45,16 @@ class Links:
         """
         if self._streams:    # on a worker's stream; without non_blocking torch would wait in a loop, which takes a core
             target.copy_(source, non_blocking=True)
+            then()
             copied = torch.cuda.Event(blocking=True)
             copied.record()
             copied.synchronize()
-        elif self.asynchronous and target.device.type == source.device.type == "cpu":
+            return
+        if self.asynchronous and target.device.type == source.device.type == "cpu":
             np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())    # releases the GIL
         else:
             target.copy_(source)
+        then()
 
     def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int) -> Handle:
         """Queues a copy of num_bytes between two tiers, behind the earlier ones of the same link."""

@@ -63,8 +63,9 @@ class GptShape:
 
         def add(name: str, *sizes: tuple[str, int], trained: bool = not rank) -> None:
             parameters = tuple((f"transformer.{name}.{kind}", numel) for kind, numel in sizes)
-            modules.append(ModuleSpec(f"transformer.{name}", parameters,
-                                      frozenset() if trained else frozenset(dict(parameters))))
+            names = frozenset(dict(parameters))
+            matrices = frozenset(each for each in names if each.endswith("weight") and ".ln_" not in each)
+            modules.append(ModuleSpec(f"transformer.{name}", parameters, frozenset() if trained else names, matrices))
 
         def linear(name: str, inputs: int, outputs: int) -> None:
             add(name, ("weight", inputs * outputs), ("bias", outputs))

@@ -12,6 +12,7 @@ from pstar.layout.budget import (
     auto_layouts,
     choose_near_states,
     model_data_bytes,
+    near_data_bytes,
     near_states_for_capacity,
     smallest_far_budget,
     smallest_near_budget,
@@ -33,12 +34,13 @@ def module_specs(module: torch.nn.Module) -> tuple[list[ModuleSpec], Uses]:
     """(each module with the parameters that it is the first to use, each module's name with all parameters that it uses)."""
     names = {id(param): name for name, param in module.named_parameters() if mode_of(param) is None}
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
+    matrices = frozenset(name for name, param in module.named_parameters() if param.dim() > 1)
     specs, uses, placed = [], {}, set()
     for module_name, child in module.named_modules():
         used = {names[id(param)]: param.numel() for param in used_by(child) if id(param) in names}
         uses[module_name] = tuple(used)
         first = {name: size for name, size in used.items() if name not in placed}
-        specs.append(ModuleSpec(module_name, tuple(first.items()), frozen & first.keys()))
+        specs.append(ModuleSpec(module_name, tuple(first.items()), frozen & first.keys(), matrices & first.keys()))
         placed |= set(used)
     return specs, uses
 
@@ -71,7 +73,7 @@ class Plan:
         self.config, self._default_near_bytes = config, default_near_bytes
         self.precision = Precision(config.precision, state_bits=config.optimizer.params.state_bits)
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
-                           self.precision.scale_bytes)
+                           self.precision.scale_bytes, config.frozen_bits)
         specs, uses = module_specs(module)
         _refuse_half_frozen(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
@@ -82,7 +84,8 @@ class Plan:
         self.near_state_groups = self.choose_near_states(self.near_budget) if self._states_near else []
         whole = model_data_bytes(self.layout, self.costs)
         all_near = len(self.near_state_groups) == len(self.layout.trained)
-        self.stays_near = (num_ranks == 1 and self.near_memory is None and all_near and self.near_budget >= whole
+        self.stays_near = (num_ranks == 1 and self.near_memory is None and all_near
+                           and self.near_budget >= near_data_bytes(self.layout, self.costs)
                            and config.profile is None and not config.offload_activations)
         """Whether no block is ever evicted from near, so that modules need not acquire their parameters."""
         self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
@@ -110,7 +113,7 @@ class Plan:
             raise BudgetError(
                 f"near budget {config.near_budget} ({self._near_bytes(smallest)} bytes) is too small: module "
                 f"'{module_name}' and its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
-                f"{-(-100 * least // model_data_bytes(smallest, self.costs))}% of the model data, or min; "
+                f"{-(-100 * least // near_data_bytes(smallest, self.costs))}% of the model data, or min; "
                 "pstar.tile_linears cuts a large nn.Linear into smaller modules"
             )
         chosen = least_waste(fitting)
@@ -193,7 +196,7 @@ class Plan:
         return near
 
     def _near_bytes(self, layout: Layout) -> int:
-        whole = model_data_bytes(layout, self.costs)
+        whole = near_data_bytes(layout, self.costs)
         if self.config.near_budget == "auto":
             return self._default_near_bytes or whole
         return parse_bytes(self.config.near_budget, whole)
@@ -204,7 +207,7 @@ class Plan:
         if config.default_chunk_size != "auto":
             whole = sum(align(size) for spec in specs for _, size in spec.parameters)    # a larger chunk is padding
             chunk = min(config.default_chunk_size, max(whole, 1))
-            return [make_layout(specs, chunk, num_ranks, config.ownership, self.costs.scales > 0)]
+            return [make_layout(specs, chunk, num_ranks, config.ownership, self.costs.scales > 0, self.costs.in_codes)]
         near = None
         if config.near_budget not in ("auto", "min"):
             whole = sum(size * (self.costs.param if name in spec.frozen else self.costs.total)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pstar.errors import ConfigError
+from pstar.layout.layout import CODE_BLOCK
 from pstar.memory.tier import format_bytes, parse_bytes
 from pstar.planner.gpt_shape import MODELS, find_model, parse_trainable
 from pstar.planner.machines import MACHINES, Machine, find_machine
@@ -39,6 +40,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16, or fp16 where the GPUs have no bf16")
     parser.add_argument("--state-bits", type=int, choices=(8, 32), default=32,
                         help="bits of each of Adam's moments (default: 32)")
+    parser.add_argument("--frozen-bits", type=int, choices=(4, 8, 32), default=32,
+                        help="bits of frozen matrices except on the GPU; for --trainable lora:RANK (default: 32, no codes)")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="activation checkpointing (default: on)")
     parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
@@ -66,12 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         shape = replace(shape, positions=seq_len)    # LAYERSxHIDDEN does not say how many positions there are
     precision = arguments.precision or ("bf16" if machine.has_bf16 else "fp16")
     machine = _measured(machine, precision, arguments.state_bits) if arguments.measure else machine
+    if arguments.frozen_bits != 32 and not shape.lora_rank:
+        raise ConfigError(f"--frozen-bits {arguments.frozen_bits}: nothing is frozen; give --trainable lora:RANK too")
     chunk = arguments.chunk_size
     if chunk != "auto" and not chunk.isdecimal():
         raise ConfigError(f"--chunk-size {chunk}: give a positive number of elements, or auto")
     job = Job(arguments.batch, seq_len, precision, arguments.recompute, arguments.micro_steps,
               chunk if chunk == "auto" else int(chunk), offload_activations=arguments.offload_activations,
-              near_states=arguments.near_states, state_bits=arguments.state_bits)
+              near_states=arguments.near_states, state_bits=arguments.state_bits, frozen_bits=arguments.frozen_bits)
     answer = predict(shape, machine, job)
     print(json.dumps(as_json(answer), indent=2) if arguments.json else table(answer))
     return 0 if answer.fits else 1
@@ -129,6 +134,8 @@ def configuration(answer: Prediction) -> dict[str, Any]:
     states = {"near_states": "fill"} if answer.job.near_states == "fill" else {}
     if answer.job.state_bits != 32:
         states["optimizer"] = {"params": {"state_bits": answer.job.state_bits}}
+    if answer.job.frozen_bits != 32:
+        states["frozen_bits"] = answer.job.frozen_bits
     return precision | offload | states | {
         "default_chunk_size": answer.layout.chunk_elems, "near_budget": answer.near_budget, "far_budget": answer.far_room,
         "gradient_accumulation_steps": answer.job.micro_steps,
@@ -142,6 +149,8 @@ def table(answer: Prediction) -> str:
     a_parameter = f"{costs.total} bytes a parameter"
     if frozen:
         a_parameter = f"{costs.total} bytes a trained parameter, {costs.param} a frozen one"
+        if costs.in_codes:
+            a_parameter += f", {costs.block_bytes} for {CODE_BLOCK} in codes"
     rows = [
         ("model", f"{shape.layers} layers of width {shape.hidden}, {answer.num_params:,} parameters"
                   + (f", {shape.num_trained:,} of them trained (LoRA of rank {shape.lora_rank})" if frozen else "")),

@@ -26,7 +26,7 @@ from pstar.layout.budget import (
     smallest_far_budget,
     smallest_near_budget,
 )
-from pstar.layout.layout import Layout, least_waste, make_layout
+from pstar.layout.layout import CODE_BLOCK, Layout, least_waste, make_layout
 from pstar.planner.adam_choice import AdamChoice, Speeds, adam_traffic_bytes, choose_adam
 from pstar.planner.gpt_shape import GptShape
 from pstar.planner.machines import Machine
@@ -35,18 +35,20 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 MODES = ("near", "hybrid", "far", "full", "disk")
 
 
-def costs_of(precision: str, accumulates: bool = False, state_bits: int = 32) -> Costs:
+def costs_of(precision: str, accumulates: bool = False, state_bits: int = 32, frozen_bits: int = 32) -> Costs:
     """Bytes per element of each kind of model data: 16 in fp32, 14 in bf16 (split master), 16 in fp16; 2 more with
     accumulation in 16 bit; with 8-bit states 6 less, and 8 for the scales of each block. A test compares them with
     pstar.numerics.precision. Raises ConfigError."""
     if state_bits not in (8, 32):
         raise ConfigError(f"state_bits is {state_bits!r}; choose 8 or 32")
+    if frozen_bits not in (4, 8, 32):
+        raise ConfigError(f"frozen_bits is {frozen_bits!r}; choose 4, 8 or 32 (no codes)")
     if precision not in PRECISIONS:
         raise ConfigError(f"precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
     param, states = {"fp32": (4, 8), "bf16": (2, 10), "fp16": (2, 12)}[precision]
     if state_bits == 8:
-        return Costs(param, 4 if accumulates else param, states - 6, scales=8)
-    return Costs(param, 4 if accumulates else param, states)
+        return Costs(param, 4 if accumulates else param, states - 6, 8, frozen_bits)
+    return Costs(param, 4 if accumulates else param, states, 0, frozen_bits)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Job:
     """margin or fill, as in pstar's configuration."""
     state_bits: int = 32
     """32 or 8, as optimizer.params.state_bits."""
+    frozen_bits: int = 32
+    """32, 8 or 4, as in pstar's configuration."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "micro_steps"):
@@ -81,11 +85,11 @@ class Job:
         size = self.chunk_elems
         if size != "auto" and (type(size) is not int or size < 1):
             raise ConfigError(f"chunk size is {size!r}; give a positive number of elements, or auto")
-        costs_of(self.precision, state_bits=self.state_bits)
+        costs_of(self.precision, state_bits=self.state_bits, frozen_bits=self.frozen_bits)
 
     @property
     def costs(self) -> Costs:
-        return costs_of(self.precision, self.micro_steps > 1, self.state_bits)
+        return costs_of(self.precision, self.micro_steps > 1, self.state_bits, self.frozen_bits)
 
     @property
     def bytes_per_value(self) -> int:
@@ -171,7 +175,8 @@ def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: in
     """
     modules = shape.modules()
     if job.chunk_elems != "auto":
-        layouts = [make_layout(modules, min(job.chunk_elems, shape.num_params), num_ranks, job.ownership, costs.scales > 0)]
+        layouts = [make_layout(modules, min(job.chunk_elems, shape.num_params), num_ranks, job.ownership, costs.scales > 0,
+                               costs.in_codes)]
     else:
         layouts = auto_layouts(modules, num_ranks, costs, near_budget, job.ownership, job.communication)
     uses = shape.uses()
@@ -248,8 +253,8 @@ def _tiers(mode: str, layout: Layout, near_state_groups: list[int], near_budget:
     elsewhere = [group for group in layout.groups if group.index not in set(updated_near)]
     states = sum(costs.state_bytes(group) for group in elsewhere if not group.frozen)
     passing = 2 * max(map(costs.piece_bytes, elsewhere), default=0)
-    disk = min(far + passing - far_room,
-               states + costs.param * layout.elems_per_rank + costs.grad * layout.trained_elems // layout.num_ranks)
+    params = sum(costs.param_bytes(group.piece_elems, group.coded) for group in layout.groups)
+    disk = min(far + passing - far_room, states + params + costs.grad * layout.trained_elems // layout.num_ranks)
     return updated_near, far + passing - disk, disk
 
 
@@ -302,7 +307,8 @@ def moved_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs
     Near has room for R of T elements of parameters. Forward and backward copy each of the other T - R to near twice:
     2(n - C) loads in the notation of the pages. Parameters that were updated in far are copied in forward in any case.
     With p ranks all trained elements are gathered after an update, and (p - 1) / p of each comes from other ranks. Frozen
-    ones stay as long as there is room, are copied to near and never to far.
+    ones stay as long as there is room, are copied to near and never to far. Those in codes cross link and collectives in
+    codes; their share of the fetched elements is at first what is not fetched for an update, then their share of all.
     """
     ranks, total, trained = layout.num_ranks, layout.total_elems, layout.trained_elems
     near_elems = sum(layout.groups[index].elems for index in updated_near)
@@ -317,15 +323,19 @@ def moved_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs
     again = away * (2 * job.micro_steps - 1)
     fetched = max(trained if ranks > 1 else far_elems, away) + again
     share = (far_elems + frozen) / total if ranks > 1 else 1.0    # the rest of this rank's pieces is near
+    coded = sum(group.elems for group in layout.frozen if group.coded)
+    first = max(0, away - (trained if ranks > 1 else far_elems))    # elements fetched in the first forward only for room
+    in_codes = min(first, frozen) * coded / max(frozen, 1) + again * coded / total
+    params = costs.param * fetched - in_codes * (costs.param - costs.block_bytes / CODE_BLOCK if coded else 0)
     dirty = near_elems if crowded else max(0, away - far_elems - frozen) if ranks == 1 else 0    # updated near, and evicted
     for_update = (costs.grad + costs.param) * near_elems if crowded else 0
     left = costs.grad * far_elems
     if ranks == 1 and job.micro_steps > 1:    # for updates in far, each micro-step's gradients are copied and summed there
         left = costs.param * job.micro_steps * (trained - near_elems) + costs.grad * (far_elems - (trained - near_elems))
     return {
-        "far to near": int(costs.param * fetched * share + for_update) // ranks,
+        "far to near": int(params * share + for_update) // ranks,
         "near to far": (left + costs.param * dirty) // ranks,
-        "gather": costs.param * fetched * (ranks - 1) // ranks,
+        "gather": int(params) * (ranks - 1) // ranks,
         "reduce": costs.grad * trained * (ranks - 1) // ranks,
     }
 

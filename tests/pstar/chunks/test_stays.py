@@ -47,9 +47,11 @@ def test_evaluation_saving_and_loading_in_between_change_no_bit():
 
 TEAMS = """
 import os, torch
+from pstar.kernels import BlockCodes
 from pstar.memory.links import Links
 torch.set_num_threads(2)
-a, b = torch.ones(2**22), torch.zeros(2**22)
+a, b, codes = torch.ones(2**22), torch.zeros(2**22), BlockCodes(4)
+frozen = torch.zeros(2**22)
 a.add_(1)
 before, links = len(os.listdir("/proc/self/task")), Links()
 for target, source in ((b, a), (a.bfloat16(), b.bfloat16())):
@@ -60,9 +62,11 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-@pytest.mark.parametrize("copy, more", [("links.copy(target, source)", 1), ("target.copy_(source)", 2)])
+@pytest.mark.parametrize("copy, more", [("links.copy(target, source)", 1), ("target.copy_(source)", 2),
+                                        ("(links.copy(target, source), codes.decode_tail(frozen))", 1)])
 def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more):
-    """The copy adds one thread, the worker's; torch's copy_ would add a second one, as the second case shows."""
+    """The copy adds one thread, the worker's; torch's copy_ would add a second one, as the second case shows. Nor
+    does a worker that decodes frozen weights."""
     code = TEAMS.format(copy=copy)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS_S,
                           env=os.environ | {"OMP_NUM_THREADS": "2"})  # fmt: skip
