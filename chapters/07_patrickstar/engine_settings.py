@@ -39,6 +39,7 @@ PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory
 
 @dataclass
 class Settings(BaseSettings):
+    without = {"recompute": "--activation-checkpointing"}
     nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.", shown="2, with --backend own 1")
     backend: str = flag("pstar", "own (chunks.py: one process, fp32) or pstar.", choices=("own", "pstar"))
     near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min (the least that works), or "

@@ -27,9 +27,9 @@ from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from adapt_settings import Settings
     from data_parallel import SmallReplica
-    from recomputation import Activations
 
     from gpt2_chinese.distributed.ranks import Ranks
+    from gpt2_chinese.model.recomputation import Activations
 
 Rows = list[tuple[str, str]]
 
@@ -144,7 +144,7 @@ def count_activations(
     """
     inputs, targets = next(iter(train.micro_batches(1)))
     with activations.counting():
-        with autocast(train.device, settings.precision), activations:
+        with autocast(train.device, settings.precision):
             loss = model(inputs, targets)
         loss.backward()
     for parameter in model.parameters():
