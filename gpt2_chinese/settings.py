@@ -197,6 +197,11 @@ class Settings:
         """True when all ranks take each step together, so that they can agree, once a step, to stop."""
         return True
 
+    @property
+    def reads_codes(self) -> bool:
+        """True when the run can resume optimizer states in 8 bits, which only pstar can read."""
+        return False
+
 
 @dataclass
 class ParallelSettings(Settings):

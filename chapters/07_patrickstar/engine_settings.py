@@ -65,6 +65,10 @@ class Settings(BaseSettings):
     config: str | None = flag(None, "A JSON file with pstar's configuration keys, in place of flags with the same meaning.",
                               shown="none")
 
+    @property
+    def reads_codes(self) -> bool:
+        return self.backend == "pstar"
+
     def engine_config(self) -> dict[str, Any]:
         """These settings as pstar's configuration (with DeepSpeed's keys where DeepSpeed has them)."""
         same = {key: getattr(self, name) for key, name in SAME_AS.items()}
