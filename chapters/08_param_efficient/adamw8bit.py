@@ -23,32 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from gpt2_chinese.checkpoint.model_state import adamw_moments
-from gpt2_chinese.run.optim import adamw, weight_decay_groups
-
-if TYPE_CHECKING:
-    from adapt_settings import Settings
+from torch import Tensor
 
 BLOCK = 2048  # numbers that share a scale
 LEAST = 4096  # numbers of a tensor whose moments are in 8 bits
 DECADES = 7
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> has both signs
-
-
-def optimizer_for(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """The AdamW that all chapters use, or the same with moments in 8 bits (--optim adamw8bit)."""
-    wide = adamw(model, settings)
-    if settings.optim == "adamw":
-        return wide
-    one = wide.param_groups[0]
-    groups = weight_decay_groups(model, settings.weight_decay)
-    return AdamW8bit(groups, settings.lr, one["betas"], one["eps"])
 
 
 @cache
@@ -94,12 +78,20 @@ class AdamW8bit(torch.optim.Optimizer):
     and one that a checkpoint has just given, holds exp_avg and exp_avg_sq in float32.
 
     Args:
-        groups: parameter groups with their weight_decay.
-        lr, betas, eps: as in torch.optim.AdamW.
+        groups: parameter groups, each with lr, betas, eps and weight_decay, as those of a torch.optim.AdamW.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        names = ("params", "lr", "betas", "eps", "weight_decay")
+        super().__init__([{name: group[name] for name in names} for group in groups], {})
+
+    def decoded(self) -> dict[Tensor, dict[str, Tensor]]:
+        """parameter -> step and both moments in float32, as in the state of torch.optim.AdamW."""
+        found = {}
+        for parameter, state in self.state.items():
+            first, second = self.moments(parameter)
+            found[parameter] = {"step": state["step"], "exp_avg": first, "exp_avg_sq": second}
+        return found
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -140,19 +132,6 @@ class AdamW8bit(torch.optim.Optimizer):
                 continue
             state.pop(name, None)  # as a checkpoint gave it
             state[f"{name}_codes"], state[f"{name}_scales"] = encode(moment, signed)
-
-
-def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What a checkpoint holds of either optimizer: step.NAME, and both moments in float32."""
-    if not isinstance(optimizer, AdamW8bit):
-        return adamw_moments(model, optimizer)
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter in optimizer.state:
-            first, second = optimizer.moments(parameter)
-            found |= {f"step.{name}": optimizer.state[parameter]["step"], f"exp_avg.{name}": first,
-                      f"exp_avg_sq.{name}": second}  # fmt: skip
-    return found
 
 
 def state_bytes(sizes: Iterable[int], optim: str) -> int:

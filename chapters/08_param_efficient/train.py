@@ -17,17 +17,16 @@ from adapt_settings import Settings
 settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
-from adamw8bit import moments_of, optimizer_for
-from adapt import adapt, final_writer, load_base
+from adapt import adapt, decoded, final_writer, in_few_bits, load_base
 from data_parallel import SmallReplica
 from report import Report
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
     GPT2LMHeadModel, recompute,
-    grad_scaler,
+    adamw, grad_scaler,
     autocast,
-    clip_gradients, weights_of,
+    clip_gradients, adamw_moments, weights_of,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
@@ -49,7 +48,7 @@ activations = recompute(model, settings.recompute, settings.offload_activations)
 replica = SmallReplica(model, ranks.group)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
-optimizer = optimizer_for(model, settings)
+optimizer = in_few_bits(adamw(model, settings), settings)
 scaler = grad_scaler(ranks.device, settings.precision)
 run.resume(trained, optimizer, scaler)
 
@@ -76,7 +75,7 @@ for step in run.steps():
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
     if run.save_now(step):
-        run.save(step, weights_of(trained), moments_of(trained, optimizer),
+        run.save(step, weights_of(trained), adamw_moments(trained, decoded(optimizer)),
                  {"scaler": scaler.state_dict(), "adapt": report.facts()})
 
 # -- end ---------------------------------------------------------------------------------------------------------------

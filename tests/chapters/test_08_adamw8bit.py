@@ -88,7 +88,7 @@ def test_what_is_not_finite_stays_visible() -> None:
 
 
 def make(params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999), **_: object) -> Any:
-    return own().AdamW8bit([{"params": list(params), "weight_decay": weight_decay}], lr, betas, 1e-8)
+    return own().AdamW8bit([{"params": list(params), "lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}])
 
 
 def losses(monkeypatch: pytest.MonkeyPatch, num_steps: int, make: Any = None) -> list[float]:
