@@ -260,11 +260,14 @@ def stop():
 def catches(process):
     lines = pathlib.Path(f"/proc/{{process}}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16) >> signal.SIGTERM - 1 & 1
-while not catches(os.getppid()):
-    pass
-os.kill(os.getppid(), signal.SIGTERM)
-while True:
+end = time.monotonic() + 20
+while not catches(os.getppid()) and time.monotonic() < end:
     time.sleep(0.01)
+if catches(os.getppid()):
+    os.kill(os.getppid(), signal.SIGTERM)
+while time.monotonic() < end:
+    time.sleep(0.01)
+sys.exit("no signal came")
 """
 
 

@@ -102,7 +102,7 @@ def test_search_finds_in_the_language_of_the_page(
 
 def test_a_calculator_marks_a_wrong_field_and_keeps_its_answer(browser: Browser, address: str) -> None:
     browser.open(f"{address}/en/chapters/08_param_efficient/")
-    browser.wait_for("document.getElementById('tool-answer')")
+    browser.wait_for("document.getElementById('tool-answer') !== null")
 
     def typed(value: str) -> list[str]:
         return browser.evaluate(f"""(() => {{
