@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import pytest
 
 from tests.chapters.technique import ROOT, technique
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 TOOLS = ROOT / "docs/assets/tools"
@@ -261,14 +262,18 @@ def test_the_bytes_of_each_method_in_the_browser_are_python_s(tmp_path: Path) ->
     adaptations_agree(tmp_path)
 
 
+WRONG = {
+    "lora": ("lora: L * r * S", "lora: L * r * O"),
+    "states": ("rest = 12 * count", "rest = 8 * count"),
+    "segments": ("(length - 1) * n * C", "length * n * C"),
+    "rank": ('if (job.rank > job.n_embd) return "rank"', 'if (job.rank > 3 * job.n_embd) return "rank"'),
+}
+
+
 @needs_browser
-@pytest.mark.parametrize("right, wrong", [
-    ("lora: L * r * S", "lora: L * r * O"),
-    ("rest = 12 * count", "rest = 8 * count"),
-    ("(length - 1) * n * C", "length * n * C"),
-    ('if (job.rank > job.n_embd) return "rank"', 'if (job.rank > 3 * job.n_embd) return "rank"'),
-])  # fmt: skip
-def test_a_wrong_formula_of_a_method_is_found(tmp_path: Path, right: str, wrong: str) -> None:
+@pytest.mark.parametrize("case", quick_only(WRONG, "segments"))
+def test_a_wrong_formula_of_a_method_is_found(tmp_path: Path, case: str) -> None:
+    right, wrong = WRONG[case]
     tools = shutil.copytree(TOOLS, tmp_path / "tools")
     text = (tools / "adaptation.js").read_text()
     assert text.count(right) == 1
