@@ -19,6 +19,7 @@ _NAMES = {
     "data.batches": ("Batches",),
     "model.config": ("ModelConfig",),
     "model.gpt2": ("GPT2LMHeadModel", "next_token_loss"),
+    "model.recomputation": ("recompute",),
     "vocabulary.vocabulary": ("Vocabulary",),
     "run.optim": ("adamw", "autocast", "clip_gradients", "grad_scaler", "learning_rate", "set_learning_rate",
                   "weight_decay_groups"),

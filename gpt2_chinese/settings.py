@@ -25,6 +25,7 @@ from typing import Any
 
 from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
 from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.recompute_plan import Plan
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, VocabularyFile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,8 @@ def flag(default: Any, help: str, choices: tuple[Any, ...] | None = None, shown:
 class Settings:
     """All flags of a chapter, in the order of --help. After `resolve()` no value that the config gives is None."""
 
+    without: typing.ClassVar[dict[str, str]] = {}  # fields that are no flag of this chapter -> its own flag for the same
+
     nproc: int = flag(1, "Processes on this machine, one per GPU where there are GPUs.")
     model_config: str = flag("tiny", "tiny, small, medium, large, xl, or the path of a GPT-2 config.json.")
     train_data: str = flag(str(ROOT / "data/train"), "Array-JSON file or folder to train on.", shown="shipped corpus")
@@ -61,6 +64,8 @@ class Settings:
     seq_len: int | None = flag(None, "Tokens in a sequence.", shown="by config, tiny: 128")
     batch_size: int | None = flag(None, "Sequences in a GLOBAL batch, whatever --nproc.", shown="by config, tiny: 24")
     grad_accum: int = flag(1, "Micro-batches per step, to save memory.")
+    recompute: str = flag("none", "What the blocks keep for backward: none (recompute nothing), block (each keeps its "
+                          "input), every:K, sqrt, selective (inputs and results of matrix products).")  # fmt: skip
     lr: float | None = flag(None, "Peak learning rate of AdamW.", shown="by config, tiny: 0.003")
     warmup_steps: int | None = flag(None, "Steps of linear warm-up, before the cosine.", shown="by config, tiny: 50")
     weight_decay: float | None = flag(None, "Weight decay of matrices and embeddings.", shown="by config, tiny: 0.1")
@@ -118,7 +123,7 @@ class Settings:
     @classmethod
     def flags(cls) -> dict[str, dataclasses.Field[Any]]:
         """The fields that are flags, by name."""
-        return {f.name: f for f in dataclasses.fields(cls) if "help" in f.metadata}
+        return {f.name: f for f in dataclasses.fields(cls) if "help" in f.metadata and f.name not in cls.without}
 
     def is_given(self, name: str) -> bool:
         """True when the command line sets the flag, even to its default, or when its value is not the default."""
@@ -127,7 +132,7 @@ class Settings:
 
     def about(self) -> list[tuple[str, str]]:
         """(name, value) rows that a chapter adds to the header of a run."""
-        return []
+        return [] if self.recompute == "none" else [("activations", f"recompute {self.recompute}")]
 
     def values(self) -> dict[str, Any]:
         """All flags as resolved, JSON-ready."""
@@ -169,6 +174,7 @@ class Settings:
                 f"--seq-len {self.seq_len} is above the model's context, n_positions {self.model.n_positions} "
                 f"of --model-config {self.model_config}"
             )
+        Plan.of(self.recompute, self.model.n_layer)
         if self.batch_size % (self.num_replicas * self.grad_accum):
             who = f"--nproc {self.nproc}" if self.num_replicas == self.nproc else f"{self.num_replicas} replicas"
             raise UserError(
@@ -190,6 +196,11 @@ class Settings:
     def in_step(self) -> bool:
         """True when all ranks take each step together, so that they can agree, once a step, to stop."""
         return True
+
+    @property
+    def reads_codes(self) -> bool:
+        """True when the run can resume optimizer states in 8 bits, which only pstar can read."""
+        return False
 
 
 @dataclass
@@ -253,7 +264,9 @@ def _parse(cls: type[Settings], program_file: str, description: str | None, argv
         parser.add_argument(dashed(name), **options)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], [dashed(name) for name in cls.flags()], 1)
+        name = unknown[0].split("=")[0]
+        own = [flag for other, flag in cls.without.items() if dashed(other) == name]
+        near = own or difflib.get_close_matches(name, [dashed(name) for name in cls.flags()], 1)
         hint = f": did you mean {near[0]}?" if near else " (--help lists all flags)"
         raise UserError(f"unknown flag {unknown[0]}{hint}")
     for name, value in vars(values).items():

@@ -18,7 +18,7 @@ import torch
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel,
+    GPT2LMHeadModel, recompute,
     adamw, grad_scaler,
     autocast,
     clip_gradients, adamw_moments, weights_of,
@@ -34,6 +34,7 @@ train, valid = Batches.of(settings, ranks)
 # -- model: the seed decides the weights -------------------------------------------------------------------------------
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
+recompute(model, settings.recompute)  # what backward computes again, to save memory
 
 # -- the technique: none -----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from gpt2_chinese.data.batches import Batches
 from gpt2_chinese.distributed.horovod_ranks import HorovodRanks
 from gpt2_chinese.evaluate.loss import evaluate_model
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.model.recomputation import recompute
 from gpt2_chinese.run.optim import adamw, autocast, clip_gradients, learning_rate, set_learning_rate
 from gpt2_chinese.run.run import Run
 
@@ -76,6 +77,7 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
     """
     torch.manual_seed(settings.seed)
     model = GPT2LMHeadModel(settings.model).to(ranks.device)
+    recompute(model, settings.recompute)
     optimizer = distribute(adamw(model, settings), model, settings)
     moments = {}
     if settings.resume_from:

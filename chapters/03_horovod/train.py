@@ -19,7 +19,7 @@ import torch
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel,
+    GPT2LMHeadModel, recompute,
     adamw, grad_scaler,
     autocast,
     clip_gradients, adamw_moments, weights_of,
@@ -39,6 +39,7 @@ train, valid = Batches.of(settings, ranks)
 # -- model: the seed decides the weights -------------------------------------------------------------------------------
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
+recompute(model, settings.recompute)  # what backward computes again, to save memory
 
 # -- optimizer, and the technique: it averages each gradient over the ranks as soon as backward has made it ------------
 optimizer = distribute(adamw(model, settings), model, settings)

@@ -54,7 +54,7 @@ class Settings(ParallelSettings):
         by = "amp.py" if self.backend == "own" else "torch.amp"
         over = "DistributedDataParallel" if self.comm == "ddp" else "Horovod"
         what = "fp32" if self.opt_level == "O0" else f"{self.half}, {scale}"
-        return [("precision", f"{self.opt_level} ({what}) by {by}, over {over}")]
+        return [*super().about(), ("precision", f"{self.opt_level} ({what}) by {by}, over {over}")]
 
 
 def _is_positive(text: str) -> bool:

@@ -21,7 +21,7 @@ from comm import replicate
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel,
+    GPT2LMHeadModel, recompute,
     clip_gradients, adamw_moments, weights_of,
 )  # fmt: skip
 
@@ -35,6 +35,7 @@ train, valid = Batches.of(settings, ranks)
 # -- model: the seed decides the weights -------------------------------------------------------------------------------
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
+recompute(model, settings.recompute)  # what backward computes again, to save memory
 
 # -- the technique: the model computes in 16 bit; masters are the weights that the optimizer updates -------------------
 masters, scaler = initialize(model, ranks, settings)

@@ -10,6 +10,7 @@ from gpt2_chinese.settings import ParallelSettings, flag
 
 @dataclass
 class Settings(ParallelSettings):
+    without = {"recompute": "--activation-checkpointing"}
     tp: int = flag(1, "Ranks that share each layer (tensor parallel).")
     pp: int | None = flag(None, "Ranks over which layers are split (pipeline); the rest of --nproc is data parallel.",
                           shown="all that --tp leaves of --nproc")  # fmt: skip

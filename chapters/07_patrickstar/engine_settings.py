@@ -39,6 +39,7 @@ PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory
 
 @dataclass
 class Settings(BaseSettings):
+    without = {"recompute": "--activation-checkpointing"}
     nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.", shown="2, with --backend own 1")
     backend: str = flag("pstar", "own (chunks.py: one process, fp32) or pstar.", choices=("own", "pstar"))
     near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min (the least that works), or "
@@ -63,6 +64,10 @@ class Settings(BaseSettings):
     profile: str | None = flag(None, "A file for a profile of the first steps, which `pstar trace` draws.", shown="none")
     config: str | None = flag(None, "A JSON file with pstar's configuration keys, in place of flags with the same meaning.",
                               shown="none")
+
+    @property
+    def reads_codes(self) -> bool:
+        return self.backend == "pstar"
 
     def engine_config(self) -> dict[str, Any]:
         """These settings as pstar's configuration (with DeepSpeed's keys where DeepSpeed has them)."""

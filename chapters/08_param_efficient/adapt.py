@@ -3,6 +3,7 @@
     load_base(model, settings)                      the base's weights, in place
     model, trained = adapt(model, settings)         quantised, frozen, with the method's parameters
     final_writer(model, settings, ranks)            for Run.finish
+    in_few_bits(optimizer, settings)                AdamW with 8-bit moments, where --optim asks for it
     load_adapted("runs/08_param_efficient/final")   base and adapter from the disk, for generate.py
 
 final/ holds the adapter in PEFT's format, the vocabulary and run.json, which names the base. With --method full
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from adamw8bit import AdamW8bit
 from adapt_settings import folder_of
 from methods import apply_method, load_adapter, merged_weights, save_adapter
 from torch import Tensor, nn
@@ -40,6 +43,16 @@ def load_base(model: GPT2LMHeadModel, settings: Settings) -> None:
     """Copies the base's weights into a plain model; with random weights as base it does nothing."""
     if settings.base is not None:
         load_weights(model, read_weights(settings.base))
+
+
+def in_few_bits(optimizer: torch.optim.AdamW, settings: Settings) -> torch.optim.Optimizer:
+    """The same optimizer with its moments in 8 bits; with --optim adamw as it is. It must not have taken a step."""
+    return AdamW8bit(optimizer.param_groups) if settings.optim == "adamw8bit" else optimizer
+
+
+def decoded(optimizer: torch.optim.Optimizer) -> Any:
+    """Has the state of torch.optim.AdamW, with moments in float32: what a checkpoint holds of either optimizer."""
+    return SimpleNamespace(state=optimizer.decoded()) if isinstance(optimizer, AdamW8bit) else optimizer
 
 
 def adapt(model: GPT2LMHeadModel, settings: Settings) -> tuple[nn.Module, Trained]:

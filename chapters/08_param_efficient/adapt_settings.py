@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from base_model import file_of, kinds_of, make_base
-from kept_activations import Plan
 from methods.spec import MERGED_METHODS, METHODS, MODULES, PEFT_METHODS, MethodSpec
 
 from gpt2_chinese.checkpoint.find import newest_complete, read_state
@@ -37,8 +36,8 @@ class Settings(ParallelSettings):
     virtual_tokens: int = flag(16, "prefix, prompt: trained positions before the text.")
     bits: int | None = flag(None, "qlora: bits of a weight of the base, 8 (int8) or 4 (NF4).", (8, 4), "4 with qlora")
     backend: str = flag("own", "own (the folder methods) or peft (Hugging Face PEFT).", ("own", "peft"))
-    recompute: str = flag("none", "What the blocks keep for backward: none (recompute nothing), block (each keeps its "
-                          "input), every:K, sqrt, selective (inputs and results of matrix products).")  # fmt: skip
+    optim: str = flag("adamw", "adamw (moments in float32) or adamw8bit (in 8 bits: 2 bytes a parameter instead of 8).",
+                      ("adamw", "adamw8bit"))  # fmt: skip
     offload_activations: bool = flag(False, "Keep the blocks' activations in host memory.")
     kind: str = flag("comments", "Kind of text to adapt to, a file name of --train-data without .json; all: all of it.")
     merge: bool = flag(False, "Also write merged/, a plain model with the adapter added to its weights.")
@@ -102,7 +101,6 @@ class Settings(ParallelSettings):
             self.seq_len = max(1, min(self.seq_len, self.model.n_positions - spec.virtual_tokens))
         super().validate()
         spec.check(self.model, self.seq_len)
-        Plan.of(self.recompute, self.model.n_layer)
         if self.bits is not None and self.method != "qlora":
             raise UserError(f"--bits {self.bits} is for --method qlora: --method {self.method} keeps the base as it is")
         if self.backend == "peft":
@@ -182,6 +180,7 @@ class Settings(ParallelSettings):
             ("adapted to", self.kind if self.kind == "all" else f"{self.kind} ({display(Path(self.train_data))})"),
             ("method", ": ".join(filter(None, (self.method, numbers.get(spec.method)))) + few + by),
             ("activations", f"recompute {self.recompute}{host}"),
+            *([("optimizer", "AdamW, moments in 8 bits")] if self.optim == "adamw8bit" else []),
         ]
 
 

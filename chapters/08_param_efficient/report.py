@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from adamw8bit import LEAST, state_bytes
 from adapt import load_adapted
 from kept_activations import again_bytes, kept_bytes, offloaded_bytes, recomputed_flops
 from torch import nn
@@ -27,9 +28,9 @@ from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from adapt_settings import Settings
     from data_parallel import SmallReplica
-    from recomputation import Activations
 
     from gpt2_chinese.distributed.ranks import Ranks
+    from gpt2_chinese.model.recomputation import Activations
 
 Rows = list[tuple[str, str]]
 
@@ -60,14 +61,16 @@ class Report:
         """Arguments of Run.finish: the closing table, content for run.json, the continuations of the base."""
         settings = self.settings
         after = {} if settings.base is None else self._losses(model)
-        sizes = {"base_parameters": settings.model.num_parameters(), **count_bytes(model, optimizer)}
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
+        sizes = {"base_parameters": settings.model.num_parameters(), **count_bytes(model, optimizer),
+                 "state_bytes_formula": state_bytes(trained, settings.optim)}  # fmt: skip
         count = count_activations(model, activations, train, settings)
         about = {
             "base": settings.base_facts["path"], "method": settings.method, "bits": settings.bits, "kind": settings.kind,
             **{f"loss_before_{kind}": loss for kind, loss in self.before["losses"].items()},
             **{f"loss_after_{kind}": loss for kind, loss in after.items()}, **sizes, **count,
         }  # fmt: skip
-        rows = [*self._losses_rows(after), *bytes_rows(sizes), *activation_rows(count), *replica.rows()]
+        rows = [*self._losses_rows(after), *bytes_rows(sizes, settings.optim), *activation_rows(count), *replica.rows()]
         return {"table": rows, "about": about, "load": load_adapted, "before": self.before["texts"]}
 
     def _measure(self, model: nn.Module) -> dict[str, Any]:
@@ -107,7 +110,8 @@ def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
     Returns:
         num_parameters (a method's own included, codes are none) and trained_parameters; weight_bytes, with the codes and
-        scales of quantised layers; gradient_bytes; state_bytes, the two moments of AdamW without its counters of steps.
+        scales of quantised layers; gradient_bytes; state_bytes, the two moments of AdamW (in 8 bits codes and
+        scales) without its counters of steps.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     states = [value for p in trained for key, value in optimizer.state.get(p, {}).items() if key.startswith("exp_avg")]
@@ -120,15 +124,16 @@ def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-def bytes_rows(sizes: dict[str, int]) -> Rows:
-    """The rows of the table for `count_bytes`, and base_parameters: how many the base has."""
+def bytes_rows(sizes: dict[str, int], optim: str = "adamw") -> Rows:
+    """The rows of the table for `count_bytes`, base_parameters (how many the base has) and state_bytes_formula."""
+    each = "8" if optim == "adamw" else f"2 and scales; 8 in tensors below {LEAST:,} numbers;"
     n, all_of_them = sizes["trained_parameters"], sizes["num_parameters"]
     own, full = sum(sizes[f"{name}_bytes"] for name in ("weight", "gradient", "state")), 16 * sizes["base_parameters"]
     return [
         ("trained", f"{n:,} of {all_of_them:,} parameters, {n / all_of_them:.2%}"),
         ("weights", f"{sizes['weight_bytes']:,} bytes"),
         ("gradients", f"{sizes['gradient_bytes']:,} bytes (4 a trained parameter: {4 * n:,})"),
-        ("moments", f"{sizes['state_bytes']:,} bytes (8 a trained parameter: {8 * n:,})"),
+        ("moments", f"{sizes['state_bytes']:,} bytes ({each} a trained parameter: {sizes['state_bytes_formula']:,})"),
         ("together", f"{own:,} bytes, {own / full:.0%} of training every parameter of the base in fp32 (16 each)"),
     ]
 
@@ -144,7 +149,7 @@ def count_activations(
     """
     inputs, targets = next(iter(train.micro_batches(1)))
     with activations.counting():
-        with autocast(train.device, settings.precision), activations:
+        with autocast(train.device, settings.precision):
             loss = model(inputs, targets)
         loss.backward()
     for parameter in model.parameters():

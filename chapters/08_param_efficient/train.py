@@ -17,14 +17,13 @@ from adapt_settings import Settings
 settings = resolve(Settings.from_command_line(__file__, __doc__))
 
 import torch
-from adapt import adapt, final_writer, load_base
+from adapt import adapt, decoded, final_writer, in_few_bits, load_base
 from data_parallel import SmallReplica
-from recomputation import recompute
 from report import Report
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel,
+    GPT2LMHeadModel, recompute,
     adamw, grad_scaler,
     autocast,
     clip_gradients, adamw_moments, weights_of,
@@ -45,11 +44,11 @@ model = GPT2LMHeadModel(settings.model).to(ranks.device)
 load_base(model, settings)
 report = Report(model, settings, ranks)  # what the base can do
 model, trained = adapt(model, settings)  # trained: all that a checkpoint holds
-activations = recompute(model, settings)
+activations = recompute(model, settings.recompute, settings.offload_activations)
 replica = SmallReplica(model, ranks.group)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
-optimizer = adamw(model, settings)
+optimizer = in_few_bits(adamw(model, settings), settings)
 scaler = grad_scaler(ranks.device, settings.precision)
 run.resume(trained, optimizer, scaler)
 
@@ -61,7 +60,7 @@ for step in run.steps():
 
     loss = torch.zeros((), device=ranks.device)
     for inputs, targets in train.micro_batches(step):
-        with autocast(ranks.device, settings.precision), activations:
+        with autocast(ranks.device, settings.precision):
             micro_loss = model(inputs, targets) / settings.grad_accum
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
@@ -76,7 +75,7 @@ for step in run.steps():
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(model, valid, ranks, settings.precision))
     if run.save_now(step):
-        run.save(step, weights_of(trained), adamw_moments(trained, optimizer),
+        run.save(step, weights_of(trained), adamw_moments(trained, decoded(optimizer)),
                  {"scaler": scaler.state_dict(), "adapt": report.facts()})
 
 # -- end ---------------------------------------------------------------------------------------------------------------

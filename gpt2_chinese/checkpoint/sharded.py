@@ -63,6 +63,11 @@ class Tensors(Mapping[str, torch.Tensor]):
             dcp.load(wanted, storage_reader=self._reader, no_dist=True)
         return wanted[there]
 
+    @property
+    def in_codes(self) -> bool:
+        """True when some of them are 8-bit codes, which __getitem__ refuses."""
+        return CODES in self._names.values()
+
     def __iter__(self) -> Iterator[str]:
         return iter([*self._names, *self._more])
 

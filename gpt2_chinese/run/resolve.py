@@ -197,7 +197,12 @@ def _find_checkpoint(settings: Settings) -> Path | None:
     if (found / PARTS).is_dir():
         from gpt2_chinese.checkpoint.sharded import read_parts  # late: it loads torch, to read the metadata, a pickle
 
-        read_parts(found / PARTS)
+        _, moments = read_parts(found / PARTS)
+        if moments.in_codes and not settings.reads_codes:
+            raise UserError(
+                f"checkpoint {found} has optimizer states in 8 bits, which only chapter 07 with --backend pstar reads: "
+                f"resume it there, or begin with its weights: --resume never --init-from {found}"
+            )
     state = read_state(found)
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UserError(f"--resume {settings.resume} cannot be used: its state.json names no step")

@@ -24,6 +24,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from gpt2_chinese.distributed import torchrun
 from gpt2_chinese.distributed.ranks import Ranks
+from gpt2_chinese.model.recomputation import Segment
 from gpt2_chinese.run.run import Run
 from tests.chapters.horovod import horovodrun
 from tests.chapters.program import ROOT, Chapter, run
@@ -37,10 +38,12 @@ class Report:
     Attributes:
         seen: global norm of the gradients at each of its steps, as the optimizer was given them.
         skipped: steps that a loss scale left out.
+        segments: of --recompute, that backward ran again.
     """
 
     seen: list[float] = dataclasses.field(default_factory=list)
     skipped: int = 0
+    segments: int = 0
 
 
 class Stays(Ranks):
@@ -58,7 +61,7 @@ class Stays(Ranks):
 def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
     """Runs chapters/NAME/train.py on this rank, as `python train.py FLAGS` would under a launcher."""
     report, program = Report(), ROOT / "chapters" / name / "train.py"
-    step, update = torch.optim.AdamW.step, torch.amp.GradScaler.update
+    step, update, run_again = torch.optim.AdamW.step, torch.amp.GradScaler.update, Segment._run_again
 
     def noting(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -70,6 +73,10 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
         update(scaler, *args)
         report.skipped += scaler.get_scale() < before
 
+    def counting(segment: Segment) -> None:
+        report.segments += 1
+        run_again(segment)
+
     variables = {"RANK": ranks.rank, "LOCAL_RANK": ranks.rank, "WORLD_SIZE": ranks.num_ranks}
     folder = str(program.parent)
     try:
@@ -77,6 +84,7 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
              mock.patch.object(sys, "argv", [str(program), *flags]), \
              mock.patch.object(torch.optim.AdamW, "step", noting), \
              mock.patch.object(torch.amp.GradScaler, "update", watching), \
+             mock.patch.object(Segment, "_run_again", counting), \
              mock.patch.object(Run, "_print_samples", lambda *_: None), \
              mock.patch.object(torchrun, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
             sys.path.insert(0, folder)

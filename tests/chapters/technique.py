@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2_chinese.run.resolve import resolve
+from gpt2_chinese.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, LENGTH, VOCAB, WIDTH = 48, 6, 61, 16
@@ -50,11 +51,15 @@ def technique(chapter: str, module: str) -> ModuleType:
             sys.path.append(folder)
 
 
-def settings_error(chapter: str, module: str, capsys: Any, *flags: object) -> str:
-    """Returns the error that a chapter's program prints for these flags; asserts one line and status 2."""
+def settings_error(chapter: str, module: str | None, capsys: Any, *flags: object) -> str:
+    """Returns the error that a chapter's program prints for these flags; asserts one line and status 2.
+
+    `module` has its Settings; None for chapter 00.
+    """
+    kind = Settings if module is None else technique(chapter, module).Settings
     program = str(ROOT / "chapters" / chapter / "train.py")
     with pytest.raises(SystemExit) as end:
-        resolve(technique(chapter, module).Settings.from_command_line(program, "", [str(flag) for flag in flags]))
+        resolve(kind.from_command_line(program, "", [str(flag) for flag in flags]))
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
     return said

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_chinese.checkpoint.trained_model import read_weights
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, run
 from tests.chapters.technique import settings_error
@@ -90,6 +91,55 @@ def test_one_process_and_chapter_00_resume_each_other(ranks, tmp_path: Path) -> 
     for chapter in (chunked, back):
         assert chapter.metrics()[:5] == plain.metrics()[:5] and chapter.metrics()[5:] != plain.metrics()[5:], "times"
         assert chapter.losses() == pytest.approx(plain.losses(), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def in_8_bits(ranks, tmp_path_factory: pytest.TempPathFactory) -> Chapter:
+    """The same ten steps on two ranks with --state-bits 8."""
+    chapter = Chapter("07_patrickstar", tmp_path_factory.mktemp("eight"))
+    train(ranks, 2, chapter, *STEPS, "--state-bits", 8)
+    return chapter
+
+
+def test_8_bit_states_keep_the_curve_within_one_per_cent(finished, in_8_bits) -> None:
+    """1 % is the bound of a whole run; these ten steps stay within 1e-4."""
+    assert in_8_bits.losses() == pytest.approx(finished[0].losses(), rel=0.01)
+    assert in_8_bits.losses()[3:] != finished[0].losses()[3:], "the states are rounded"
+    files = [chapter.output / "checkpoints/step_000010/parts" for chapter in (finished[0], in_8_bits)]
+    wide, narrow = (sum(file.stat().st_size for file in folder.glob("*.distcp")) for folder in files)
+    number = json.loads((in_8_bits.output / "config.json").read_text())["num_parameters"]
+    assert 5 * number < wide - narrow < 6 * number, "6 bytes a parameter less; scales, and headers of files, more"
+
+
+@pytest.mark.parametrize("nproc, bits", [(2, 8), (3, 8), (1, 32)])
+def test_a_run_with_8_bit_states_resumes_anywhere(ranks, in_8_bits, tmp_path: Path, nproc: int, bits: int) -> None:
+    """With the same states and ranks not one bit differs. 32-bit states are a different run from there on, near this one."""
+    chapter = interrupted(in_8_bits, tmp_path)
+    train(ranks, nproc, chapter, *STEPS, "--state-bits", bits)
+    assert chapter.metrics()[:5] == in_8_bits.metrics()[:5], "not begun anew"
+    rel = 0 if nproc == 2 else 1e-3 if bits == 8 else 0.01
+    assert chapter.losses() == pytest.approx(in_8_bits.losses(), rel=rel, abs=0)
+
+
+def test_a_run_with_32_bit_states_goes_on_with_8(ranks, finished, tmp_path: Path) -> None:
+    chapter = interrupted(finished[0], tmp_path)
+    train(ranks, 2, chapter, *STEPS, "--state-bits", 8)
+    assert chapter.metrics()[:5] == finished[0].metrics()[:5] and chapter.losses()[6:] != finished[0].losses()[6:]
+    assert chapter.losses() == pytest.approx(finished[0].losses(), rel=0.01)
+
+
+@pytest.mark.parametrize("chapter, module, flags", [
+    ("00_single", None, ()), ("02_ddp", "ddp_settings", ()), ("06_zero", "zero_settings", ()),
+    ("07_patrickstar", "engine_settings", ("--backend", "own", "--near-budget", "min")),
+], ids=lambda value: str(value))  # fmt: skip
+def test_other_chapters_refuse_8_bit_states_before_a_process_starts(capsys, in_8_bits, chapter, module, flags) -> None:
+    """Given by name, or found in --output-dir. Their weights are as usual, for --init-from."""
+    model, step = in_8_bits.command()[2:], in_8_bits.output / "checkpoints/step_000010"
+    for resume in ((), ("--resume", step)):
+        said = settings_error(chapter, module, capsys, *model, *flags, *resume)
+        assert said == (f"error: checkpoint {step} has optimizer states in 8 bits, which only chapter 07 with --backend "
+                        f"pstar reads: resume it there, or begin with its weights: --resume never --init-from {step}\n")
+    assert len(read_weights(step)) == len(read_weights(in_8_bits.output / "final"))
 
 
 def test_a_near_budget_too_small_is_one_line_before_a_process_starts(tmp_path: Path) -> None:

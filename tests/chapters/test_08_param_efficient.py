@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,38 @@ def test_the_first_command_ends_with_the_story(tmp_path) -> None:
     made = run([*script, "--prompt", "今天天气", "--length", "5", "--greedy", "--bits", "4"])
     assert "今天天气" in made and re.search(r"note: 4 bits: [\d,]+ bytes of weights instead of [\d,]+", made)
     assert "This run is complete" in run(command)
+
+
+STOPS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: stop())
+def stop():
+    pathlib.Path({marker!r}).write_text("saved")
+    sys.exit(0)
+def catches(process):
+    lines = pathlib.Path(f"/proc/{{process}}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16) >> signal.SIGTERM - 1 & 1
+end = time.monotonic() + 20
+while not catches(os.getppid()) and time.monotonic() < end:
+    time.sleep(0.01)
+if catches(os.getppid()):
+    os.kill(os.getppid(), signal.SIGTERM)
+while time.monotonic() < end:
+    time.sleep(0.01)
+sys.exit("no signal came")
+"""
+
+
+def test_sigterm_while_the_base_is_trained_reaches_chapter_00(tmp_path, monkeypatch, capsys) -> None:
+    """It saves and ends (test_survival.py); a program in its place notes the signal. Then one line says how to go on."""
+    base_model, marker = technique(CHAPTER, "base_model"), tmp_path / "marker"
+    (tmp_path / "program.py").write_text(STOPS.format(marker=str(marker)))
+    monkeypatch.setattr(base_model, "PROGRAM", tmp_path / "program.py")
+    before = signal.getsignal(signal.SIGTERM)
+    flags = ("--model-config", "tiny", "--base-dir", tmp_path / "bases", "--output-dir", tmp_path / "run")
+    said = settings_error(CHAPTER, "adapt_settings", capsys, *flags)
+    assert marker.read_text() == "saved" and signal.getsignal(signal.SIGTERM) == before
+    assert "is not complete: chapter 00 ended with status 0; the same command goes on from its newest checkpoint" in said
 
 
 # ---- wrong input

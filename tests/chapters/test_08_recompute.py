@@ -7,7 +7,6 @@ for the FLOPs.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.model import recomputation
 from gpt2_chinese.model.config import ModelConfig
-from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.model.gpt2 import Block, GPT2LMHeadModel
+from gpt2_chinese.model.recompute_plan import Plan
 from gpt2_chinese.run.optim import autocast
 from tests.chapters.adapters import CASES, spec
 from tests.chapters.technique import technique
@@ -40,18 +41,22 @@ def batch(rows: int = ROWS, length: int = LENGTH) -> tuple[torch.Tensor, torch.T
 
 
 def recomputing(model: GPT2LMHeadModel, mode: str, offload: bool = False) -> Any:
-    settings = SimpleNamespace(recompute=mode, offload_activations=offload)
-    return technique(CHAPTER, "recomputation").recompute(model, settings)
+    return recomputation.recompute(model, mode, offload)
 
 
-def step(model: GPT2LMHeadModel, activations: Any, precision: str = "fp32", steps: int = 2) -> dict[str, torch.Tensor]:
+def step(model: GPT2LMHeadModel, precision: str = "fp32", steps: int = 2) -> dict[str, torch.Tensor]:
     """The loss and all gradients after forwards and backwards whose dropout draws from one seed."""
     torch.manual_seed(9)
     for _ in range(steps):
-        with autocast(torch.device("cpu"), precision), activations:
+        with autocast(torch.device("cpu"), precision):
             loss = model(*batch())
         loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def recomputed(model: GPT2LMHeadModel, mode: str, offload: bool = False, precision: str = "fp32") -> dict[str, torch.Tensor]:
+    recomputing(model, mode, offload)
+    return step(model, precision)
 
 
 def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -63,13 +68,7 @@ def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @functools.cache
 def straight(dropout: float, precision: str) -> dict[str, torch.Tensor]:
     """Without this file's technique."""
-    model = build(dropout)
-    torch.manual_seed(9)
-    for _ in range(2):
-        with autocast(torch.device("cpu"), precision):
-            loss = model(*batch())
-        loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    return step(build(dropout), precision)
 
 
 @pytest.mark.each
@@ -78,8 +77,7 @@ def straight(dropout: float, precision: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dropout, precision", [(0.0, "fp32"), (0.2, "fp32"), (0.2, "bf16")])
 def test_losses_and_gradients_have_the_same_bits(mode, offload, dropout, precision) -> None:
     """Dropout draws the same numbers again, autocast rounds the same, and two backwards add up."""
-    model = build(dropout)
-    assert_equal(step(model, recomputing(model, mode, offload), precision), straight(dropout, precision))
+    assert_equal(recomputed(build(dropout), mode, offload, precision), straight(dropout, precision))
 
 
 @pytest.mark.each
@@ -91,7 +89,7 @@ def test_every_method_has_the_same_bits_as_without_recomputation(case, mode) -> 
     for way in ("none", mode):
         model = build()
         technique(CHAPTER, "methods.apply").apply_method(model, spec(case))
-        results.append(step(model, recomputing(model, way)))
+        results.append(recomputed(model, way))
     assert len(results[0]) > 1
     assert_equal(results[1], results[0])
 
@@ -105,12 +103,11 @@ def test_bytes_and_flops_equal_their_formulas(mode, changes, rows, length) -> No
     model = build(**changes)
     if mode.startswith("every") and int(mode[-1]) > model.config.n_layer:
         with pytest.raises(UserError, match="the model has 1 layers"):
-            formulas.Plan.of(mode, model.config.n_layer)
+            Plan.of(mode, model.config.n_layer)
         return
     activations = recomputing(model, mode)
     with activations.counting():
-        with activations:
-            loss = model(*batch(rows, length))
+        loss = model(*batch(rows, length))
         loss.backward()
     shape = model.config, rows, length, activations.plan
     assert activations.kept_bytes == formulas.kept_bytes(*shape)
@@ -124,7 +121,7 @@ def test_offloaded_bytes_equal_their_formula(mode) -> None:
     formulas = technique(CHAPTER, "kept_activations")
     model = build()
     activations = recomputing(model, mode, offload=True)
-    with activations.counting(), activations:
+    with activations.counting():
         model(*batch())
     shape = model.config, ROWS, LENGTH, activations.plan
     assert activations.offloaded_bytes == formulas.offloaded_bytes(*shape)
@@ -133,7 +130,7 @@ def test_offloaded_bytes_equal_their_formula(mode) -> None:
 
 def test_flops_are_those_of_torchs_checkpoint() -> None:
     """It also stops at the last tensor that backward needs."""
-    mapping = technique(CHAPTER, "recomputation").ON_CPU
+    mapping = recomputation.ON_CPU
 
     def counted(model: GPT2LMHeadModel) -> int:
         loss = model(*batch())
@@ -146,23 +143,22 @@ def test_flops_are_those_of_torchs_checkpoint() -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     activations = recomputing(ours, "block")
     with activations.counting():
-        with activations:
-            loss = ours(*batch())
+        loss = ours(*batch())
         loss.backward()
     assert activations.flops == counted(theirs) - counted(plain) > 0
 
 
 def test_the_attention_of_the_cpu_is_counted_as_that_of_gpus() -> None:
     q = torch.randn(2, 4, 16, 6)
-    with FlopCounterMode(display=False, custom_mapping=technique(CHAPTER, "recomputation").ON_CPU) as counter:
+    with FlopCounterMode(display=False, custom_mapping=recomputation.ON_CPU) as counter:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert counter.get_total_flops() == 4 * 2 * 4 * 16 * 16 * 6
 
 
 def test_a_second_backward_is_refused() -> None:
     model = build()
-    with recomputing(model, "block"):
-        loss = model(*batch())
+    recomputing(model, "block")
+    loss = model(*batch())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward through the same segment"):
         loss.backward()
@@ -173,35 +169,37 @@ def test_a_forward_that_changes_between_is_noticed() -> None:
     model, calls = build(), []
     old = model.transformer.h[0].mlp.forward
     model.transformer.h[0].mlp.forward = lambda x: old(x) if not calls.append(1) and len(calls) == 1 else x
-    with recomputing(model, "block"):
-        loss = model(*batch())
+    recomputing(model, "block")
+    loss = model(*batch())
     with pytest.raises(RuntimeError, match="the second forward saved"):
         loss.backward()
 
 
-def test_outside_of_the_context_and_without_gradients_blocks_run_as_they_are() -> None:
-    model, plain = build(), build()
+def test_outside_of_a_forward_and_without_gradients_blocks_run_as_they_are() -> None:
+    """Segments are seen only by the loop of a training step's forward; a forward that fails ends it as well."""
+    model, plain, kinds = build(), build(), []
     names = [name for name, _ in plain.named_parameters()]
-    activations = recomputing(model, "every:2")
+    recomputing(model, "every:2")
     assert [name for name, _ in model.named_parameters()] == names
-    assert torch.equal(model(batch()[0]), plain(batch()[0]))
-    assert [type(block).__name__ for block in model.transformer.h] == ["Block"] * 5
-    with torch.no_grad(), activations:
-        assert [type(block).__name__ for block in model.transformer.h] == ["Block"] * 5
-    with activations:
-        assert len(list(model.transformer.h)) == 3
+    model.transformer.ln_f.register_forward_pre_hook(lambda *_: kinds.append({type(b) for b in model.transformer.h}))
+    with torch.no_grad():
+        assert torch.equal(model(batch()[0]), plain(batch()[0]))
+    model(*batch())
+    assert kinds == [{Block}, {recomputation.Segment}]
+    with pytest.raises(IndexError):
+        model(batch()[0] + 53)
+    assert {type(block) for block in model.transformer.h} == {Block}
 
 
 @pytest.mark.parametrize("text", ["", "all", "every", "every:", "every:0", "every:-1", "every:2.5", "every:x", "block:2"])
 def test_a_wrong_recompute_is_one_line(text) -> None:
     with pytest.raises(UserError, match=r"^--recompute .*: give none, block, every:K"):
-        technique(CHAPTER, "kept_activations").Plan.of(text, 4)
+        Plan.of(text, 4)
 
 
 def test_segments_cover_each_layer_once() -> None:
-    plan = technique(CHAPTER, "kept_activations").Plan
     for layers in range(1, 30):
         for mode in ("block", "sqrt", "selective", *(f"every:{k}" for k in range(1, layers + 1))):
-            cut = plan.of(mode, layers).cut(layers)
+            cut = Plan.of(mode, layers).cut(layers)
             assert [i for segment in cut for i in segment] == list(range(layers))
-    assert plan.of("none", 9).cut(9) == [] and len(plan.of("sqrt", 9).cut(9)) == 3
+    assert Plan.of("none", 9).cut(9) == [] and len(Plan.of("sqrt", 9).cut(9)) == 3

@@ -100,6 +100,29 @@ def test_search_finds_in_the_language_of_the_page(
 # ---- the checks can fail
 
 
+def test_a_calculator_marks_a_wrong_field_and_keeps_its_answer(browser: Browser, address: str) -> None:
+    browser.open(f"{address}/en/chapters/08_param_efficient/")
+    browser.wait_for("document.getElementById('tool-answer') !== null")
+
+    def typed(value: str) -> list[str]:
+        return browser.evaluate(f"""(() => {{
+            const field = document.querySelector("#adaptation-tool [name=rank]");
+            field.value = "{value}";
+            field.dispatchEvent(new Event("input"));
+            const answer = document.getElementById("tool-answer");
+            return [field.getAttribute("aria-invalid"), answer && answer.textContent, location.hash.includes("rank=16")];
+        }})()""")
+
+    assert typed("8") == ["false", "0.24%", False]
+    assert typed("16") == ["false", "0.47%", True]
+    for wrong in ("0", "-3", "2.5", "", "70000"):
+        assert typed(wrong) == ["true", "0.47%", True], wrong
+    assert typed("800") == ["false", None, False], "a rank above the width: the chapter refuses it, and so does the page"
+    said = browser.evaluate("document.querySelector('#adaptation-tool .tool-refused').textContent")
+    assert "above the layer's width" in said
+    assert [said for said in browser.complaints if not said.endswith(ASKED_IN_VAIN)] == []
+
+
 def test_a_script_error_a_missing_image_and_a_wide_line_are_found(browser: Browser, tmp_path: Path) -> None:
     head = '<!doctype html><link rel="icon" href="data:,"><body style="margin:0"><div class="md-content">'
     (tmp_path / "index.html").write_text(f'{head}<pre style="overflow:auto">{"scrolls " * 200}</pre>')

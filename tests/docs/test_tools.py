@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import pytest
 
 from tests.chapters.technique import ROOT, technique
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 TOOLS = ROOT / "docs/assets/tools"
@@ -29,8 +30,8 @@ OF_A_RANK = ("held_parameters", "states", "live_micro_batches", "activations", "
 OF_BYTES = {"device_bytes": "memory", "host_bytes": "memory", "sent_bytes": "traffic", "received_bytes": "traffic"}
 PAGE = """<!doctype html><meta charset="utf-8"><pre id="out"></pre><script src="{folder}/formulas.js"></script>
 <script src="{folder}/schedules.js"></script><script src="{folder}/controls.js"></script>
-<script src="cases.js"></script><script>
-const all = {{ ...courseFormulas, ...courseSchedules, PRESETS: courseTools.PRESETS }};
+<script src="{folder}/adaptation.js"></script><script src="cases.js"></script><script>
+const all = {{ ...courseFormulas, ...courseSchedules, ...courseAdaptation, PRESETS: courseTools.PRESETS }};
 const value = (x) => typeof all[x.name] === "function" ? all[x.name](...x.arguments) : all[x.name];
 document.getElementById("out").textContent = JSON.stringify(cases.map(value));
 </script>"""
@@ -205,6 +206,82 @@ def test_a_wrong_formula_is_found(
         test_the_player_s_schedules_are_those_of_chapter_05(schedules, tmp_path)
 
 
+# ---- chapter 08's calculator
+
+PLANS = ("none", "block", "every:2", "sqrt", "selective")
+ADAPTED = {"rank": 8, "modules": "usual", "bottleneck": 16, "virtual_tokens": 16, "recompute": "none"}
+
+
+def random_adaptation(chance: random.Random) -> dict[str, Any]:
+    """A random model and method's numbers; some of them are refused."""
+    heads = chance.choice([1, 2, 4, 12, 25])
+    return {"n_layer": chance.choice([1, 2, 3, 4, 7, 12, 48]), "n_embd": heads * chance.choice([8, 9, 64, 100]),
+            "n_head": heads if chance.random() < 0.9 else 7, "n_positions": chance.choice([64, 128, 1024]),
+            "vocab_size": chance.choice([97, 3980, 50257]), "rank": chance.choice([1, 3, 8, 64, 300]),
+            "modules": chance.choice(["usual", "attention", "all"]), "bottleneck": chance.choice([1, 16, 99, 2600]),
+            "virtual_tokens": chance.choice([1, 16, 63, 64]), "batch": chance.choice([1, 5, 24]),
+            "seq_len": chance.choice([1, 63, 64, 128]), "recompute": chance.choice(PLANS)}  # fmt: skip
+
+
+def is_refused(job: dict[str, Any]) -> bool:
+    """Whether chapter 08 or the model's configuration refuses a job."""
+    from docs.generate.arithmetic.adaptation import MODULES
+    from gpt2_chinese.errors import UserError
+    from gpt2_chinese.model.config import ModelConfig
+    from gpt2_chinese.model.recompute_plan import Plan
+
+    spec = technique("08_param_efficient", "methods.spec").MethodSpec
+    try:
+        keys = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+        config = ModelConfig.from_dict({key: job[key] for key in keys}, "a test")
+        for method in ("lora", "adapter", "prompt"):
+            spec(method, job["rank"], modules=MODULES[job["modules"]], bottleneck=job["bottleneck"],
+                 num_virtual_tokens=job["virtual_tokens"]).check(config)  # fmt: skip
+        Plan.of(job["recompute"], config.n_layer)
+    except UserError:
+        return True
+    return job["seq_len"] > job["n_positions"]
+
+
+def adaptations_agree(folder: Path, tools: Path = TOOLS) -> None:
+    from docs.generate.arithmetic.adaptation import calculated
+
+    chance = random.Random(5)
+    jobs = [random_adaptation(chance) for _ in range(400)]
+    answers = in_the_browser(folder, [{"name": "calculated", "arguments": [job]} for job in jobs], tools)
+    refused = [is_refused(job) for job in jobs]
+    assert 50 < sum(refused) < 350
+    for job, no, found in zip(jobs, refused, answers, strict=True):
+        assert bool(found["refusal"]) == no, (job, found["refusal"])
+        assert no or found == calculated(job), job
+
+
+@needs_browser
+def test_the_bytes_of_each_method_in_the_browser_are_python_s(tmp_path: Path) -> None:
+    """The chapter's formulas, which its own tests hold to counted tensors. Every number is equal: the same operations."""
+    adaptations_agree(tmp_path)
+
+
+WRONG = {
+    "lora": ("lora: L * r * S", "lora: L * r * O"),
+    "states": ("rest = 12 * count", "rest = 8 * count"),
+    "segments": ("(length - 1) * n * C", "length * n * C"),
+    "rank": ('if (job.rank > job.n_embd) return "rank"', 'if (job.rank > 3 * job.n_embd) return "rank"'),
+}
+
+
+@needs_browser
+@pytest.mark.parametrize("case", quick_only(WRONG, "segments"))
+def test_a_wrong_formula_of_a_method_is_found(tmp_path: Path, case: str) -> None:
+    right, wrong = WRONG[case]
+    tools = shutil.copytree(TOOLS, tmp_path / "tools")
+    text = (tools / "adaptation.js").read_text()
+    assert text.count(right) == 1
+    (tools / "adaptation.js").write_text(text.replace(right, wrong))
+    with pytest.raises(AssertionError):
+        adaptations_agree(tmp_path, tools)
+
+
 # ---- in the built pages
 
 SMALL = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "batch": 16, "seq_len": 512,
@@ -252,6 +329,17 @@ def test_the_player_answers(schedules, site: Path, below: str) -> None:
     setting = {"schedule": "interleaved", "stages": 4, "micros": 8, "virtual": 2}
     shown = answer(site, f"{below}tools/bubble", "data-share", **setting)
     assert shown == pytest.approx(schedules.bubble(events, 4), rel=1e-12)
+
+
+@needs_browser
+@LANGUAGES
+def test_the_page_of_chapter_08_answers(site: Path, below: str) -> None:
+    from docs.generate.arithmetic.adaptation import calculated
+
+    changes = {"rank": 64, "modules": "all", "recompute": "sqrt"}
+    lora = next(row for row in calculated({**SMALL, **ADAPTED, **changes})["methods"] if row["name"] == "lora")
+    shown = answer(site, f"{below}chapters/08_param_efficient", "data-share", model="small", **changes)
+    assert shown == pytest.approx(lora["share"], rel=1e-12)
 
 
 @needs_browser

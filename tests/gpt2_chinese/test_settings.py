@@ -18,6 +18,7 @@ from tests.limits import HANGS_S
 PROGRAM = str(ROOT / "chapters" / "00_single" / "train.py")
 CONTRACT = [
     *("nproc", "model-config", "train-data", "valid-data", "vocab", "vocab-profile", "seq-len", "batch-size", "grad-accum"),
+    "recompute",
     *("lr", "warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every"),
     *("save-every", "keep", "log-every", "output-dir", "init-from", "resume", "seed", "device"),
 ]

@@ -6,6 +6,7 @@ trained. With --bits 4 the weights of the blocks' linear layers have 4 bits and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ CHAPTER = "08_param_efficient"
 ROWS, LENGTHS = {"tiny": 24, "small": 8}, {"tiny": 128, "small": 1024}  # of a micro-batch in the table of --recompute
 PLANS = ("none", "block", "every:2", "sqrt", "selective")
 WEIGHT, GRADIENT, STATES = 4, 4, 8
+MODULES = {"usual": None, "attention": ("c_attn", "attn.c_proj"), "all": ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")}
 
 
 def bits_of_nf4() -> float:
@@ -56,7 +58,7 @@ def weight_bytes(config: Any, row: Any, bits: float | None = None) -> int:
     added = {"full": 0, "bitfit": 0, "adapter": row.count - norms}.get(row.method, row.count)
     inner = config.n_layer * (4 * config.n_embd**2 + 2 * config.n_embd * config.inner)
     whole = WEIGHT * (config.num_parameters() + added)
-    return whole if bits is None else whole - WEIGHT * inner + round(inner * bits / 8)
+    return whole if bits is None else whole - WEIGHT * inner + math.ceil(inner * bits / 8)
 
 
 def most_bytes(kept: Any, config: Any, rows: int, length: int, recompute: str) -> int:
@@ -64,6 +66,35 @@ def most_bytes(kept: Any, config: Any, rows: int, length: int, recompute: str) -
     plan = kept.Plan.of(recompute, config.n_layer)
     again = kept.again_bytes(config, rows, length, plan) if plan.length else 0
     return kept.kept_bytes(config, rows, length, plan) + again
+
+
+def calculated(job: dict[str, Any]) -> dict[str, Any]:
+    """What the page's calculator shows, docs/assets/tools/adaptation.js, by the chapter's own formulas.
+
+    Args:
+        job: n_layer, n_embd, n_head, n_positions, vocab_size; rank, bottleneck, virtual_tokens; modules, one of MODULES;
+            batch (sequences), seq_len, recompute.
+    """
+    from gpt2_chinese.model.config import ModelConfig
+
+    spec, counts = (chapter_module(CHAPTER, f"methods.{name}") for name in ("spec", "counts"))
+    config = ModelConfig(**{key: job[key] for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")})
+    given = spec.MethodSpec(rank=job["rank"], modules=MODULES[job["modules"]], bottleneck=job["bottleneck"],
+                            num_virtual_tokens=job["virtual_tokens"])  # fmt: skip
+    found = counts.trained_rows(config, given)
+    lora = next(row for row in found if row.method == "lora")
+    rows = [_calculated_row(row.method, row, weight_bytes(config, row)) for row in found]
+    rows.append(_calculated_row("qlora --bits 4", lora, weight_bytes(config, lora, bits_of_nf4())))
+    kept, shape = chapter_module(CHAPTER, "kept_activations"), (config, job["batch"], job["seq_len"])
+    bytes_kept = kept.kept_bytes(*shape, kept.Plan.of(job["recompute"], config.n_layer))
+    activations = {"kept": bytes_kept, "most": most_bytes(kept, *shape, job["recompute"])}
+    return {"refusal": "", "parameters": config.num_parameters(), "methods": rows, "activations": activations}
+
+
+def _calculated_row(name: str, row: Any, weights: int) -> dict[str, Any]:
+    rest = (GRADIENT + STATES) * row.count
+    return {"name": name, "count": row.count, "share": row.share, "weights": weights, "rest": rest,
+            "together": weights + rest}  # fmt: skip
 
 
 def methods(words: Words, config: Any) -> str:

@@ -19,6 +19,7 @@ import pstar
 from pstar.chunks import gradients, unshard
 from pstar.memory import block_store, links, tier
 from tests import toy
+from tests.pstar.chunks.test_frozen import WIDTH, Six
 from tests.pstar.memory.happens_before import Recorder
 from tests.pstar.test_placement import build, combinations
 
@@ -60,6 +61,15 @@ def test_placement_makes_no_race(near, chunk, policy, prefetch, states, overlap,
                                   {"near_budget": "min", "bf16": {"enabled": True}}], ids=str)
 def test_other_settings_make_no_race(keys, tmp_path):
     recorder, _ = record(tmp_path, **keys)
+    assert recorder.races == [] and recorder.accesses > 400
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_of_frozen_matrices_make_no_race(bits):
+    """The copy's worker decodes them behind the copy, on its stream."""
+    with Recorder() as recorder:
+        model, optimizer = toy.build(Six, near_budget="min", frozen_bits=bits, default_chunk_size=WIDTH**2)
+        toy.train(model, optimizer, STEPS)
     assert recorder.races == [] and recorder.accesses > 400
 
 
@@ -112,6 +122,7 @@ OTHERS = {
         "a copy under way keeps its buffer, but the ledger counts it as free: test_tiers.py",
     "_wait_for(buffers.pop()[1])": "as the line above",
     "fence.wait()": "that is _wait_for",
+    "self.gather.wait()": "a collective",
     "self.handle.wait()": "a collective: tests/pstar/test_mutations_ranks.py",
     "self._gather(unit).wait()": "a collective",
     "reduction.handle.wait()": "a collective",

@@ -94,7 +94,7 @@ def test_a_planned_gpt_moves_at_most_three_tenths_of_the_bytes_of_bf16():
         for bits in (32, 4):
             job = Job(chunk_elems=2**21, frozen_bits=bits)
             near = int(0.6 * 2 * shape.num_params) + job.activations_of(shape)[0]
-            machine = replace(one_gpu(0, 10**11, job), gpu_bytes=near, num_gpus=num_gpus, gpu_link_bytes_per_s=1e9)
+            machine = one_gpu(0, 10**11, job).changed(gpu_bytes=near, num_gpus=num_gpus, gpu_link_bytes_per_s=1e9)
             moved[bits] = predict(shape, machine, job, modes=("far",)).moved
         for kind in ("far to near", "gather")[: 1 + (num_gpus > 1)]:
             assert 0.2 < moved[4][kind] / moved[32][kind] <= 0.30    # of a few chunks more or less that stay near

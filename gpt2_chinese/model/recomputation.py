@@ -12,10 +12,12 @@ segment's forward again, and the answer number i is the i-th tensor that this se
 A dispatch mode sees every operation below autograd: it notes the results in forward, and in the second forward it
 returns them without computing. Norms, GELU and additions are computed again.
 
-    activations = recompute(model, settings)
-    with activations:
-        loss = model(inputs, targets)
+    recompute(model, "every:2")
+    loss = model(inputs, targets)
     loss.backward()
+
+The model's file knows nothing of this: `recompute` replaces the list of its blocks. Where no gradient is computed, as in
+evaluation and generation, the blocks run as they are.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kept_activations import Plan
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from gpt2_chinese.model.recompute_plan import Plan
 
 aten = torch.ops.aten
 EXPENSIVE = {
@@ -41,31 +45,33 @@ EXPENSIVE = {
 ON_CPU = {aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
 
 
-def recompute(model: nn.Module, settings: Any) -> Activations:
-    """Makes the blocks of a GPT-2 keep what `settings` ask for; apply it last, after all that replaces modules.
+def recompute(model: nn.Module, how: str, offload: bool = False) -> Activations:
+    """Makes the blocks of a GPT-2 keep what `how` asks for; apply it after all that replaces modules of the model.
 
     Args:
         model: a GPT2LMHeadModel; the names of its parameters stay the same.
-        settings: has recompute and offload_activations.
+        how: the flag --recompute: none, block, every:K, selective or sqrt. Plan.of raises UserError for anything else.
+        offload: what the blocks keep waits in host memory.
 
     Returns:
-        a context for the forward of a training step. Outside of it nothing is recomputed.
+        counts bytes and FLOPs, where a chapter asks.
     """
-    plan = Plan.of(settings.recompute, model.config.n_layer)
-    activations = Activations(model, plan, settings.offload_activations)
-    if plan.length or activations.offload:
+    activations = Activations(model, Plan.of(how, model.config.n_layer), offload)
+    if activations.plan.length or offload:
         core = getattr(model.transformer, "base_layer", model.transformer)  # prompt and prefix wrap the transformer
         core.h = Segments(core.h, activations)
+        core.register_forward_pre_hook(activations.begin)
+        core.register_forward_hook(activations.end, always_call=True)
     return activations
 
 
 class Activations:
-    """A context: a forward inside it keeps what `plan` says. Also counts what is kept, when `counting`.
+    """What the blocks of a model keep, by `plan`. Also counts it, inside `counting`.
 
     Attributes:
         plan: how the blocks are cut.
         offload: what the blocks keep waits in host memory. On a CPU that is the same memory, in a second copy.
-        active: True inside the context.
+        active: True during a forward of the transformer.
         kept_bytes: of the last forward under `counting`: each storage once, parameters and buffers left out.
         offloaded_bytes: copied to the host by that forward.
         again_bytes: of the largest segment while backward holds what it recomputed, beyond kept_bytes.
@@ -78,26 +84,23 @@ class Activations:
         self.is_counting = False
         self._weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
         self._seen: dict[int, Any] = {}  # storages counted, which stay alive meanwhile: their addresses are not reused
-        self._hooks: Any = None
 
-    def __enter__(self) -> Activations:
-        self.active, self._hooks = True, contextlib.ExitStack()
-        if self.is_counting:  # what the rest of the model saves, and blocks that keep all
-            counted = torch.autograd.graph.saved_tensors_hooks(self._counted, lambda kept: kept)
-            self._hooks.enter_context(counted)
-        return self
+    def begin(self, *_: object) -> None:
+        """Before a forward of the transformer: the loop over its blocks now gets segments."""
+        self.active = True
 
-    def __exit__(self, *error: object) -> None:
+    def end(self, *_: object) -> None:
+        """After it, also after an error."""
         self.active = False
-        self._hooks.close()
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Counts bytes and FLOPs of the forward and the backward inside it, from zero."""
         self.kept_bytes = self.offloaded_bytes = self.again_bytes = self.flops = 0
         self.is_counting = True
-        try:
-            yield
+        try:  # the hooks see what the rest of the model saves, and blocks that keep all
+            with torch.autograd.graph.saved_tensors_hooks(self._counted, lambda kept: kept):
+                yield
         finally:
             self.is_counting = False
             self._seen.clear()
@@ -132,7 +135,7 @@ def fetch(kept: Any) -> Tensor:
 
 
 class Segments(nn.ModuleList):
-    """The blocks under their old names. Inside the context a loop over them gets segments in place of blocks.
+    """The blocks under their old names. During a forward a loop over them gets segments in place of blocks.
 
     GPT2Model.forward reads `for block in self.h: x = block(x)`, and needs no change.
     """
@@ -253,21 +256,24 @@ class Replay(TorchDispatchMode):
 
 
 class State:
-    """What decides a forward's numbers besides inputs and weights: random generators and autocast."""
+    """What decides a forward's numbers besides inputs and weights: random generators, autocast, modes of torch's functions
+    (chapter 04's casts by operation)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self.modes = _get_current_function_mode_stack()  # the outermost first
 
     @contextlib.contextmanager
     def as_then(self) -> Iterator[None]:
         """Sets them back as they were; dropout then draws the same numbers. Afterwards they are as before."""
         enabled, dtype = self.autocast
-        with torch.random.fork_rng([self.device] if self.cuda is not None else []), \
-             torch.autocast(self.device.type, dtype, enabled=enabled):  # fmt: skip
+        with torch.random.fork_rng([self.device] if self.cuda is not None else []), contextlib.ExitStack() as entered:
             torch.set_rng_state(self.cpu)
             if self.cuda is not None:
                 torch.cuda.set_rng_state(self.cuda, self.device)
+            for context in (torch.autocast(self.device.type, dtype, enabled=enabled), *self.modes):
+                entered.enter_context(context)
             yield
