@@ -125,14 +125,14 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
 def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     """Otherwise they would train on, and the next start would write to the same folder at the same time."""
     chapter = Chapter("07_patrickstar", tmp_path)
-    command = chapter.command("--max-steps", 100_000, "--near-budget", "min")
+    command = chapter.command("--max-steps", 10**6, "--near-budget", "min")
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                start_new_session=True)
     wait_for_rows(chapter, process)
     left = ranks_below(process.pid)
     process.kill()
     try:
-        process.communicate(timeout=60)  # until the last rank has closed its end; its steps take much longer
+        process.communicate(timeout=HANGS_S)  # until the last rank has closed its end; its steps take much longer
     except subprocess.TimeoutExpired:
         for pid in left.values():
             os.kill(pid, signal.SIGKILL)
