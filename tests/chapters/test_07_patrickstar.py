@@ -1,7 +1,7 @@
 """Chapter 07 as a program: its output and files, resuming anywhere, and its refusals.
 
-One run and the killed one are started from nothing. The others are forked, or run in ranks that already run: a start takes
-longer than ten steps.
+The killed run is started from nothing, as are those of test_launch.py. The others are forked, or run in ranks that already
+run: a start takes longer than ten steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2"
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
     """A run of ten steps on two processes, and what it printed."""
     chapter = Chapter("07_patrickstar", tmp_path_factory.mktemp("finished"))
-    return chapter, chapter.train(*STEPS)
+    return chapter, chapter.train_forked(*STEPS)
 
 
 def interrupted(chapter: Chapter, folder: Path) -> Chapter:
