@@ -8,7 +8,7 @@ from tests.chapters.law import curves
 from tests.harness.pool import preload
 
 # Each rank would import this anew with its first chapter, which takes seconds.
-preload("tests.chapters.inside", "torch.utils.tensorboard")
+preload("tests.chapters.inside", "torch.utils.tensorboard", "torch.distributed.run")
 
 
 @pytest.fixture(scope="session")

@@ -113,13 +113,18 @@ def train(ranks: Any, num_ranks: int, chapter: Chapter, *flags: object) -> list[
 
 def train_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, ...]]]) -> list[list[Report]]:
     """Runs several small chapters after each other under one real horovodrun; returns, for each, the ranks' reports."""
+    run_under_horovod(num_ranks, runs)
+    folder = runs[0][0].folder
+    by_rank = [json.loads((folder / f"reports.{rank}.json").read_text()) for rank in range(num_ranks)]
+    return [[Report(**report) for report in reports] for reports in zip(*by_rank, strict=True)]
+
+
+def run_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, ...]]]) -> str:
+    """As train_under_horovod; returns what the ranks printed."""
     folder = runs[0][0].folder
     jobs = [(chapter.name, chapter.command(*flags, "--nproc", num_ranks)[2:]) for chapter, flags in runs]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = horovodrun(num_ranks, "-m", "tests.chapters.inside", folder)
-    run(command)
-    by_rank = [json.loads((folder / f"reports.{rank}.json").read_text()) for rank in range(num_ranks)]
-    return [[Report(**report) for report in reports] for reports in zip(*by_rank, strict=True)]
+    return run(horovodrun(num_ranks, "-m", "tests.chapters.inside", folder))
 
 
 def assert_one_clipped_step_a_batch(rows: list[dict[str, Any]], reports: list[Report], of: tuple[int, ...], *, steps: int,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.harness.program import run_forked
 from tests.limits import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,10 @@ class Chapter:
         """Runs it and returns what it printed; asserts its exit status."""
         return run(self.command(*flags), status)
 
+    def train_forked(self, *flags: object, status: int = 0) -> str:
+        """As `train`, in a process forked from one that has torch loaded (tests/harness/program.py)."""
+        return fork(self.command(*flags), status)
+
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
         return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
@@ -76,6 +81,13 @@ def run(command: list[str], status: int = 0) -> str:
     )
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}"
     return done.stdout
+
+
+def fork(command: list[str], status: int = 0) -> str:
+    """As `run`, for a Python program, in a process forked from one that has torch loaded."""
+    found, said = run_forked(command, environment())
+    assert found == status, f"status {found}\n{said}"
+    return said
 
 
 def wait_for_rows(chapter: Chapter, process: subprocess.Popen[Any], number: int = 1, log: Path | None = None) -> None:

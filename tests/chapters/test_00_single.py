@@ -1,6 +1,7 @@
 """Chapter 00 as a program: its output, its files, and that it resumes where it stopped.
 
-Tests of numbers alone run it in a rank that already runs: a start takes longer than ten steps.
+One run, its bar, and the run that is killed are started from nothing. The others are forked, or run in a rank that already
+runs: a start takes longer than ten steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.inside import train
-from tests.chapters.program import ROOT, SMALL, Chapter, environment, run
+from tests.chapters.program import ROOT, SMALL, Chapter, environment, fork, run
 from tests.cover import quick_only
 from tests.limits import wait_until
 
@@ -120,7 +121,7 @@ def test_resuming_continues_the_curve_bit_for_bit(finished, tmp_path: Path) -> N
     chapter = copy_of(finished[0], tmp_path)
     straight = chapter.metrics()
     shutil.rmtree(chapter.output / "checkpoints" / "step_000010")
-    said = chapter.train(*STEPS)
+    said = chapter.train_forked(*STEPS)
     assert "step_000005, next is step 6" in said
     resumed = chapter.metrics()
     for name in ("step", "loss", "lr", "grad_norm", "tokens"):
@@ -141,7 +142,7 @@ def test_a_killed_run_goes_on_bit_for_bit(ranks, tmp_path: Path) -> None:
     wait_until((killed.output / "checkpoints" / "step_000010").exists, "step 10", lambda: process.poll() is None)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert "next is step" in killed.train(*flags)
+    assert "next is step" in killed.train_forked(*flags)
     train(ranks, 1, straight, *flags)
     assert killed.losses() == straight.losses() and len(straight.losses()) == 100
 
@@ -149,7 +150,7 @@ def test_a_killed_run_goes_on_bit_for_bit(ranks, tmp_path: Path) -> None:
 def test_a_second_call_prints_that_the_run_is_complete(finished) -> None:
     chapter = finished[0]
     before = (chapter.output / "metrics.jsonl").read_bytes()
-    said = chapter.train(*STEPS)
+    said = chapter.train_forked(*STEPS)
     assert said.startswith("This run is complete: 10 steps") and "generate.sh" in said and "tensorboard" in said
     assert (chapter.output / "metrics.jsonl").read_bytes() == before
 
@@ -157,7 +158,7 @@ def test_a_second_call_prints_that_the_run_is_complete(finished) -> None:
 def test_a_lost_final_is_made_again_from_the_last_checkpoint(finished, tmp_path: Path) -> None:
     chapter = copy_of(finished[0], tmp_path)
     shutil.rmtree(chapter.output / "final")
-    said = chapter.train(*STEPS)
+    said = chapter.train_forked(*STEPS)
     assert "perplexity" in said and "「今天天气」" in said
     final = "final/model.safetensors"
     assert (chapter.output / final).read_bytes() == (finished[0].output / final).read_bytes()
@@ -165,7 +166,7 @@ def test_a_lost_final_is_made_again_from_the_last_checkpoint(finished, tmp_path:
 
 def test_resume_never_starts_anew_and_keeps_the_old_checkpoints_aside(finished, tmp_path: Path) -> None:
     chapter = copy_of(finished[0], tmp_path)
-    said = chapter.train(*STEPS[:2], "--save-every", 10, "--lr", "1e-2", "--resume", "never")
+    said = chapter.train_forked(*STEPS[:2], "--save-every", 10, "--lr", "1e-2", "--resume", "never")
     assert "moved to" in said
     assert {p.name for p in (chapter.output / "checkpoints.old1").iterdir()} == {"step_000005", "step_000010"}
     assert {p.name for p in (chapter.output / "checkpoints").iterdir()} == {"step_000010"}
@@ -207,7 +208,7 @@ def test_dropout_resumes_bit_for_bit(ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", quick_only(["", "final", "checkpoints/step_000005", "final/model.safetensors"], ""))
 def test_generate_takes_a_run_its_final_or_a_checkpoint(finished, where: str) -> None:
     command = [sys.executable, "-m", "gpt2_chinese.generate", "--model", str(finished[0].output / where)]
-    said = run([*command, "--prompt", "今天", "--length", "20", "--num", "2", "--seed", "3"])
+    said = fork([*command, "--prompt", "今天", "--length", "20", "--num", "2", "--seed", "3"])
     assert said.count("今天") >= 2
     if not where:
         assert said == run([*command, "--prompt", "今天", "--length", "20", "--num", "2", "--seed", "3"])
@@ -215,8 +216,8 @@ def test_generate_takes_a_run_its_final_or_a_checkpoint(finished, where: str) ->
 
 def test_generate_names_a_missing_model_and_a_wrong_flag(finished, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gpt2_chinese.generate", "--model"]
-    assert "no trained model in" in run([*command, str(tmp_path)], status=2)
-    assert "--top-p 1.5 is out of range" in run([*command, str(finished[0].output), "--top-p", "1.5"], status=2)
+    assert "no trained model in" in fork([*command, str(tmp_path)], status=2)
+    assert "--top-p 1.5 is out of range" in fork([*command, str(finished[0].output), "--top-p", "1.5"], status=2)
 
 
 def test_an_error_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.horovod import horovodrun, needs_horovod, rank_pids
-from tests.chapters.inside import train
+from tests.chapters.inside import run_under_horovod, train
 from tests.chapters.program import ROOT, Chapter, environment, run, wait_for_rows
 from tests.limits import HANGS_S, wait_until
 
@@ -40,7 +40,7 @@ runpy.run_path(program, run_name="__main__")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
     """A run of eight steps on two processes with a timeline, and what it printed."""
     chapter = Chapter("03_horovod", tmp_path_factory.mktemp("finished"))
-    return chapter, chapter.train(*STEPS, "--timeline", chapter.folder / "timeline.json")
+    return chapter, chapter.train(*STEPS, "--fusion-mb", 1, "--timeline", chapter.folder / "timeline.json")
 
 
 @needs_horovod
@@ -62,20 +62,34 @@ def test_the_timeline_is_horovods_own_trace(finished) -> None:
         assert words in text
 
 
+def interrupted(finished: Chapter, name: str, folder: Path) -> Chapter:
+    """A copy of a finished run that lost all after step 4, to go on with a chapter."""
+    shutil.copytree(finished.output, folder / "run")
+    shutil.rmtree(folder / "run/checkpoints/step_000008")
+    shutil.rmtree(folder / "run/final")
+    return Chapter(name, folder)
+
+
+@pytest.fixture(scope="module")
+def more(finished, tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, Chapter, str]:
+    """A run that went on and a compressed one, both under one horovodrun, and what they printed."""
+    folder = tmp_path_factory.mktemp("more")
+    goes_on = interrupted(finished[0], "03_horovod", folder / "goes on")
+    compressed = Chapter("03_horovod", folder / "compressed")
+    compressed.folder.mkdir()
+    said = run_under_horovod(2, [(goes_on, STEPS), (compressed, (*STEPS, "--compression", "fp16"))])
+    return goes_on, compressed, said
+
+
 @needs_horovod
-def test_it_resumes_and_chapter_00_goes_on_with_it(ranks, finished, tmp_path: Path) -> None:
-    straight = finished[0].losses()
-    for name, rel in (("03_horovod", 0), ("00_single", 1e-5)):
-        shutil.copytree(finished[0].output, tmp_path / name / "run")
-        shutil.rmtree(tmp_path / name / "run/checkpoints/step_000008")
-        shutil.rmtree(tmp_path / name / "run/final")
-        chapter = Chapter(name, tmp_path / name)
-        if name == "00_single":
-            train(ranks, 1, chapter, *STEPS)
-        else:
-            assert "step_000004, next is step 5" in chapter.train(*STEPS)
+def test_it_resumes_and_chapter_00_goes_on_with_it(ranks, finished, more, tmp_path: Path) -> None:
+    goes_on, _, said = more
+    assert "step_000004, next is step 5" in said
+    plain = interrupted(finished[0], "00_single", tmp_path / "00")
+    train(ranks, 1, plain, *STEPS)
+    for chapter, rel in ((goes_on, 0), (plain, 1e-5)):
         assert chapter.metrics()[:4] == finished[0].metrics()[:4], "not begun anew"
-        assert chapter.losses() == pytest.approx(straight, rel=rel, abs=0)
+        assert chapter.losses() == pytest.approx(finished[0].losses(), rel=rel, abs=0)
 
 
 @needs_horovod
@@ -90,9 +104,8 @@ def test_the_weights_check_fails_without_horovods_collective(finished, tmp_path:
 
 
 @needs_horovod
-def test_half_the_bytes_change_little(finished, tmp_path: Path) -> None:
-    chapter = Chapter("03_horovod", tmp_path)
-    chapter.train(*STEPS, "--compression", "fp16", "--fusion-mb", 1)
+def test_half_the_bytes_change_little(finished, more) -> None:
+    chapter = more[1]
     assert chapter.losses() == pytest.approx(finished[0].losses(), rel=1e-3)
     assert chapter.losses() != finished[0].losses()
     sent = [sorted(row["sent_bytes"] for row in rows)[4] for rows in (chapter.metrics(), finished[0].metrics())]

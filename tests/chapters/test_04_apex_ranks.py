@@ -121,10 +121,11 @@ def gap(ours: list[float], theirs: list[float]) -> float:
 @pytest.mark.parametrize("backend", ["own", "torch"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_at_o0_the_curve_is_that_of_one_process(ranks, num_ranks: int, backend: str) -> None:
-    for micros in (1, 4):
-        losses, norms = oracle(50, micros)
-        assert losses[-1] < losses[0] - 1 and sum(norm > CLIP for norm in norms) > 25, "it learns, and clipping is at work"
-        for report in ranks(num_ranks).run(train, plan(50, grad_accum=micros, backend=backend)):
+    for steps, micros in ((50, 1), (12, 4)):
+        losses, norms = oracle(steps, micros)
+        assert sum(norm > CLIP for norm in norms) > steps / 2, "clipping is at work"
+        assert losses[-1] < losses[0] - 0.02 * steps, "it learns"
+        for report in ranks(num_ranks).run(train, plan(steps, grad_accum=micros, backend=backend)):
             assert report["losses"] == pytest.approx(losses, rel=1e-4)
             assert report["norms"] == pytest.approx(norms, rel=1e-3)
 
@@ -136,9 +137,9 @@ def test_the_curve_differs_when_gradients_are_not_reduced(ranks) -> None:
 
 
 @pytest.mark.parametrize("level, half, backend", [
-    ("O1", "bf16", "own"), ("O2", "fp16", "own"), ("O1", "fp16", "torch"),
-    *(pytest.param(*case, marks=pytest.mark.deep)
-      for case in (("O1", "fp16", "own"), ("O2", "bf16", "own"), ("O1", "bf16", "torch"))),
+    ("O1", "bf16", "own"), ("O2", "fp16", "own"),
+    *(pytest.param(*case, marks=pytest.mark.deep)  # torch's O1 is held to the chapter's below
+      for case in (("O1", "fp16", "own"), ("O2", "bf16", "own"), ("O1", "bf16", "torch"), ("O1", "fp16", "torch"))),
 ])  # fmt: skip
 def test_mixed_precision_stays_within_one_per_cent(ranks, level: str, half: str, backend: str) -> None:
     scale = "dynamic" if half == "fp16" else "1"
@@ -170,7 +171,7 @@ def test_o3_learns(ranks, half: str) -> None:
     assert report["losses"][-1] < report["losses"][0] - 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", quick_only([2, 3], 3))
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks, num_ranks: int) -> None:
     settings = plan(60, opt_level="O2", half="fp16", loss_scale="dynamic")
     reports = ranks(num_ranks).run(train, settings, 30)

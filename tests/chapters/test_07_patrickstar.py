@@ -1,6 +1,7 @@
 """Chapter 07 as a program: its output and files, resuming anywhere, and its refusals.
 
-Tests of numbers alone run it in ranks that already run: a start takes longer than ten steps.
+The killed run is started from nothing, as are those of test_launch.py. The others are forked, or run in ranks that already
+run: a start takes longer than ten steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 
 from gpt2_chinese.checkpoint.trained_model import read_weights
 from tests.chapters.inside import train
-from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, run
+from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, fork
 from tests.chapters.technique import settings_error
 from tests.cover import quick_only
 from tests.limits import HANGS_S
@@ -28,7 +29,7 @@ STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2"
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
     """A run of ten steps on two processes, and what it printed."""
     chapter = Chapter("07_patrickstar", tmp_path_factory.mktemp("finished"))
-    return chapter, chapter.train(*STEPS)
+    return chapter, chapter.train_forked(*STEPS)
 
 
 def interrupted(chapter: Chapter, folder: Path) -> Chapter:
@@ -58,15 +59,16 @@ def test_the_trained_model_loads_in_hugging_face_and_generates(finished) -> None
     model, loading = transformers.GPT2LMHeadModel.from_pretrained(final, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and model.config.n_layer == 2
     command = [sys.executable, "-m", "gpt2_chinese.generate", "--model", str(finished[0].output)]
-    assert "今天" in run([*command, "--prompt", "今天", "--greedy"])
+    assert "今天" in fork([*command, "--prompt", "今天", "--greedy"])
 
 
 def test_a_second_call_prints_that_the_run_is_complete(finished) -> None:
-    assert finished[0].train(*STEPS).startswith("This run is complete: 10 steps")
+    assert finished[0].train_forked(*STEPS).startswith("This run is complete: 10 steps")
 
 
-def test_a_resumed_run_prints_its_checkpoint_and_next_step(finished, tmp_path: Path) -> None:
-    assert "step_000005, next is step 6" in interrupted(finished[0], tmp_path).train(*STEPS)
+def test_a_resumed_run_prints_its_checkpoint_and_next_step(ranks, finished, tmp_path: Path, capsys) -> None:
+    train(ranks, 2, interrupted(finished[0], tmp_path), *STEPS)
+    assert "step_000005, next is step 6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("nproc", [2, 3, 1])
@@ -143,7 +145,7 @@ def test_other_chapters_refuse_8_bit_states_before_a_process_starts(capsys, in_8
 
 
 def test_a_near_budget_too_small_is_one_line_before_a_process_starts(tmp_path: Path) -> None:
-    said = Chapter("07_patrickstar", tmp_path).train("--near-budget", "100KiB", status=2)
+    said = Chapter("07_patrickstar", tmp_path).train_forked("--near-budget", "100KiB", status=2)
     assert len(said.strip().splitlines()) == 1 and said.startswith("error: "), said
     assert "near budget 100KiB (102400 bytes) is too small: module 'transformer.wte' and its " in said
     assert not (tmp_path / "run").exists()
@@ -201,9 +203,10 @@ def test_the_default_budget_is_a_quarter_or_the_least_that_works(ranks, tmp_path
         assert json.loads((chapter.output / "config.json").read_text())["near_budget"] == budget
 
 
-def test_in_16_bit_the_curve_stays_within_one_per_cent(ranks, tmp_path: Path) -> None:
-    """The law of the curve for mixed precision: the mean gap over the last 20 of 200 steps."""
-    flags = ("--max-steps", 200, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 16)
+@pytest.mark.parametrize("steps", quick_only([80, 200], 80))
+def test_in_16_bit_the_curve_stays_within_one_per_cent(ranks, tmp_path: Path, steps: int) -> None:
+    """The law of the curve for mixed precision: the mean gap over the last 20 steps."""
+    flags = ("--max-steps", steps, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 16)
     curves, rows = {}, []
     for name, precision in (("00_single", "fp32"), ("07_patrickstar", "bf16"), ("07_patrickstar", "fp16")):
         chapter = Chapter(name, tmp_path / precision)
@@ -252,7 +255,8 @@ def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
 def test_a_loss_scale_that_is_too_large_ends_the_run_in_one_line(tmp_path: Path, nproc: int) -> None:
     (tmp_path / "c.json").write_text('{"fp16": {"enabled": true, "loss_scale": 1e9}}')
     chapter = Chapter("07_patrickstar", tmp_path)
-    said = chapter.train("--max-steps", 100, "--seq-len", 8, "--nproc", nproc, "--config", tmp_path / "c.json", status=1)
+    flags = ("--max-steps", 100, "--seq-len", 8, "--nproc", nproc, "--config", tmp_path / "c.json")
+    said = chapter.train_forked(*flags, status=1)
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "20 steps in a row" in lines[0] and "is too large" in lines[0] and "Traceback" not in said, said
     assert len(chapter.metrics()) == 19

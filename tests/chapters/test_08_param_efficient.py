@@ -250,7 +250,7 @@ def test_the_first_command_ends_with_the_story(tmp_path) -> None:
     script = ["bash", str(ROOT / "chapters" / CHAPTER / "generate.sh"), "--adapter", str(chapter.output / "final")]
     made = run([*script, "--prompt", "今天天气", "--length", "5", "--greedy", "--bits", "4"])
     assert "今天天气" in made and re.search(r"note: 4 bits: [\d,]+ bytes of weights instead of [\d,]+", made)
-    assert "This run is complete" in run(command)
+    assert "This run is complete" in chapter.train_forked(*flags, "--nproc", 2)
 
 
 STOPS = """

@@ -164,9 +164,10 @@ def test_wrong_inputs_with_init_from_are_refused_in_one_line(folder, tmp_path: P
     assert not chapter.output.exists()
 
 
-def test_the_program_prints_the_weights_it_begins_with(folder, wanted, tmp_path: Path) -> None:
+def test_the_program_prints_the_weights_it_begins_with(ranks, folder, wanted, tmp_path: Path, capsys) -> None:
     chapter = Begun("02_ddp", tmp_path)
-    said = chapter.train("--init-from", folder, "--max-steps", 2, "--nproc", 2)
+    train(ranks, 2, chapter, "--init-from", folder, "--max-steps", 2)
+    said = capsys.readouterr().out
     assert f"begin as those of {folder}/pytorch_model.bin" in said and "resuming" not in said
     assert chapter.losses()[0] == pytest.approx(wanted, abs=1e-5)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import Chapter, environment, free_port, ranks_below, run, wait_for_rows
+from tests.chapters.program import Chapter, environment, fork, free_port, ranks_below, run, wait_for_rows
 from tests.cover import quick_only
 from tests.limits import HANGS_S
 
@@ -57,17 +57,17 @@ def test_two_ranks_meet(program: list[str]) -> None:
 
 
 def test_a_failing_rank_fails_the_job(program: list[str]) -> None:
-    said = run([*program, "--fail"], status=1)
+    said = fork([*program, "--fail"], status=1)
     assert "rank 1 gives up" in said and "error: rank 1 failed with status 1" in said
 
 
 def test_one_rank_has_no_group(program: list[str]) -> None:
-    with_one = run([*program, "--nproc", "1"])
+    with_one = fork([*program, "--nproc", "1"])
     assert "rank 0 of 1: ([1.0, 1.0], 0.0, 0.0, True, 'cpu')" in with_one
 
 
 def test_errors_come_before_any_process(program: list[str]) -> None:
-    said = run([*program, "--batch-size", "7"], status=2)
+    said = fork([*program, "--batch-size", "7"], status=2)
     assert said.startswith("error: --batch-size 7 is not divisible") and said.count("\n") == 1
 
 
@@ -81,7 +81,7 @@ def started_by_hand(chapter: Chapter, *flags: object) -> list[subprocess.Popen[s
 
 def test_ranks_without_a_shared_disk_are_told_so_in_one_line(tmp_path: Path) -> None:
     chapter = Chapter("02_ddp", tmp_path)
-    chapter.train("--max-steps", 1, "--nproc", 1)
+    chapter.train_forked("--max-steps", 1, "--nproc", 1)
     both = started_by_hand(chapter, "--output-dir", tmp_path / "of_this_node")
     said = [process.communicate(timeout=HANGS_S)[1] for process in both]
     line = "error: the ranks found different checkpoints: is --output-dir on a disk that all of them share?\n"
@@ -97,7 +97,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         wait_for_rows(first, process)
         line = f"error: --output-dir {first.output} is in use by another run: "
         line += "give another one, or wait until that run has ended"
-        assert second.train("--max-steps", 2, status=2) == f"{line}\n"
+        assert second.train_forked("--max-steps", 2, status=2) == f"{line}\n"
         both = started_by_hand(second)
         assert [other.communicate(timeout=HANGS_S)[1] for other in both] == [f"{line}\n", ""]
         assert [other.returncode for other in both] == [2, 2]
@@ -125,14 +125,14 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
 def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     """Otherwise they would train on, and the next start would write to the same folder at the same time."""
     chapter = Chapter("07_patrickstar", tmp_path)
-    command = chapter.command("--max-steps", 100_000, "--near-budget", "min")
+    command = chapter.command("--max-steps", 10**6, "--near-budget", "min")
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                start_new_session=True)
     wait_for_rows(chapter, process)
     left = ranks_below(process.pid)
     process.kill()
     try:
-        process.communicate(timeout=60)  # until the last rank has closed its end; its steps take much longer
+        process.communicate(timeout=HANGS_S)  # until the last rank has closed its end; its steps take much longer
     except subprocess.TimeoutExpired:
         for pid in left.values():
             os.kill(pid, signal.SIGKILL)

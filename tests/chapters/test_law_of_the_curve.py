@@ -2,7 +2,8 @@
 
 The programs run as they are, inside ranks that already run (tests/chapters/inside.py). A smaller model than tiny
 and a part of the validation texts keep 50 steps short. The corpus, the vocabulary and everything else are the shipped ones.
-Of each technique one variant runs 50 steps at 1 to 4 processes, with and without accumulation; the others run 12.
+The quick command runs 12 steps, and one variant 50; the deep tests run 50 steps of each technique at 1 to 4 processes, with
+and without accumulation.
 
 Tolerance: ranks add the same fp32 numbers in another order, which changes the last bits of gradients. Seen over 50 steps:
 2e-7 in the loss, 2e-6 in the norm. A wrong average, seed or learning rate shows at step 2 or 3. At the chosen learning
@@ -22,26 +23,38 @@ from tests.chapters.horovod import needs_horovod
 from tests.chapters.inside import assert_one_clipped_step_a_batch, train, train_under_horovod
 from tests.chapters.law import CLIP, LONG, PEAK, SHORT, assert_same_curve, flags_of
 from tests.chapters.program import Chapter
-from tests.cover import quick_only
 
 VARIANTS = {
-    "01 synchronous": (LONG, "01_parameter_server", ()),
-    "01 asynchronous, bound 0": (SHORT, "01_parameter_server", ("--mode", "async", "--staleness", 0)),
-    "02 bucket": (LONG, "02_ddp", ("--variant", "bucket", "--bucket-mb", 0.1)),
-    "02 naive": (SHORT, "02_ddp", ("--variant", "naive")),
-    "02 ring": (SHORT, "02_ddp", ("--variant", "ring")),
-    "02 torch": (SHORT, "02_ddp", ("--backend", "torch")),
-    "04 O0 torch": (SHORT, "04_apex", ("--opt-level", "O0", "--backend", "torch")),
-    "04 O0": (LONG, "04_apex", ("--opt-level", "O0")),
+    "01 synchronous": ("01_parameter_server", ()),
+    "01 asynchronous, bound 0": ("01_parameter_server", ("--mode", "async", "--staleness", 0)),
+    "02 bucket": ("02_ddp", ("--variant", "bucket", "--bucket-mb", 0.1)),
+    "02 naive": ("02_ddp", ("--variant", "naive")),
+    "02 ring": ("02_ddp", ("--variant", "ring")),
+    "02 torch": ("02_ddp", ("--backend", "torch")),
+    "04 O0 torch": ("04_apex", ("--opt-level", "O0", "--backend", "torch")),
+    "04 O0": ("04_apex", ("--opt-level", "O0")),
 }
+RANKS_AND_MICROS = [(2, 1), (3, 4), (4, 1), (1, 4)]
+LONG_CASES = [(variant, *case) for variant in ("01 synchronous", "02 bucket", "04 O0") for case in RANKS_AND_MICROS]
+IN_QUICK = ("02 bucket", 2, 1)
 
 
 # Each technique at 1 to 4 ranks times 1 and 4 micro-batches, on a smaller model: test_*_ranks.py.
 @pytest.mark.each
-@pytest.mark.parametrize("nproc, accumulate", [(2, 1), (3, 4), (4, 1), (1, 4)])
+@pytest.mark.parametrize("nproc, accumulate", RANKS_AND_MICROS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_data_parallel_chapters_follow_the_curve(ranks, curve, tmp_path, variant, nproc, accumulate):
-    steps, name, flags = VARIANTS[variant]
+    assert_follows(ranks, curve, tmp_path, variant, nproc, accumulate, SHORT)
+
+
+@pytest.mark.parametrize("variant, nproc, accumulate", [
+    pytest.param(*case, marks=[pytest.mark.deep] * (case != IN_QUICK)) for case in LONG_CASES])  # fmt: skip
+def test_data_parallel_chapters_follow_the_curve_for_fifty_steps(ranks, curve, tmp_path, variant, nproc, accumulate):
+    assert_follows(ranks, curve, tmp_path, variant, nproc, accumulate, LONG)
+
+
+def assert_follows(ranks, curve, tmp_path, variant, nproc, accumulate, steps):
+    name, flags = VARIANTS[variant]
     chapter = Chapter(name, tmp_path)
     reports = train(ranks, nproc, chapter, *flags_of(steps), *flags, "--grad-accum", accumulate, "--check-sync", 1)
     assert_same_curve(chapter.metrics(), curve(steps, accumulate), rel=1e-4)
@@ -50,10 +63,11 @@ def test_data_parallel_chapters_follow_the_curve(ranks, curve, tmp_path, variant
 
 
 @needs_horovod
-@pytest.mark.parametrize("nproc", quick_only([1, 2, 3, 4], 2))
-def test_horovod_follows_the_curve(curve, tmp_path, nproc):
+@pytest.mark.parametrize("nproc, most_steps", [
+    (2, SHORT), *(pytest.param(nproc, LONG, marks=pytest.mark.deep) for nproc in (1, 2, 3, 4))])  # fmt: skip
+def test_horovod_follows_the_curve(curve, tmp_path, nproc, most_steps):
     """Chapters 03 and 04 under a real horovodrun, whose fused buffers add in an order of their own."""
-    cases = [("03_horovod", (), LONG, 4), ("04_apex", ("--opt-level", "O0", "--comm", "horovod"), SHORT, 4)]
+    cases = [("03_horovod", (), most_steps, 4), ("04_apex", ("--opt-level", "O0", "--comm", "horovod"), SHORT, 4)]
     cases += [("03_horovod", ("--recompute", "every:2"), SHORT, 1)] if nproc < 3 else []
     runs = []
     for name, flags, steps, accumulate in cases:
@@ -70,9 +84,19 @@ def test_horovod_follows_the_curve(curve, tmp_path, nproc):
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("near, steps, accumulate", [("min", SHORT, 1), ("50%", LONG, 4), ("100%", SHORT, 1)])
+@pytest.mark.parametrize("near, accumulate", [("min", 1), ("50%", 4), ("100%", 1)])
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_patrickstar_follows_the_curve(ranks, curve, tmp_path, nproc, near, steps, accumulate):
+def test_patrickstar_follows_the_curve(ranks, curve, tmp_path, nproc, near, accumulate):
+    assert_chunks_follow(ranks, curve, tmp_path, nproc, near, SHORT, accumulate)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_patrickstar_follows_the_curve_for_fifty_steps(ranks, curve, tmp_path, nproc):
+    assert_chunks_follow(ranks, curve, tmp_path, nproc, "50%", LONG, 4)
+
+
+def assert_chunks_follow(ranks, curve, tmp_path, nproc, near, steps, accumulate):
     chapter = Chapter("07_patrickstar", tmp_path)
     train(ranks, nproc, chapter, *flags_of(steps), "--near-budget", near, "--grad-accum", accumulate)
     rows = chapter.metrics()

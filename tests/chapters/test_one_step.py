@@ -99,22 +99,33 @@ def test_asynchronous_ranks_agree_where_they_have_met(ranks, tmp_path):
     assert [row["step"] for row in rows if "valid_loss" in row] == [6, 12]
 
 
-@needs_horovod
-@pytest.mark.parametrize("nproc, precisions", [
-    (2, ("fp16",)),
-    pytest.param(2, ("bf16",), marks=pytest.mark.deep),
-    pytest.param(1, ("bf16", "fp16"), marks=pytest.mark.deep),
-    pytest.param(4, ("bf16", "fp16"), marks=pytest.mark.deep),
-])  # fmt: skip
-def test_one_clipped_step_a_batch_under_horovod(tmp_path, nproc, precisions):
+def runs_of_horovod(folder: Path, precisions: tuple[str, ...]) -> list[tuple[Chapter, tuple[object, ...]]]:
     runs = []
     for strategy, (name, flags) in HOROVOD.items():
         for precision in precisions:
-            chapter = Chapter(name, tmp_path / f"{strategy} {precision}")
+            chapter = Chapter(name, folder / f"{strategy} {precision}")
             chapter.folder.mkdir()
             runs.append((chapter, (*FLAGS, *flags, "--precision", precision, "--grad-accum", 2)))
-    for (chapter, _), reports in zip(runs, train_under_horovod(nproc, runs), strict=True):
+    return runs
+
+
+def assert_one_clipped_step(runs, found, nproc: int) -> None:
+    for (chapter, _), reports in zip(runs, found, strict=True):
         assert_steps_and_learns(chapter.metrics(), reports, tuple(range(nproc)))
+
+
+@needs_horovod
+def test_one_clipped_step_a_batch_under_one_horovodrun(under_horovod):
+    runs, found, _ = under_horovod
+    assert_one_clipped_step(runs, found, 2)
+
+
+@pytest.mark.deep
+@needs_horovod
+@pytest.mark.parametrize("nproc, precisions", [(2, ("fp16",)), (2, ("bf16",)), (1, ("bf16", "fp16")), (4, ("bf16", "fp16"))])
+def test_one_clipped_step_a_batch_under_horovod(tmp_path, nproc, precisions):
+    runs = runs_of_horovod(tmp_path, precisions)
+    assert_one_clipped_step(runs, train_under_horovod(nproc, runs), nproc)
 
 
 # ---- data that divide by nothing
@@ -157,13 +168,33 @@ def test_uneven_data_end_without_a_hang(ranks, corpus, alone, tmp_path, program,
     assert_ends_like(chapter.metrics(), alone)
 
 
-@needs_horovod
-def test_uneven_data_end_without_a_hang_under_horovod(corpus, alone, tmp_path):
+def uneven_runs_of_horovod(folder: Path, corpus: tuple[object, ...]) -> list[tuple[Chapter, tuple[object, ...]]]:
     runs = []
     for name, flags in (("03_horovod", ()), ("04_apex", ("--opt-level", "O0", "--comm", "horovod"))):
-        chapter = Chapter(name, tmp_path / name)
+        chapter = Chapter(name, folder / name)
         chapter.folder.mkdir()
         runs.append((chapter, (*UNEVEN, *corpus, *flags)))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def under_horovod(corpus, tmp_path_factory):
+    """(runs in fp16, their reports, runs on uneven data) of one horovodrun: a start takes longer than two runs."""
+    folder = tmp_path_factory.mktemp("horovod")
+    runs, uneven = runs_of_horovod(folder, ("fp16",)), uneven_runs_of_horovod(folder, corpus)
+    return runs, train_under_horovod(2, runs + uneven)[: len(runs)], uneven
+
+
+@needs_horovod
+def test_uneven_data_end_without_a_hang_under_one_horovodrun(under_horovod, alone):
+    for chapter, _ in under_horovod[2]:
+        assert_ends_like(chapter.metrics(), alone)
+
+
+@pytest.mark.deep
+@needs_horovod
+def test_uneven_data_end_without_a_hang_under_horovod(corpus, alone, tmp_path):
+    runs = uneven_runs_of_horovod(tmp_path, corpus)
     train_under_horovod(3, runs)
     for chapter, _ in runs:
         assert_ends_like(chapter.metrics(), alone)

@@ -26,7 +26,7 @@ from gpt2_chinese.checkpoint.find import candidates, newest_complete
 from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.distributed.stop_signal import STOP_FILE_VARIABLE
 from tests.chapters.inside import train
-from tests.chapters.program import SMALL, Chapter, environment, ranks_below, run
+from tests.chapters.program import SMALL, Chapter, environment, fork, ranks_below
 from tests.gpt2_chinese.checkpoint.test_survival import mounted
 from tests.limits import HANGS_S, wait_until
 
@@ -160,7 +160,7 @@ def test_a_loss_without_a_number_ends_the_run(ranks, tmp_path: Path, name: str, 
     quiet = ("--eval-every", 1000, "--nproc", nproc, "--warmup-steps", 0)
     train(ranks, nproc, chapter, *quiet[:2], "--max-steps", 3, "--save-every", 2, "--warmup-steps", 0)
     (chapter.output / "final" / "run.json").unlink()  # that no later one is written shows below
-    said = chapter.train(*quiet, "--max-steps", 300, "--save-every", save_every, "--lr", 1e18, status=1)
+    said = chapter.train_forked(*quiet, "--max-steps", 300, "--save-every", save_every, "--lr", 1e18, status=1)
     [error] = [text for text in said.splitlines() if text.startswith("error:") and "its output is above" not in text]
     assert re.search(line.format(r"\d+"), error), said
     good = newest_complete(chapter.output / "checkpoints")
@@ -174,7 +174,7 @@ def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
     with mounted(tmp_path, "size=6m") as folder:
         chapter = Chapter("02_ddp", tmp_path)
         flags = ("--max-steps", 50, "--eval-every", 100, "--save-every", 2, "--output-dir", folder / "run")
-        said = run(chapter.command(*flags), status=1)
+        said = fork(chapter.command(*flags), status=1)
         [error] = [text for text in said.splitlines() if text.startswith("error:") and "its output is above" not in text]
         good = newest_complete(folder / "run" / "checkpoints")
         assert f"no room to write {folder}/run/checkpoints: " in error and " needed, " in error and " free" in error

@@ -43,7 +43,8 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 # The server process imports these once; ranks are forked from it and start in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.harness.rank"]    # torch.optim imports _dynamo
-_context.set_forkserver_preload(_preloaded)
+_LAST = "tests.harness.freeze"
+_context.set_forkserver_preload([*_preloaded, _LAST])
 
 
 def preload(*modules: str) -> None:
@@ -52,7 +53,18 @@ def preload(*modules: str) -> None:
     Only modules that start no thread: a fork has no threads.
     """
     _preloaded.extend(modules)
-    _context.set_forkserver_preload(_preloaded)
+    _context.set_forkserver_preload([*_preloaded, _LAST])
+
+
+def start_process(function: Callable, *args, name: str | None = None) -> multiprocessing.process.BaseProcess:
+    """Forks a process from the server, which starts with the first one, and runs a top-level function in it."""
+    with mock.patch.dict(os.environ, ONE_THREAD):
+        forkserver.ensure_running()
+    started["ranks"] += 1
+    # daemon: if the test run ends without close(), Python's exit ends the process
+    process = _context.Process(target=function, args=args, daemon=True, name=name)
+    process.start()
+    return process
 
 
 class RankFailure(AssertionError):
@@ -133,17 +145,10 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
-        with mock.patch.dict(os.environ, ONE_THREAD):
-            forkserver.ensure_running()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        started["ranks"] += self.num_ranks
         for rank in range(self.num_ranks):
             here, there = _context.Pipe()
-            # daemon: if the test run ends without close(), Python's exit ends the ranks
-            process = _context.Process(
-                target=serve, args=(rank, self.num_ranks, str(self._folder), there), daemon=True, name=f"rank {rank}"
-            )
-            process.start()
+            process = start_process(serve, rank, self.num_ranks, str(self._folder), there, name=f"rank {rank}")
             there.close()
             self._processes.append(process)
             self._pipes.append(here)

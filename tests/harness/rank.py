@@ -32,6 +32,10 @@ def serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     # Gloo looks the host name's address up, which fails on a machine without a network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
+    # The ranks of several workers share the cores. A rank that waits in shared memory sleeps if there are fewer cores than
+    # ranks; else it polls, which takes a sixth of the processors' time. Ranks of started programs still poll.
+    os.sched_getaffinity = lambda _: {0}
+
     import torch
 
     torch.set_num_threads(1)

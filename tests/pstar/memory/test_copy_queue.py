@@ -14,6 +14,7 @@ import torch
 from pstar.errors import StateError
 from pstar.memory.copy_queue import CopyQueue
 from pstar.memory.disk import DiskTier
+from tests.cover import quick_only
 from tests.limits import HANGS_S as LONG_S
 
 
@@ -248,7 +249,7 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.09])
+@pytest.mark.parametrize("after_s", quick_only([0.0, 0.03, 0.09], 0.03))
 def test_the_tensors_of_a_copy_under_way_are_freed_before_the_process_ends(after_s):
     """A thread that is stopped while it frees one takes the process down: terminate called without an active exception."""
     command = [sys.executable, "-c", FREED_BY_THE_WORKER, str(after_s)]

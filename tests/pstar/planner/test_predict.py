@@ -89,6 +89,7 @@ def test_bytes_a_parameter_are_the_engines(precision, accumulates, state_bits):
 # ---------------------------------------------------------------- against the engine
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [1, 8])
 @pytest.mark.parametrize("name", ["gpt2", "xl"])
 def test_the_chunk_size_is_the_one_that_the_engine_chooses(name, num_ranks):
