@@ -97,9 +97,11 @@ CASES = {  # nproc, layers, grad_accum, steps, flags
     "torch tensor": (2, 4, 4, 12, ("--tp", 2, "--backend", "torch", "--activation-checkpointing")),
     "torch sequence": (2, 4, 4, 12, ("--tp", 2, "--backend", "torch", "--sequence-parallel", "--activation-checkpointing")),
     "torch sequence x pipeline": (4, 4, 4, 6, ("--tp", 2, "--backend", "torch", "--sequence-parallel")),
+    "torch sequence x pipeline, 12 steps": (4, 4, 4, 12, ("--tp", 2, "--backend", "torch", "--sequence-parallel")),
     "torch tensor x pipeline": (4, 4, 4, 12, ("--tp", 2, "--backend", "torch")),
     "torch tensor x data": (4, 4, 4, 12, ("--tp", 2, "--pp", 1, "--backend", "torch", "--check-sync", 1)),
     "2 x 2 x 2": (8, 4, 4, 6, ("--tp", 2, "--pp", 2, "--sequence-parallel", "--check-sync", 1)),
+    "2 x 2 x 2, 12 steps": (8, 4, 4, 12, ("--tp", 2, "--pp", 2, "--sequence-parallel", "--check-sync", 1)),
 }  # fmt: skip
 
 
