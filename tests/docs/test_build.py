@@ -121,6 +121,10 @@ def test_the_table_of_methods_adds_up_and_full_training_has_sixteen_bytes_a_para
     config, row = build.adaptation.configs()["small"], SimpleNamespace(method="full", count=124_439_808)
     whole = build.adaptation.weight_bytes(config, row) + (4 + 8) * row.count
     assert whole == 16 * 124_439_808 and f"**{build.arithmetic.bytes_text(whole)}**" in english
+    job = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "rank": 8, "bottleneck": 64,
+           "virtual_tokens": 16, "modules": "all", "batch": 8, "seq_len": 1024, "recompute": "none"}  # fmt: skip
+    methods = {row["name"]: row["together"] for row in build.adaptation.calculated(job)["methods"]}
+    assert methods["full"] == whole and methods["qlora --bits 4"] < 0.3 * whole
 
 
 def test_every_entry_of_the_repository_has_its_purpose(build) -> None:
