@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 import torch
@@ -160,15 +161,14 @@ def report(found: list[Contender], numel: int, rounds: int, others: float) -> st
     """The page, in Markdown."""
     by_name = {contender.name: contender for contender in found}
     chain, ours = by_name["chain: copy, torch fused, copy"], by_name["pstar fp32"]
-    deepspeed = {} if "DeepSpeed CPUAdam" in by_name else {"DeepSpeed": "not installed"}
-    if not any(name.startswith("bitsandbytes") for name in by_name):
-        deepspeed["bitsandbytes"] = "not installed"
+    peers = {name: version_of(name.lower()) if any(each.startswith(name) for each in by_name) else "not installed"
+             for name in ("DeepSpeed", "bitsandbytes")}
     lines = [
         "# Adam on the CPU", "",
         *bullets([
             ("work", f"{numel / 1e6:g} million elements, {torch.get_num_threads()} threads, {rounds} rounds"),
             ("processor", processor()),
-            ("versions", f"{versions(**deepspeed)}, path {cpu.paths()[-1]}"),
+            ("versions", f"{versions(**peers)}, path {cpu.paths()[-1]}"),
             ("date", str(datetime.date.today())),
             ("command", f"`python benchmarks/adam.py --numel {numel} --rounds {rounds}`"),
         ]), "",
