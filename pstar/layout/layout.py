@@ -16,7 +16,7 @@ fit into one ("module-atomic next-fit"). A parameter larger than a chunk gets a 
 owner of a piece has a part of the parameter.
 
 Frozen parameters are packed apart: groups are trained or *frozen*, and frozen groups come last. A frozen group holds
-parameters only, without gradients and states. Beside frozen ones the trained parameters are few (adapters): their chunks
+parameters only, without gradients and states. A model with frozen parameters trains few others (adapters): their chunks
 shrink, because padding costs as many bytes there as a trained element. With frozen_bits the frozen matrices are in *coded*
 groups, apart from frozen vectors (biases, norms), which are few and keep all their bits.
 """

@@ -27,7 +27,7 @@ class TrainedRow:
     share: float  # of the parameters of the base
 
 
-_LOW_RANK = "two matrices of rank r beside each chosen layer"
+_LOW_RANK = "two matrices of rank r for each chosen layer"
 # method: (what it trains, formula, the same as a function)
 _FORMULAS: dict[str, tuple[str, str, Callable[[Symbols], int]]] = {
     "full": ("all", "(V + P) * C + L * (4 * C * C + 2 * C * I + 9 * C + I) + 2 * C",
