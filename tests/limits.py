@@ -1,9 +1,10 @@
-"""Time limits. They only end a hanging test, and are so long that a busy machine does not reach them."""
+"""Limits of time, which only end a hanging test and are so long that a busy machine does not reach them; peaks of memory."""
 
 from __future__ import annotations
 
 import signal
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -48,3 +49,16 @@ def wait_until(
 
 def _words(what: Callable[[], str] | str) -> str:
     return what if isinstance(what, str) else what()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that Python allocates while `run` runs: the least of three runs, because other threads only add."""
+    peaks = []
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            run()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    return min(peaks)
