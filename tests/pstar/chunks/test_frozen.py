@@ -105,6 +105,22 @@ def copies(monkeypatch) -> list[tuple[tuple[str, int], str]]:
     return found
 
 
+def trains_like(losses: list[float], weights: dict[str, torch.Tensor], copies: list, **keys) -> None:
+    """Trains the six-layer model. Losses and weights are the given ones bit for bit, frozen blocks move only to near or,
+    once, to disk, and every tier keeps its budget. copies: the fixture."""
+    model, optimizer = toy.build(Six, **keys)
+    copies.clear()    # the start fills the chunks
+    assert toy.train(model, optimizer, STEPS) == losses
+    there = Counter(copy for copy in copies if copy[0] in frozen_keys(model))
+    assert_clean(model)
+    found, _ = model.gather_state()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert "disk_path" in keys or not any(tier == FAR for _, tier in there), "no frozen block is copied out of near"
+    assert all(count == 1 for (_, tier), count in there.items() if tier == DISK), "to disk once in the whole run"
+    for tier in (model.near, model.far, model.disk):
+        assert tier is None or tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
+
+
 # ---------------------------------------------------------------- bytes
 
 
@@ -170,18 +186,7 @@ def test_a_model_without_frozen_parameters_has_the_layout_that_it_had():
 def test_what_is_trained_has_the_bits_of_a_plain_loop(near, chunk, prefetch, states, far, plain, tmp_path, copies):
     keys = {"disk_path": str(tmp_path), "far_budget": far} if far else {}
     keys |= {"near_budget": near, "default_chunk_size": chunk, "prefetch": prefetch, "far_states": states}
-    model, optimizer = toy.build(Six, **keys)
-    copies.clear()    # the start fills the chunks
-    losses, weights = plain
-    assert toy.train(model, optimizer, STEPS) == losses
-    there = Counter(copy for copy in copies if copy[0] in frozen_keys(model))
-    assert_clean(model)
-    found, _ = model.gather_state()
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-    assert far or not any(tier == FAR for _, tier in there), "no frozen block is copied out of near"
-    assert all(count == 1 for (_, tier), count in there.items() if tier == DISK), "to disk once in the whole run"
-    for tier in (model.near, model.far, model.disk):
-        assert tier is None or tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
+    trains_like(*plain, copies, **keys)
 
 
 @pytest.mark.each

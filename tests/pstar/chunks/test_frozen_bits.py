@@ -8,7 +8,6 @@ given these values.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from tests.pstar.chunks.test_frozen import (
     frozen_keys,
     loss_of,
     numels,
+    trains_like,
 )
 
 assert copies  # a fixture
@@ -175,17 +175,7 @@ def test_every_placement_has_the_bits_of_a_plain_loop_with_the_codes_values(near
     bits, losses, weights = plain
     keys = {"disk_path": str(tmp_path), "far_budget": far} if far else {}
     keys |= {"near_budget": near, "default_chunk_size": chunk, "prefetch": prefetch, "far_states": states}
-    model, optimizer = toy.build(Six, frozen_bits=bits, **keys)
-    copies.clear()    # the start fills the chunks
-    assert toy.train(model, optimizer, STEPS) == losses
-    there = Counter(copy for copy in copies if copy[0] in frozen_keys(model))
-    assert_clean(model)
-    found, _ = model.gather_state()
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-    assert far or not any(tier == FAR for _, tier in there), "no frozen block is copied out of near"
-    assert all(count == 1 for (_, tier), count in there.items() if tier == DISK), "to disk once in the whole run"
-    for tier in (model.near, model.far, model.disk):
-        assert tier is None or tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
+    trains_like(losses, weights, copies, frozen_bits=bits, **keys)
 
 
 @pytest.mark.each

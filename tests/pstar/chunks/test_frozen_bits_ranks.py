@@ -17,19 +17,12 @@ from hypothesis import strategies as st
 import pstar
 from pstar.layout.layout import CODE_BLOCK, ModuleSpec, make_layout
 from tests import toy
-from tests.pstar.chunks.test_frozen import PRECISIONS, STEPS, WIDTH, Adapted, Six, assert_clean, loss_of, numels
+from tests.pstar.chunks.test_frozen import PRECISIONS, Six, assert_clean
 from tests.pstar.chunks.test_frozen_bits import BITS, rounded
+from tests.pstar.chunks.test_frozen_ranks import bytes_case, follows
 from tests.pstar.test_engine_ranks import global_losses
 
 ROWS = {8: 66, 4: 34}
-
-
-def bytes_case(rank: int, num_ranks: int, keys: dict) -> dict:
-    model, optimizer = toy.build(Adapted, default_chunk_size=WIDTH**2, **keys)
-    toy.train(model, optimizer, STEPS, rank, num_ranks)
-    assert_clean(model)
-    return {"numels": numels(model), "costs": vars(model.costs), "bytes": model.model_data_bytes,
-            "moved": dict(model.ledger.step_bytes), "near": (model.near.peak_bytes, model.near.budget_bytes)}
 
 
 @pytest.mark.pairs
@@ -61,13 +54,6 @@ def test_ranks_hold_and_gather_the_bytes_of_codes(ranks, num_ranks, keys, precis
             assert once <= (whole - ours) // saved <= 2 * once
 
 
-def case(rank: int, num_ranks: int, keys: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, optimizer = toy.build(Six, **keys)
-    losses = global_losses(toy.train(model, optimizer, STEPS, rank, num_ranks), num_ranks)
-    assert_clean(model)
-    return losses, model.gather_state()[0]
-
-
 @pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("keys", [{}, {"communication": "chunk"}, {"ownership": "sharded"}], ids=str)
@@ -75,16 +61,7 @@ def case(rank: int, num_ranks: int, keys: dict) -> tuple[list[float], dict[str, 
 @pytest.mark.parametrize("bits", BITS)
 def test_losses_follow_one_process_and_no_placement_changes_a_bit(ranks, num_ranks, keys, chunk, bits, tmp_path):
     keys = keys | {"default_chunk_size": chunk, "frozen_bits": bits}
-    losses, weights = ranks(num_ranks).run(case, keys | {"near_budget": "100%"})[0]
-    expected, plain = toy.plain_run(rounded(Six, bits), loss_of, STEPS)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert all(torch.equal(weights[name], plain[name]) for name in weights if name.rpartition(".")[2] not in ("up", "down"))
-    if chunk == "auto" and num_ranks > 2:    # auto depends on the near budget, and so the order of sums
-        return
-    for other in ({"near_budget": "min"}, {"near_budget": "min", "disk_path": str(tmp_path), "far_budget": "70%"},
-                  {"near_budget": "50%", "prefetch": 0, "find_unused_parameters": True}):
-        again = ranks(num_ranks).run(case, keys | other)[0]
-        assert again[0] == losses and all(torch.equal(again[1][name], value) for name, value in weights.items()), other
+    follows(ranks(num_ranks), keys, rounded(Six, bits), str(tmp_path), "70%")
 
 
 # ---------------------------------------------------------------- checkpoints

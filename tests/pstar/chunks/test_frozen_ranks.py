@@ -60,24 +60,34 @@ def case(rank: int, num_ranks: int, keys: dict) -> tuple[list[float], dict[str, 
     return losses, model.gather_state()[0]
 
 
+def follows(ranks, keys: dict, oracle, folder: str, far: str) -> None:
+    """Losses follow one process of plain PyTorch with the model `oracle`, frozen weights have its bits, and no placement
+    changes a bit.
+
+    Args:
+        ranks: a pool of the fixture.
+        keys: of the engine's configuration. With the chunk size `auto` and more than two ranks placements are not compared:
+            `auto` depends on the near budget, and so the order of sums.
+        folder, far: disk_path and far_budget of the run with a disk.
+    """
+    losses, weights = ranks.run(case, keys | {"near_budget": "100%"})[0]
+    expected, plain = toy.plain_run(oracle, loss_of, STEPS)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert all(torch.equal(weights[name], plain[name]) for name in weights if name.rpartition(".")[2] not in ("up", "down"))
+    if keys["default_chunk_size"] == "auto" and ranks.num_ranks > 2:
+        return
+    for other in ({"near_budget": "min"}, {"near_budget": "min", "disk_path": folder, "far_budget": far},
+                  {"near_budget": "50%", "prefetch": 0, "find_unused_parameters": True}):
+        again = ranks.run(case, keys | other)[0]
+        assert again[0] == losses and all(torch.equal(again[1][name], value) for name, value in weights.items()), other
+
+
 @pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("keys", [{}, {"communication": "chunk"}, {"ownership": "sharded"}], ids=str)
 @pytest.mark.parametrize("chunk", ["auto", 5_000])
 def test_no_placement_changes_a_bit(ranks, num_ranks, keys, chunk, tmp_path):
-    """The chunk size is given where placements are compared: `auto` depends on the near budget, and so the order of sums on
-    more than two ranks."""
-    keys = keys | {"default_chunk_size": chunk}
-    losses, weights = ranks(num_ranks).run(case, keys | {"near_budget": "100%"})[0]
-    expected, plain = toy.plain_run(Six, loss_of, STEPS)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert all(torch.equal(weights[name], plain[name]) for name in weights if name.rpartition(".")[2] not in ("up", "down"))
-    if chunk == "auto" and num_ranks > 2:
-        return
-    for other in ({"near_budget": "min"}, {"near_budget": "min", "disk_path": str(tmp_path), "far_budget": "50%"},
-                  {"near_budget": "50%", "prefetch": 0, "find_unused_parameters": True}):
-        again = ranks(num_ranks).run(case, keys | other)[0]
-        assert again[0] == losses and all(torch.equal(again[1][name], value) for name, value in weights.items()), other
+    follows(ranks(num_ranks), keys | {"default_chunk_size": chunk}, Six, str(tmp_path), "50%")
 
 
 # ---------------------------------------------------------------- checkpoints
