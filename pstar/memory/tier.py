@@ -106,6 +106,9 @@ class Fence(Protocol):
 
     def wait(self) -> None: ...
 
+    def order(self) -> None:
+        """Lets later work of the current stream wait, not this thread; on the host it waits."""
+
 
 class Tier:
     """One arena. Released buffers are kept for the next allocation of the same size, inside the budget.
@@ -176,7 +179,7 @@ class Tier:
             if fences is not None:
                 fences.extend(pending)
             else:
-                _wait_for(pending)
+                self._wait_for(pending)
         else:
             self._shrink_idle(num_bytes)
             buffer = self._new_buffer(num_bytes)
@@ -203,7 +206,7 @@ class Tier:
             self._idle[buffer.nbytes].append((buffer, tuple(fences)))
             self.idle_bytes += buffer.nbytes
         else:
-            _wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep memory alive
+            self._wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep it
         self._check()
 
     @staticmethod
@@ -229,18 +232,20 @@ class Tier:
         for size in list(self._idle):    # the garbage collector may release an activation's buffer meanwhile
             buffers = self._idle[size]
             while buffers and self.reserved_bytes + num_bytes > bound:
-                _wait_for(buffers.pop()[1])
+                buffer, fences = buffers.pop()
+                self._wait_for(fences)
+                del buffer    # only now: a copy on a stream does not keep memory alive
                 self.idle_bytes -= size
+
+    def _wait_for(self, fences: Sequence[Fence]) -> None:
+        """Memory of a GPU that is freed goes to later work of the current stream, which waits in place of this thread."""
+        for fence in fences:
+            fence.order() if self.name == NEAR else fence.wait()
 
     def _check(self) -> None:
         if self.used_bytes < 0 or (self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes):
             raise StateError(f"{self.name}: the ledger says {self.used_bytes} bytes used and {self.idle_bytes} idle, "
                              f"the budget is {self.budget_bytes}")
-
-
-def _wait_for(fences: Sequence[Fence]) -> None:
-    for fence in fences:
-        fence.wait()
 
 
 def parse_bytes(text: str | int, whole_bytes: int) -> int:

@@ -11,7 +11,8 @@ Who acts, and what orders the actions:
     thread      its operations on host memory, one after the other
     stream      kernels and copies, after all that the thread had done when it issued them; `synchronize` and a copy that
                 blocks order the thread after the stream; `Event` orders streams and threads
-    CopyQueue   a job runs after its submission; `Handle.wait` returns, and `Handle.done` is true, after the job
+    CopyQueue   a job runs after its submission; a wait for it, and `Handle.done`, order the thread after the job, and events
+                after a copy that the job issued
 
 An operation that reads or writes a buffer of near belongs to the current stream, every other one to the thread. A buffer
 that a tier drops returns to the allocator, which may give it to any later kernel of the compute stream: that is a write.
@@ -36,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pstar.kernels.cpu
-from pstar.memory import links
+from pstar.memory import device_stream, links
 from pstar.memory import tier as tier_module
 from pstar.memory.copy_queue import Handle
 from pstar.memory.disk import DiskTier
@@ -240,6 +241,14 @@ class Event:
     def synchronize(self) -> None:
         self.recorder.thread_follows(self.clock)
 
+    def query(self) -> bool:
+        """The device is as late as it may be: the event has passed only if the thread has waited for it."""
+        clock = self.recorder.thread.clock
+        return all(clock.get(number, 0) >= count for number, count in self.clock.items())
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
 
 class Watch(TorchDispatchMode):
     """Tells the recorder of every operation of torch in this thread, in backward too."""
@@ -261,7 +270,7 @@ class Watch(TorchDispatchMode):
 
 
 class _Cuda:
-    """torch.cuda, as far as pstar/memory/links.py uses it."""
+    """torch.cuda, as far as pstar/memory uses it for copies."""
 
     def __init__(self, recorder: Recorder):
         self.Stream = lambda device: Stream(recorder, device)
@@ -291,7 +300,8 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
         original = getattr(owner, name)
         patches.setattr(owner, name, lambda *args, **keys: wrapper(original, *args, **keys))
 
-    patches.setattr(links, "torch", _Torch(recorder))
+    for module in (links, device_stream):
+        patches.setattr(module, "torch", _Torch(recorder))
     patches.setattr(tier_module, "OWN_USES", tier_module.OWN_USES + 1)    # the recorder keeps a reference, too
     patches.setattr(pstar.kernels.cpu, "library", lambda: None)    # Adam in operations of torch, which Watch sees
 
@@ -324,7 +334,8 @@ def _order_threads(patches: pytest.MonkeyPatch, wrap: Callable, recorder: Record
 
     def run(original: Callable, handle: Handle) -> BaseException | None:
         recorder.thread_follows(handle.begin_clock)
-        with Watch(recorder) if handle._copy_queue.asynchronous else contextlib.nullcontext():
+        in_worker = threading.current_thread() is handle._copy_queue._worker.thread    # other threads have their own Watch
+        with Watch(recorder) if in_worker else contextlib.nullcontext():
             error = original(handle)
         recorder.job_ended()
         return error
@@ -340,7 +351,7 @@ def _order_threads(patches: pytest.MonkeyPatch, wrap: Callable, recorder: Record
     wrap(Handle, "__init__", submitted)
     wrap(Handle, "_run", run)
     wrap(Handle, "_end", end)
-    wrap(Handle, "_wait_for_end", waited)
+    wrap(Handle, "_wait_for_job", waited)
     is_done = Handle.done.fget
 
     def done(handle: Handle) -> bool:
