@@ -181,7 +181,6 @@ class _Worker:
         self.busy_s = 0.0
         self.jobs: queue.SimpleQueue[tuple[int, Handle] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
-        self.last_issued: DeviceCopy | None = None
         self.copying = threading.RLock()    # the garbage collector may call stop on the very thread that copies
         self.stopping = threading.Event()
 
@@ -197,8 +196,6 @@ class _Worker:
         self.jobs.put(None)
         if self.copying.acquire(timeout=EXIT_WAIT_S):    # not join: the garbage collector may call this on any thread
             self.copying.release()
-        if self.last_issued is not None:    # else its memory might be freed while the device copies
-            self.last_issued.wait()
 
     def work(self) -> None:
         """Runs the jobs. An item and its tensors are freed under the lock: stop must wait for that C++ code as well."""
@@ -218,8 +215,6 @@ class _Worker:
     def run(self, num_bytes: int, handle: Handle) -> None:
         begin = time.perf_counter()
         error = handle._run()
-        if handle._on_device is not None:
-            self.last_issued = handle._on_device
         end = begin + num_bytes / self.bytes_per_s if self.bytes_per_s else begin
         while (left := end - time.perf_counter()) > 0 and not self.stopping.is_set():
             self.stopping.wait(left)

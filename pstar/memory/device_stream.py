@@ -7,6 +7,7 @@
 So the CPU can issue the kernels of a layer while the layer's parameters are still on their way.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -81,6 +82,8 @@ class CopyStream:
     def __init__(self, device: torch.device, now: Callable[[], float]):
         self.device, self.times = device, EventTimes(device, now)
         self._stream = torch.cuda.Stream(device)
+        self._last: list[DeviceCopy] = []    # the last copy that was issued; they end in their order
+        weakref.finalize(self, _wait_for_each, self._last)    # at the latest when the process ends, before it frees memory
 
     def given(self) -> torch.cuda.Event:
         """An event behind all work that was queued on the current stream so far: a copy's source is written then, and its
@@ -90,7 +93,7 @@ class CopyStream:
         return event
 
     def issue(self, given: torch.cuda.Event, before: Sequence[Orderable], copy: Callable[[], object],
-              record: Record) -> DeviceCopy:
+              record: Record | None = None) -> DeviceCopy:
         """Queues a copy behind `given` and behind the copies `before`. record: receives its times."""
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -100,5 +103,12 @@ class CopyStream:
             began.record()
             copy()
             ended.record()
-        self.times.add(began, ended, record)
-        return DeviceCopy(self.device, ended)
+        if record is not None:
+            self.times.add(began, ended, record)
+        self._last[:] = [DeviceCopy(self.device, ended)]
+        return self._last[0]
+
+
+def _wait_for_each(copies: list[DeviceCopy]) -> None:
+    for copy in copies:
+        copy.wait()

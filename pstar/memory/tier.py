@@ -5,17 +5,20 @@ the user gives: budget, evictions and copies are the same, only the memory is an
 checked after every operation, in production too.
 """
 
+import contextlib
 import ctypes
 import mmap
+import operator
 import os
 import re
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from pstar.errors import BudgetError, ConfigError, StateError
+from pstar.errors import BudgetError, ConfigError, PstarError, StateError
 
 NEAR, FAR, DISK = "near", "far", "disk"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -134,6 +137,7 @@ class Tier:
         self.used_by_kind: Counter[str] = Counter()
         self._idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]] = defaultdict(list)
         self._taken: dict[int, tuple[torch.Tensor, str]] = {}    # by address of the buffer
+        weakref.finalize(self, _wait_for_all, self._idle, self._wait).atexit = False
 
     @property
     def reserved_bytes(self) -> int:
@@ -238,14 +242,27 @@ class Tier:
                 self.idle_bytes -= size
 
     def _wait_for(self, fences: Sequence[Fence]) -> None:
-        """Memory of a GPU that is freed goes to later work of the current stream, which waits in place of this thread."""
         for fence in fences:
-            fence.order() if self.name == NEAR else fence.wait()
+            self._wait(fence)
+
+    @property
+    def _wait(self) -> Callable[[Fence], None]:
+        """Memory of a GPU that is freed goes to later work of the current stream, which waits in place of this thread."""
+        return operator.methodcaller("order" if self.name == NEAR else "wait")
 
     def _check(self) -> None:
         if self.used_bytes < 0 or (self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes):
             raise StateError(f"{self.name}: the ledger says {self.used_bytes} bytes used and {self.idle_bytes} idle, "
                              f"the budget is {self.budget_bytes}")
+
+
+def _wait_for_all(idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]], wait: Callable[[Fence], None]) -> None:
+    """A tier's end: no copy may use its memory any more."""
+    for buffers in idle.values():
+        for _, fences in buffers:
+            for fence in fences:
+                with contextlib.suppress(PstarError):    # that copy was dropped, at the end of its queue
+                    wait(fence)
 
 
 def parse_bytes(text: str | int, whole_bytes: int) -> int:

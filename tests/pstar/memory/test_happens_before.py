@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import textwrap
@@ -16,17 +17,19 @@ import pytest
 import torch
 
 import pstar
-from pstar.chunks import gradients, unshard
+from pstar.chunks import activation_offload, activation_streams, gradients, unshard
 from pstar.memory import block_store, copy_queue, device_stream, links, tier
 from pstar.schedule.schedule import Schedule
 from tests import toy
+from tests.pstar.chunks import test_activations
 from tests.pstar.chunks.test_frozen import WIDTH, Six
 from tests.pstar.memory.happens_before import Recorder
 from tests.pstar.memory.test_tiers import Views
 from tests.pstar.test_placement import build, combinations
 
 STEPS = 4
-FILES = (block_store, copy_queue, device_stream, links, tier, unshard, gradients)
+CPU = torch.device("cpu")
+FILES = (block_store, copy_queue, device_stream, links, tier, unshard, gradients, activation_offload, activation_streams)
 """The files that wait for copies, for a stream or for a collective."""
 
 
@@ -73,6 +76,28 @@ def test_codes_of_frozen_matrices_make_no_race(bits):
         model, optimizer = toy.build(Six, near_budget="min", frozen_bits=bits, default_chunk_size=WIDTH**2)
         toy.train(model, optimizer, STEPS)
     assert recorder.races == [] and recorder.accesses > 400
+
+
+def empty_store() -> block_store.BlockStore:
+    """Inside a Recorder."""
+    near, far = (tier.Tier(name, CPU) for name in (tier.NEAR, tier.FAR))
+    return block_store.BlockStore(near, far, tier.Ledger(), Schedule("lru"), Views(), links=links.Links())
+
+
+def record_activations() -> tuple[Recorder, list[float], int]:
+    """(the recorder, the losses, bytes that went to far) of a model whose blocks' inputs wait in far."""
+    with Recorder() as recorder:
+        model, optimizer = test_activations.build(False)
+        losses, moved = test_activations.train(model, optimizer)
+        del model, optimizer
+        gc.collect()    # graphs in reference cycles: their end is recorded too
+    return recorder, losses, moved["near to far"]
+
+
+def test_offloaded_activations_make_no_race():
+    recorder, losses, num_bytes = record_activations()
+    assert recorder.races == [] and recorder.accesses > 400
+    assert losses == test_activations.plain(False, 1)[0] and num_bytes > 0
 
 
 # ---------------------------------------------------------------------------------------------- each wait is needed
@@ -126,6 +151,23 @@ WAITS = (
     Wait(Tier, "_wait_for", "fence.order() if", "None if", STREAM),
 )
 
+Leaving, Streams = activation_streams.Leaving, activation_streams.ActivationStreams
+StreamCopy = activation_offload.StreamCopy
+ACTIVATIONS = (
+    Wait(Leaving, "let_go", "self.copy.order()", "pass"),
+    Wait(Streams, "leave", "self._out.given()", "torch.cuda.Event()"),
+    Wait(Streams, "bring_back", "self.let_go()", "pass"),
+    Wait(Streams, "bring_back", "self._in.given()", "torch.cuda.Event()"),
+    Wait(StreamCopy, "bring_back", "self._uses[-1].order()", "pass"),
+)
+"""Of activations in far, with the settings of record_activations."""
+
+SHARED_FAR = (
+    Wait(Streams, "leave", "before, lambda", "(), lambda"),
+    Wait(StreamCopy, "_allocate", "data, self._uses)", "data, ())"),
+)
+"""Of far buffers that chunks and activations use in turn."""
+
 UNUSED_COPY = Wait(Store, "_settle_block", "[handle for handle in pending if not handle.done]", "[]")
 """Training does not show it: a gradient's copy to far orders the host after all that the stream did with its parameter."""
 
@@ -137,7 +179,8 @@ OTHERS = {
     "self._wait_for(pending)": "for users who give no list of fences: test_tiers.py",
     "self._wait_for(fences)    # the tier forgets the buffer now": "test_tiers.py",
     "self._origin.synchronize()": "times only",
-    "self.last_issued.wait()": "the end of a process",
+    "copy.order()": "the end of a graph that never used what was brought back ahead",
+    "copy.wait()": "the end of a process",
     "self._wait_for_job()": "the second one is in Handle._wait_for_end",
     "handle.order()": "the first one in Links.order: these copies have ended",
     "self._job_ended.wait()": "that is Handle._wait_for_job",
@@ -169,14 +212,38 @@ def test_a_removed_wait_is_a_race(wait, tmp_path, monkeypatch):
     assert recorder.races
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients were not finite")
+@pytest.mark.parametrize("wait", ACTIVATIONS, ids=str)
+def test_a_removed_wait_of_activations_is_a_race(wait, monkeypatch):
+    mutate(monkeypatch, wait)
+    assert record_activations()[0].races
+
+
+@pytest.mark.parametrize("wait", [None, *SHARED_FAR], ids=str)
+def test_chunks_and_activations_use_a_far_buffer_in_turn(wait, monkeypatch):
+    if wait is not None:
+        mutate(monkeypatch, wait)
+    key, numel = ("param", 0), activation_offload.LEAST_BYTES // 4
+    with Recorder() as recorder:
+        store = empty_store()
+        offload = activation_offload.Offload(store.tiers[tier.FAR], store.ledger, CPU)
+        store.create(key, numel, torch.float32, tier.FAR).zero_()
+        store.load_ahead(key, tier.NEAR, 1.0)
+        store.drop(key)
+        away = offload.pack(torch.ones(numel).mul(2))    # into the far buffer that the copy to near reads
+        assert away.unpack().sum() == 2 * numel
+        del away
+        store.create(key, numel, torch.float32, tier.FAR).zero_()    # by the host, where the activation was
+    assert bool(recorder.races) == (wait is not None)
+
+
 @pytest.mark.parametrize("wait", [None, UNUSED_COPY], ids=["kept", "removed"])
 def test_the_host_writes_after_a_copy_to_near_that_only_the_stream_has_waited_for(wait, monkeypatch):
     if wait is not None:
         mutate(monkeypatch, wait)
     key = ("param", 0)
     with Recorder() as recorder:
-        store = Store(tier.Tier(tier.NEAR, torch.device("cpu")), tier.Tier(tier.FAR, torch.device("cpu")), tier.Ledger(),
-                      Schedule("lru"), Views(), links=Links())
+        store = empty_store()
         store.create(key, 10, torch.float32, tier.FAR).zero_()
         store.ensure(key, tier.NEAR).sum()
         store.ensure(key, tier.FAR).fill_(1.0)
@@ -187,7 +254,7 @@ def test_each_wait_is_in_the_list():
     """A new wait needs a mutation, or a reason."""
     waits = re.compile(r"\.wait\(|wait_event|synchronize\(|order\(\)|links.order|_wait_for_end\(|_settle_block\(|_wait_for\("
                        r"|pending\.append|fences\.extend|store\.finish\(")
-    known = [wait.line for wait in (*WAITS, UNUSED_COPY)] + list(OTHERS)
+    known = [wait.line for wait in (*WAITS, *ACTIVATIONS, *SHARED_FAR, UNUSED_COPY)] + list(OTHERS)
     for module in FILES:
         for line in inspect.getsource(module).splitlines():
             if waits.search(line) and not line.strip().startswith("def "):
