@@ -71,7 +71,8 @@ def test_a_model_has_about_as_many_parameters_as_it_is_called(billions: float) -
     (["--only", "deepspeed"], "--only deepspeed: not known; choose from pstar, plain, fsdp2"),
     (["--rounds", "0"], "--rounds must be above 0"),
     (["--config", "{"], "argument --config: invalid loads value"),
-    ([], "--device cuda: there is no GPU here"),
+    (["--cap", "-1"], "--cap must be above 0"),
+    ([], "--device cuda needs a GPU that torch can use"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_one_line(flags, message, capsys, monkeypatch) -> None:
     monkeypatch.setattr(models.torch.cuda, "is_available", lambda: False)

@@ -118,19 +118,6 @@ def test_nvcc_compiles_it_for_every_gpu(kinds, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_nvrtc_compiles_it(tmp_path, monkeypatch):
-    try:
-        nvrtc = cuda.find_nvrtc()
-    except OSError as error:
-        pytest.skip(f"{error}; it comes with torch's CUDA build")
-    monkeypatch.setenv("PSTAR_CACHE", str(tmp_path))
-    code = cuda.compile_cubin(nvrtc, "sm_90", KINDS[0])
-    assert code.startswith(b"\x7fELF") and len(list(tmp_path.iterdir())) == 1
-    assert cuda.compile_cubin(nvrtc, "sm_90", KINDS[0]) == code
-    with pytest.raises(build.BuildError, match="NVRTC"):
-        cuda.compile_cubin(nvrtc, "sm_1", KINDS[0])
-
-
 @pytest.fixture(scope="session")
 def emulators(tmp_path_factory):
     """emulators[kinds]: cuda_adam.cu as a library for the CPU."""
