@@ -50,8 +50,9 @@ def test_every_kernel_compiles_for_every_gpu_without_spills(param, grad, quantis
     assert_without_spills(compiler, nvrtc.options_of(architecture, (param, grad, quantised)), architecture)
 
 
-def assert_without_spills(compiler, options: tuple[str, ...], architecture: str) -> None:
+def assert_without_spills(compiler, options: tuple[str, ...], architecture: str, bounds: str = "THREADS") -> None:
     sources = [(build.HERE / name).read_bytes() for name in nvrtc.SOURCES]
+    sources[0] = sources[0].replace(b"__launch_bounds__(THREADS)", f"__launch_bounds__({bounds})".encode())
     code, log = nvrtc.compile_source(compiler, sources[0], ((nvrtc.SOURCES[1], sources[1]),),
                                      (*options, "--ptxas-options=-v"))
     assert code.startswith(b"\x7fELF") and set(re.findall(rf"entry function '(\w+)' for '{architecture}'", log)) == KERNELS
@@ -60,8 +61,9 @@ def assert_without_spills(compiler, options: tuple[str, ...], architecture: str)
 
 
 def test_spills_would_be_seen(compiler):
+    """Eight thread blocks a multiprocessor leave 32 registers a thread."""
     with pytest.raises(AssertionError, match="bytes spill"):
-        assert_without_spills(compiler, (*nvrtc.options_of("sm_90", (3, 2, True)), "--maxrregcount=24"), "sm_90")
+        assert_without_spills(compiler, nvrtc.options_of("sm_90", (0, 0, False)), "sm_90", "THREADS, 8")
 
 
 def test_compiled_once_then_read_from_the_cache(compiler, tmp_path, monkeypatch):
@@ -86,12 +88,13 @@ PROGRAM = """
 import sys
 from pstar.kernels import nvrtc
 nvrtc.places = lambda: [sys.argv[1]]
-if sys.argv[2] == "by luck":
-    nvrtc.preload_builtins = lambda library: [library]
-try:
-    print("compiled", len(nvrtc.find_nvrtc(["sm_90"])[1]["sm_90"]) > 0)
-except nvrtc.BuildError as error:
-    print(error)
+preload, nvrtc.preload_builtins = nvrtc.preload_builtins, lambda library: [library]
+for finds in ("by luck", "preloaded"):
+    try:
+        print(finds, len(nvrtc.find_nvrtc(["sm_90"])[1]))
+    except nvrtc.BuildError as error:
+        print(finds, error)
+    nvrtc.preload_builtins = preload
 """
 
 
@@ -111,27 +114,26 @@ def without_search_path(library: Path, target: Path) -> None:
 
 def test_builtins_are_taken_from_its_own_folder(compiler, tmp_path):
     """A copy that does not search its own folder, as in some packages: only preloading finds the builtins beside it."""
-    folder, alone = tmp_path / "whole", tmp_path / "alone"
-    folder.mkdir()
-    alone.mkdir()
-    home = nvrtc.folder_of(compiler)
-    without_search_path(home / nvrtc.library_name(), folder / nvrtc.library_name())
-    os.link(folder / nvrtc.library_name(), alone / nvrtc.library_name())
+    home, copy, program = nvrtc.folder_of(compiler), tmp_path / nvrtc.library_name(), tmp_path / "program.py"
+    without_search_path(home / nvrtc.library_name(), copy)
     for builtins in home.glob("libnvrtc-builtins.so*"):
-        shutil.copy(builtins, folder)
-    program = tmp_path / "program.py"
+        shutil.copy(builtins, tmp_path)
     program.write_text(PROGRAM)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])}
+    status, text = run_forked([sys.executable, str(program), str(copy)], environment)
+    before, after = text.splitlines()
+    assert status == 0 and after == "preloaded 1"
+    assert before.startswith("by luck NVRTC ") and "failed to open libnvrtc-builtins.so" in before, "else it proves nothing"
 
-    def told(place: Path, how: str) -> str:
-        status, text = run_forked([sys.executable, str(program), str(place / nvrtc.library_name()), how], environment)
-        assert status == 0, text
-        return text.strip()
 
-    assert "failed to open libnvrtc-builtins.so" in told(folder, "by luck"), "else the copy proves nothing"
-    assert told(folder, "preloaded") == "compiled True"
-    text = told(alone, "preloaded")
-    assert "failed to open libnvrtc-builtins.so" in text and text.endswith("; its folder has no libnvrtc-builtins.so")
+def test_missing_builtins_are_named(compiler, monkeypatch):
+    def cannot(*_):
+        raise BuildError("NVRTC failed")
+
+    monkeypatch.setattr(nvrtc, "preload_builtins", lambda library: [])
+    monkeypatch.setattr(nvrtc, "compile_source", cannot)
+    with pytest.raises(BuildError, match="^NVRTC failed; its folder has no libnvrtc-builtins.so$"):
+        nvrtc.find_nvrtc(["sm_90"])
 
 
 # ---- falling back
