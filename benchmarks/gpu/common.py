@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import signal
 import warnings
 
 import torch
@@ -14,6 +17,12 @@ def has_gpu() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.cuda.is_available()
+
+
+def end_with_parent() -> None:
+    """This process is killed when its parent ends, also if that is killed: else it would keep the GPU. Linux only."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 def check_device(parser: argparse.ArgumentParser, device: str, instead: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import end_with_parent
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_chinese.model.config import ModelConfig
@@ -119,6 +120,7 @@ def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
 
     Progress and tracebacks are printed to stderr. work["cap"]: bytes of the GPU that this process may use, or None.
     """
+    end_with_parent()
     with contextlib.suppress(OSError):    # if the host's memory is full, the system ends this process and no other
         Path("/proc/self/oom_score_adj").write_text("900")
     try:

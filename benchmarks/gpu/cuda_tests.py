@@ -78,7 +78,8 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     with tempfile.TemporaryDirectory(prefix="cuda_tests_") as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", f"--junitxml={report}", *files()]
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "not deep", "-p", "no:cacheprovider",
+                   f"--junitxml={report}", *files()]
         path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
         status = subprocess.run(command, cwd=REPO, env=os.environ | {"PYTHONPATH": path}).returncode
         if not report.exists():

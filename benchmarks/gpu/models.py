@@ -49,9 +49,8 @@ QUICK = {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300}
 COLUMNS = ("size", "who", "batch", "GPU, GB", "tokens/s", "of plain", "TFLOP/s, 6N", "TFLOP/s, 8N", "peak, GiB",
            "predicted, GiB", "reserved, GiB", "host, GiB", "in, GB a step", "out, GB a step", "in, GB/s", "out, GB/s",
            "waiting, s", "loss")  # fmt: skip
-MEMORY_IS_FULL = ("not tried", "its process was killed", "OutOfMemoryError", "AcceleratorError: CUDA error: out of memory",
-                  "BudgetError", "MemoryError")  # fmt: skip
-"""How the line of a contender begins that has too little memory, which is a result."""
+MEMORY_IS_FULL = ("not tried", "its process was killed", "BudgetError", "MemoryError", "out of memory", "allocate memory")
+"""In the line of a contender that has too little memory, which is a result."""
 TITLES = {"models": "Models on a GPU", "curve": "Models on a part of a GPU"}
 
 
@@ -105,8 +104,16 @@ def pinned_copy(device: torch.device, num_bytes: int = 2**30) -> dict[str, float
     return found
 
 
-def hopeless(name: str, num_params: int, short_of: dict[str, int], host_bytes: int) -> str | None:
+def is_memory(line: str) -> bool:
+    """Whether the line of a contender that failed says that memory was too small."""
+    return any(words in line for words in MEMORY_IS_FULL)
+
+
+def hopeless(name: str, num_params: int, short_of: dict[str, int], host_bytes: int, cap: float = 0, gpu_bytes: int = 0
+             ) -> str | None:
     """The reason not to try a contender, or None: one that takes all host memory may crash the machine."""
+    if gpu_bytes and cap * 1e9 > gpu_bytes:
+        return f"not tried: this GPU has {gpu_bytes / 1e9:.0f} GB"
     if name == "pstar" and short_of:
         return "not tried: " + ", ".join(f"{miss / 2**30:.1f} GiB too little {tier}" for tier, miss in short_of.items())
     if name == "fsdp2" and FSDP2_BYTES * num_params > 0.95 * host_bytes:
@@ -281,7 +288,7 @@ def main(argv: list[str]) -> int:
     device = "cuda:0" if options.device == "cuda" else options.device
     model = toy_of(options.billions) if options.quick else model_of(options.billions)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else 2**26
+    free, total = torch.cuda.mem_get_info() if options.device == "cuda" else (2**26, 0)
     with tempfile.TemporaryDirectory(prefix="models_") as folder:
         work = {"model": model, "batch": options.batch, "seq_len": model["n_positions"],
                 "near_memory": near_memory_of(options, free), "cap": options.cap and int(options.cap * 1e9),
@@ -289,7 +296,7 @@ def main(argv: list[str]) -> int:
                 "alone": not together(options)}
         num_params, near_peak, short_of = predicted(work, host_bytes)
         about = about_of(work, options, host_bytes, argv)
-        tried = {name: hopeless(name, num_params, short_of, host_bytes) for name in options.only}
+        tried = {name: hopeless(name, num_params, short_of, host_bytes, options.cap or 0, total) for name in options.only}
         done = measure(tried, work, options.rounds, together(options))
     base = next((one for one in done if one.name == "plain"), None)
     rows = [row(one, base if one is not base and together(options) else None, work, num_params, near_peak) for one in done]
@@ -297,7 +304,7 @@ def main(argv: list[str]) -> int:
     key = " ".join(map(str, filter(None, (num_params, *options.only, options.cap))))
     print(keep(options.results, "curve" if options.cap else "models", key, run), end="")
     if options.until_it_fails:
-        return int(any(one.error and not one.error.removeprefix("torch.").startswith(MEMORY_IS_FULL) for one in done))
+        return int(any(one.error and not is_memory(one.error) for one in done))
     return int(any(one.name == "pstar" and (one.error or not one.told) for one in done))
 
 

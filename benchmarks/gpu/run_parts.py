@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO)]
 from command_line import parser_of  # noqa: E402
-from common import check_device  # noqa: E402
+from common import check_device, end_with_parent  # noqa: E402
 from parts import PARTS, Step, select, steps  # noqa: E402
 
 RESULTS, STATE = HERE.parent / "results", REPO / "runs" / "gpu"
@@ -101,13 +101,16 @@ def ending(process: subprocess.Popen) -> Iterator[None]:
 
 
 def run_step(step: Step, log: Path, limit_s: float) -> int | None:
-    """Runs one step with its output in `log`; prints a line now and then. Returns its status; None: ended at the limit."""
+    """Runs one step with its output in `log`; prints a line now and then. Returns its status; None: ended at the limit.
+
+    The step has a process group, which ends as a whole.
+    """
     begin = time.monotonic()
     next_line = begin + SECONDS_BETWEEN_LINES
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen([sys.executable, *step.command], stdout=output, stderr=subprocess.STDOUT, cwd=REPO,
-                                   env=environment, process_group=0)    # a group, so that its children end with it
+                                   env=environment, process_group=0, preexec_fn=end_with_parent)
     with ending(process):
         while time.monotonic() < begin + limit_s:
             with contextlib.suppress(subprocess.TimeoutExpired):

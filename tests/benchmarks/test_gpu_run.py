@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import bare
+from tests.harness.pool import start_process
 from tests.limits import HANGS_S, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -91,8 +92,35 @@ def test_a_step_that_hangs_is_ended_with_its_children(memory, tmp_path, capsys, 
     assert run_all([step("equal", code), step("adam")], memory, 9, False, None) == 1
     assert "  adam   left out" in capsys.readouterr().out
     assert "equal ended at its limit" in (tmp_path / "gpu_equal_failed.txt").read_text()
-    child = Path(f"/proc/{note.read_text()}/stat")
-    wait_until(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "the child has ended")
+    assert_ends(int(note.read_text()))
+
+
+def hang(log: str, note: str) -> None:
+    """A call with a step that hangs; the step's process number is written to note."""
+    code = f"import os, time\nopen({note!r} + '.new', 'w').write(str(os.getpid()))\nos.rename({note!r} + '.new', {note!r})\n"
+    run_parts.run_step(step("equal", f"{code}time.sleep({HANGS_S})"), Path(log), HANGS_S)
+
+
+def test_a_step_ends_with_a_call_that_is_killed(tmp_path):
+    note = tmp_path / "note"
+    call = start_process(hang, str(tmp_path / "log"), str(note))
+    wait_until(note.exists, "the step has begun", call.is_alive)
+    call.kill()
+    call.join()
+    assert_ends(int(note.read_text()))
+
+
+def assert_ends(pid: int) -> None:
+    """Waits for the end of a process, which its parent may not have read yet."""
+    status = Path(f"/proc/{pid}/stat")
+
+    def ended() -> bool:
+        try:
+            return status.read_text().rpartition(")")[2].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    wait_until(ended, f"process {pid} has ended")
 
 
 def test_a_call_that_is_ended_says_so_and_the_next_one_goes_on(memory, capsys, monkeypatch):
