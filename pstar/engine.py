@@ -17,6 +17,7 @@ from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
+from pstar.kernels import prepare
 from pstar.layout.budget import Costs, frozen_bytes, model_data_bytes
 from pstar.layout.layout import CODE_BLOCK, Layout
 from pstar.memory.block_store import BlockStore
@@ -52,6 +53,7 @@ class Engine(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device):
         super().__init__()
+        prepare(device)    # a missing compiler is named here, not in the first backward
         self.module, self.device, self._plan = module, device, plan
         config, params = plan.config, dict(module.named_parameters())
         self.near = Tier(NEAR, device, plan.near_budget)
