@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from pstar.layout.layout import CODE_BLOCK, Group, Layout, ModuleSpec, Unit, candidate_layouts
 
+AUTO_NEAR = 0.4
+"""Share of a GPU's free memory that chunks may take with near_budget auto."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -48,6 +51,14 @@ class Costs:
         if group.frozen:
             return self.param_bytes(group.piece_elems, group.coded)
         return (self.param + self.grad) * group.piece_elems + self.state_bytes(group)
+
+
+def default_near_bytes(free_bytes: Sequence[int]) -> int:
+    """The near budget of a GPU if the configuration says auto; the rest is for activations.
+
+    free_bytes: what is free on the GPU of each rank. The least of them counts for all: ranks must evict the same chunks.
+    """
+    return int(AUTO_NEAR * min(free_bytes))
 
 
 def model_data_bytes(layout: Layout, costs: Costs) -> int:
