@@ -88,6 +88,7 @@ class Settings:
     resume: str = flag("auto", "auto (the newest complete checkpoint of --output-dir), never, or the path of a checkpoint.")
     seed: int = flag(42, "Seed of the initial weights, the order of the batches and dropout.")
     device: str = flag("auto", "Where to train.", choices=("auto", "cpu", "cuda"))
+    deterministic: bool = flag(False, "On a GPU only kernels that give the same bits in every run: slower, more memory.")
 
     # -- not flags: filled by from_command_line and by resolve(settings) ----------------------------------------------
     program: Path = field(default=Path(sys.argv[0]), init=False, repr=False)

@@ -18,7 +18,7 @@ from pstar.comm.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.layout.budget import Costs, default_near_bytes, frozen_bytes, model_data_bytes
-from pstar.layout.layout import CODE_BLOCK, Layout
+from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, GPU_ALIGN_ELEMS, Layout
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
@@ -417,10 +417,10 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
-    default_near = None
+    default_near, align_elems = None, ALIGN_ELEMS
     if device.type == "cuda":
-        default_near = default_near_bytes(collectives.from_all(_free_bytes(device)))
-    plan = Plan(module, config, collectives.num_ranks, default_near)
+        default_near, align_elems = default_near_bytes(collectives.from_all(_free_bytes(device))), GPU_ALIGN_ELEMS
+    plan = Plan(module, config, collectives.num_ranks, default_near, align_elems)
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
         warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
                       "False in model_func, before the engine starts", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Decides where a run computes: how many processes, on which device, in which precision.
+"""Decides where a run computes: how many processes, on which device, in which precision, with which kernels.
 
 The decisions are functions of the number of GPUs, so tests call them with machines that they do not have.
 torch is imported only on a machine with a GPU driver: elsewhere a wrong flag is answered before torch is loaded.
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
 
 NVIDIA_DRIVER = "libcuda.so.1"  # torch opens the same file
+CUBLAS_VARIABLE, CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 AMD_DRIVER = "/dev/kfd"  # ROCm, whose GPUs torch calls cuda, too
 
 
@@ -69,3 +70,24 @@ def choose_device(settings: Settings, num_gpus: int) -> None:
                    f"computes on the CPU; give --nproc {num_gpus} or less to compute on GPUs")  # fmt: skip
     if settings.precision is None:
         settings.precision = "bf16" if settings.device == "cuda" else "fp32"
+
+
+def choose_deterministic_kernels(device: str) -> None:
+    """Makes torch use only kernels that give the same bits in every run of the same program; --deterministic.
+
+    On a GPU the usual ones may not: flash attention's backward adds by atomics, in any order, and cuBLAS with several
+    streams picks a workspace, and so a kernel, by chance. An operation that has no deterministic kernel raises an error.
+    On a CPU all kernels that a run uses are deterministic already, and stay the same.
+
+    Call it before CUDA starts, because cuBLAS reads its variable then. Ranks inherit the variable from their launcher.
+    """
+    import torch
+
+    if os.environ.get(CUBLAS_VARIABLE) not in (CUBLAS_WORKSPACE, ":16:8"):  # NVIDIA names these two
+        os.environ[CUBLAS_VARIABLE] = CUBLAS_WORKSPACE
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it, and it would cost a pass
+    if device == "cuda":
+        torch.backends.cudnn.benchmark = False
+        for other_than_math in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{other_than_math}_sdp")(False)

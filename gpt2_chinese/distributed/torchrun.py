@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 
 from gpt2_chinese.distributed import horovod_launcher, stop_signal
+from gpt2_chinese.distributed.devices import choose_deterministic_kernels
 from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserError, exit_on_user_error
 
@@ -46,6 +47,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         launcher: "torchrun", or "horovodrun", which also starts a single process, so that its flags have an effect.
         flags: more flags of horovodrun.
     """
+    if settings.deterministic:
+        choose_deterministic_kernels(settings.device)
     with exit_on_user_error():
         if "RANK" not in os.environ and launcher == "horovodrun":
             horovod_launcher.start(settings, flags)

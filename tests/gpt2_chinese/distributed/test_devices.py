@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,37 @@ def test_the_count_is_torchs_and_without_a_driver_torch_is_not_loaded() -> None:
     program = ("import sys; from gpt2_chinese.distributed import devices; devices._has_driver = lambda: False; "
                "assert devices.count_gpus() == 0 and 'torch' not in sys.modules")  # fmt: skip
     subprocess.run([sys.executable, "-c", program], check=True, timeout=HANGS_S)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch):
+    """Restores torch's choice of kernels after the test; a function that returns it."""
+    attention = ("flash", "mem_efficient", "cudnn", "math")
+
+    def chosen() -> dict[str, bool]:
+        return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in attention}
+
+    before, benchmark = chosen(), torch.backends.cudnn.benchmark
+    monkeypatch.delenv(devices.CUBLAS_VARIABLE, raising=False)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield chosen
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fill, benchmark
+    for name, enabled in before.items():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_deterministic_kernels_are_chosen_and_on_a_cpu_attention_stays(kernels, monkeypatch, device: str) -> None:
+    """The switches are torch's own, which need no GPU. On a CPU the flash switch would choose another kernel, other bits."""
+    before, torch.backends.cudnn.benchmark = kernels(), True
+    devices.choose_deterministic_kernels(device)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ[devices.CUBLAS_VARIABLE] == ":4096:8"
+    math_only = dict.fromkeys(before, False) | {"math": True}
+    assert (kernels(), torch.backends.cudnn.benchmark) == ((math_only, False) if device == "cuda" else (before, True))
+    assert torch.empty(1000).isnan().sum() < 1000, "memory is not filled"
+    for given, kept in ((":16:8", ":16:8"), (":4096:2:16:8", ":4096:8")):
+        monkeypatch.setenv(devices.CUBLAS_VARIABLE, given)
+        devices.choose_deterministic_kernels(device)
+        assert os.environ[devices.CUBLAS_VARIABLE] == kept
