@@ -18,8 +18,8 @@ from pstar.comm.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.kernels import prepare
-from pstar.layout.budget import Costs, frozen_bytes, model_data_bytes
-from pstar.layout.layout import CODE_BLOCK, Layout
+from pstar.layout.budget import Costs, default_near_bytes, frozen_bytes, model_data_bytes
+from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, GPU_ALIGN_ELEMS, Layout
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
@@ -369,6 +369,12 @@ def _refuse_copy(protocol: Any) -> Any:
                      "model.gather_state() gives plain tensors, model.save_checkpoint() a file")
 
 
+def _free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that the engine can have: the free ones, and those that torch's allocator keeps unused."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 def make_scaler(config: Config) -> LossScaler:
     """The configured loss scale; without fp16 it is 1 and stays 1."""
     fp16 = config.fp16
@@ -408,15 +414,15 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     device = torch.device(device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts
-    default_near = None
-    if device.type == "cuda":
-        default_near = int(0.4 * torch.cuda.get_device_properties(device).total_memory)
     module, recipe = build(model_func)
     if config.use_cpu_embedding and not compute_embeddings_far(module, device):
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
-    plan = Plan(module, config, collectives.num_ranks, default_near)
+    default_near, align_elems = None, ALIGN_ELEMS
+    if device.type == "cuda":
+        default_near, align_elems = default_near_bytes(collectives.from_all(_free_bytes(device))), GPU_ALIGN_ELEMS
+    plan = Plan(module, config, collectives.num_ranks, default_near, align_elems)
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
         warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
                       "False in model_func, before the engine starts", stacklevel=2)

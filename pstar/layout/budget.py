@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pstar.layout.layout import CODE_BLOCK, Group, Layout, ModuleSpec, Unit, candidate_layouts
+from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, Group, Layout, ModuleSpec, Unit, candidate_layouts
+
+AUTO_NEAR = 0.4
+"""Share of a GPU's free memory that chunks may take with near_budget auto."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,14 @@ class Costs:
         if group.frozen:
             return self.param_bytes(group.piece_elems, group.coded)
         return (self.param + self.grad) * group.piece_elems + self.state_bytes(group)
+
+
+def default_near_bytes(free_bytes: Sequence[int]) -> int:
+    """The near budget of a GPU if the configuration says auto; the rest is for activations.
+
+    free_bytes: what is free on the GPU of each rank. The least of them counts for all: ranks must evict the same chunks.
+    """
+    return int(AUTO_NEAR * min(free_bytes))
 
 
 def model_data_bytes(layout: Layout, costs: Costs) -> int:
@@ -108,7 +119,7 @@ def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
 
 
 def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, near_budget: int | None, ownership: str,
-                 communication: str) -> list[Layout]:
+                 communication: str, align_elems: int = ALIGN_ELEMS) -> list[Layout]:
     """The layouts that chunk size auto chooses from. near_budget None sets no limit.
 
     At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
@@ -118,7 +129,8 @@ def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, ne
     most = min(params // (4 * chunks_a_group), 64 * 2**20)
     if near_budget is not None:
         most = min(most, largest_chunk_elems(near_budget, num_ranks, costs) * num_ranks // chunks_a_group)
-    return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0, in_codes=costs.in_codes)
+    return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0, in_codes=costs.in_codes,
+                             align_elems=align_elems)
 
 
 def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
