@@ -148,6 +148,10 @@ class Settings(BaseSettings):
         """
         import pstar
         from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+        from pstar.memory.segments import grow_segments
+
+        if self.device != "cpu":
+            grow_segments()  # here, because launch() starts CUDA, which reads the setting once
 
         def plan() -> None:
             found = pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)

@@ -191,7 +191,7 @@ class Offload:
         return storage.nbytes() >= LEAST_BYTES and storage.data_ptr() not in self._staying
 
     def _has_room(self, num_bytes: int) -> bool:
-        taken = self.far.used_by_kind[KIND] + num_bytes
+        taken = self.far.used_by_kind[KIND] + self.far.size_of(num_bytes)
         return (self.room_bytes is None or taken <= self.room_bytes) and self.far.has_room(num_bytes)
 
 

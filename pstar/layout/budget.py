@@ -21,6 +21,8 @@ class Costs:
     """Bytes of the scales of each block of STATE_BLOCK elements: 8 with 8-bit moments."""
     frozen_bits: int = 32
     """Bits of an element of a coded group, except near: 8 or 4; 32: no group is coded."""
+    page_bytes: int = 1
+    """A buffer of far takes a multiple of this: the size of a page where pages are locked for a GPU (memory/pinned.py)."""
 
     @property
     def in_codes(self) -> bool:
@@ -51,6 +53,19 @@ class Costs:
         if group.frozen:
             return self.param_bytes(group.piece_elems, group.coded)
         return (self.param + self.grad) * group.piece_elems + self.state_bytes(group)
+
+    def buffer_bytes(self, group: Group) -> list[int]:
+        """The parts of piece_bytes: of parameters, and of a trained group of gradients and of each kind of states."""
+        if group.frozen:
+            return [self.piece_bytes(group)]
+        moment = 1 if self.scales else 4
+        of_elem = (self.param, self.grad, moment, moment, self.states - 2 * moment)    # the last: of the master
+        scales = [self.scales * group.piece_blocks] if self.scales else []
+        return [num_bytes * group.piece_elems for num_bytes in of_elem if num_bytes] + scales
+
+    def far_bytes(self, *buffers: int) -> int:
+        """The bytes that buffers of so many bytes take in far."""
+        return sum(-(-num_bytes // self.page_bytes) * self.page_bytes for num_bytes in buffers)
 
 
 def default_near_bytes(free_bytes: Sequence[int]) -> int:
@@ -184,9 +199,14 @@ def choose_near_states(near_states: str, layout: Layout, near_budget: int, costs
 
 
 def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
-    """Bytes that a tier needs for the update of a group whose blocks it does not keep: all model data of the largest group.
-    Far needs so much if there is a disk, and near if states are streamed through it."""
+    """Bytes that near needs for the update of a group whose states are streamed through it: all model data of the largest
+    group."""
     return max(costs.piece_bytes(group) for group in layout.groups)
+
+
+def smallest_far_budget_with_disk(layout: Layout, costs: Costs) -> int:
+    """Bytes that far needs if there is a disk: all model data of the largest group."""
+    return max(costs.far_bytes(*costs.buffer_bytes(group)) for group in layout.groups)
 
 
 def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
@@ -210,7 +230,8 @@ def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: in
 
 def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs: Costs, accumulates: bool,
                         grads_wait_far: bool = False) -> int:
-    """Bytes that far must hold on each rank without a disk, whatever the near budget: all that near need not keep.
+    """Bytes that far must hold on each rank without a disk, whatever the near budget: all that near need not keep, in whole
+    pages (costs.page_bytes).
 
     These are this rank's pieces of all parameters, frozen ones too (their far copy stays valid while they are near), and of
     the gradients and states of groups that are updated far. With
@@ -220,12 +241,15 @@ def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs:
     grads_wait_far: near has states but no guaranteed room for their gradients (near_states_for_capacity): add those.
     """
     near = set(near_state_groups)
-    kept_far = costs.param + (costs.grad if grads_wait_far else 0)
-    pieces = sum(
-        group.piece_elems * kept_far if group.index in near else costs.piece_bytes(group) for group in layout.groups
-    )
+    pieces = 0
+    for group in layout.groups:
+        buffers = costs.buffer_bytes(group)
+        if group.index in near:    # parameters, and gradients
+            buffers = buffers[: 1 + grads_wait_far]
+        pieces += costs.far_bytes(*buffers)
     if layout.num_ranks == 1:
-        added = [costs.param * group.piece_elems for group in layout.trained if group.index not in near]
+        added = [costs.far_bytes(costs.param * group.piece_elems) for group in layout.trained if group.index not in near]
         return pieces + (max(added, default=0) if accumulates else 0)
-    waiting = [costs.grad * group.elems for group in layout.trained]
+    # A group's gradients are one buffer, or one for each of its chunks.
+    waiting = [layout.num_ranks * costs.far_bytes(costs.grad * group.piece_elems) for group in layout.trained]
     return pieces + (sum(waiting) if accumulates else max(waiting, default=0))

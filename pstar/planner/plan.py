@@ -15,6 +15,7 @@ from pstar.layout.budget import (
     near_data_bytes,
     near_states_for_capacity,
     smallest_far_budget,
+    smallest_far_budget_with_disk,
     smallest_near_budget,
     smallest_streaming_budget,
 )
@@ -66,16 +67,17 @@ class Plan:
         num_ranks: p.
         default_near_bytes: the near budget if the configuration says auto; None means all model data.
         align_elems: parameters begin at multiples of it in their chunk.
+        page_bytes: buffers of far are a multiple of it; 1: of any size.
 
     Raises ConfigError, and BudgetError if a budget is too small.
     """
 
     def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None,
-                 align_elems: int = ALIGN_ELEMS):
+                 align_elems: int = ALIGN_ELEMS, page_bytes: int = 1):
         self.config, self._default_near_bytes, self._align_elems = config, default_near_bytes, align_elems
         self.precision = Precision(config.precision, state_bits=config.optimizer.params.state_bits)
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
-                           self.precision.scale_bytes, config.frozen_bits)
+                           self.precision.scale_bytes, config.frozen_bits, page_bytes)
         specs, uses = module_specs(module)
         _refuse_half_frozen(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
@@ -147,7 +149,7 @@ class Plan:
         config, layout, costs = self.config, self.layout, self.costs
         grads_stay = self.accumulates or config.find_unused_parameters
         if config.disk_path is not None:
-            least = smallest_streaming_budget(layout, costs)
+            least = smallest_far_budget_with_disk(layout, costs)
         else:
             least = smallest_far_budget(layout, self.near_state_groups, costs, grads_stay)
         if self.far_budget is None or self.far_budget >= least:
