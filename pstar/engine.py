@@ -19,6 +19,7 @@ from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.layout.budget import Costs, frozen_bytes, model_data_bytes
 from pstar.layout.layout import CODE_BLOCK, Layout
+from pstar.memory.accelerator import is_accelerator, memory_bytes, near_device
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
@@ -55,7 +56,7 @@ class Engine(torch.nn.Module):
         self.module, self.device, self._plan = module, device, plan
         config, params = plan.config, dict(module.named_parameters())
         self.near = Tier(NEAR, device, plan.near_budget)
-        self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=device.type == "cuda")
+        self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=is_accelerator(device))
         self.disk = None
         if config.disk_path is not None:
             self.disk = DiskTier(Path(config.disk_path), plan.disk_budget, collectives.rank)
@@ -402,13 +403,13 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         raise ConfigError(f"model_func is a {type(model_func).__name__}: give a function that makes the model, "
                           "lambda: model where it is made already")
     if device is None:
-        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        device = near_device(local_rank)
     device = torch.device(device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts
     default_near = None
-    if device.type == "cuda":
-        default_near = int(0.4 * torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        default_near = int(0.4 * memory_bytes(device))
     module, recipe = build(model_func)
     if config.use_cpu_embedding and not compute_embeddings_far(module, device):
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from pstar.memory import accelerator
 from pstar.memory.copy_queue import CopyQueue, Handle
 from pstar.memory.tier import DISK, NEAR
 
@@ -30,8 +31,9 @@ class Links:
         self._disk = CopyQueue("disk", asynchronous)
         self._update = CopyQueue("update")
         self.asynchronous, self.simulated = asynchronous, bytes_per_s is not None
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._streams = {queue: torch.cuda.Stream(self._device) for queue in (self._in, self._out)} if self._device else {}
+        self._device = device if accelerator.is_accelerator(device) else None
+        self._streams = {queue: accelerator.module_of(self._device).Stream(self._device)
+                         for queue in (self._in, self._out)} if self._device else {}
 
     now = staticmethod(time.perf_counter)
 
@@ -46,7 +48,7 @@ class Links:
         if self._streams:    # on a worker's stream; without non_blocking torch would wait in a loop, which takes a core
             target.copy_(source, non_blocking=True)
             then()
-            copied = torch.cuda.Event(blocking=True)
+            copied = accelerator.sleeping_event(self._device)
             copied.record()
             copied.synchronize()
             return
@@ -68,12 +70,13 @@ class Links:
         return self._update.submit(job)
 
     def _on_stream(self, queue: CopyQueue, job: Callable[[], object]) -> Callable[[], None]:
-        given = torch.cuda.Event(blocking=True)
-        given.record(torch.cuda.current_stream(self._device))
+        given = accelerator.sleeping_event(self._device)
+        module = accelerator.module_of(self._device)
+        given.record(module.current_stream(self._device))
 
         def on_stream() -> None:
             given.synchronize()
-            with torch.cuda.device(self._device), torch.cuda.stream(self._streams[queue]):
+            with module.device(self._device), module.stream(self._streams[queue]):
                 job()
 
         return on_stream
