@@ -20,6 +20,7 @@ from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.kernels import prepare
 from pstar.layout.budget import Costs, default_near_bytes, frozen_bytes, model_data_bytes
 from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, GPU_ALIGN_ELEMS, Layout
+from pstar.memory.accelerator import free_bytes, is_accelerator, near_device
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
@@ -384,12 +385,6 @@ def _refuse_copy(protocol: Any) -> Any:
                      "model.gather_state() gives plain tensors, model.save_checkpoint() a file")
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that the engine can have: the free ones, and those that torch's allocator keeps unused."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
-
-
 def make_scaler(config: Config) -> LossScaler:
     """The configured loss scale; without fp16 it is 1 and stays 1."""
     fp16 = config.fp16
@@ -425,7 +420,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         raise ConfigError(f"model_func is a {type(model_func).__name__}: give a function that makes the model, "
                           "lambda: model where it is made already")
     if device is None:
-        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        device = near_device(local_rank)
     device = torch.device(device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts
@@ -437,8 +432,8 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
     default_near, align_elems = None, ALIGN_ELEMS
-    if device.type == "cuda":
-        default_near, align_elems = default_near_bytes(collectives.from_all(_free_bytes(device))), GPU_ALIGN_ELEMS
+    if is_accelerator(device):
+        default_near, align_elems = default_near_bytes(collectives.from_all(free_bytes(device))), GPU_ALIGN_ELEMS
     registration = registration_for(device)
     plan = Plan(module, config, collectives.num_ranks, default_near, align_elems, PAGE_BYTES if registration else 1)
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):

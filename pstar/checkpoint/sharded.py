@@ -43,6 +43,7 @@ from pstar.checkpoint.state import PREFIXES, SCALE_PREFIXES, frozen_bits, read_c
 from pstar.errors import CheckpointError
 from pstar.kernels import code_tables, decode
 from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
+from pstar.memory.accelerator import is_accelerator, random_state
 from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES
 from pstar.optim.chunked_adam import ChunkedAdam
 
@@ -365,8 +366,8 @@ def _scale_parts(optimizer: ChunkedAdam, group: Group) -> dict[str, Part]:
 def _random_states(device: torch.device) -> dict[str, tuple[Callable, Callable]]:
     """Name -> how to get and how to put the state of each of torch's generators that this rank uses."""
     states = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
-    if device.type == "cuda":
-        states["cuda"] = (lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device))
+    if is_accelerator(device):
+        states[device.type] = random_state(device)
     return states
 
 

@@ -22,6 +22,7 @@ import torch
 
 from pstar.chunks.activation_streams import ActivationStreams, Leaving
 from pstar.errors import StateError
+from pstar.memory.accelerator import is_accelerator
 from pstar.memory.device_stream import DeviceCopy
 from pstar.memory.tier import Ledger, Tier
 
@@ -148,7 +149,7 @@ class Offload:
 
     def __init__(self, far: Tier, ledger: Ledger, device: torch.device, room_bytes: int | None = None):
         self.far, self.ledger, self.device, self.room_bytes = far, ledger, device, room_bytes
-        self._streams = ActivationStreams(device) if device.type == "cuda" else None
+        self._streams = ActivationStreams(device) if is_accelerator(device) else None
         self._last: weakref.ref[Copy] | None = None
         self._staying: set[int] = set()
 

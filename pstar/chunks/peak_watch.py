@@ -1,7 +1,8 @@
 """The peak of activations in near at each moment of a recorded step: starts and stops the measurement, compares ranks."""
 
 from pstar.comm.collectives import Collectives
-from pstar.memory.activation_peak import CudaPeak, LiveBytes
+from pstar.memory.accelerator import is_accelerator
+from pstar.memory.activation_peak import AllocatorPeak, LiveBytes
 from pstar.memory.tier import Tier
 from pstar.profile.recording import Profile
 
@@ -17,7 +18,7 @@ class PeakWatch:
 
     def __init__(self, near: Tier, far: Tier, collectives: Collectives, profile: Profile | None):
         self.near, self.far, self.collectives, self.profile = near, far, collectives, profile
-        self._live: CudaPeak | LiveBytes | None = None
+        self._live: AllocatorPeak | LiveBytes | None = None
 
     @property
     def runs(self) -> bool:
@@ -27,8 +28,8 @@ class PeakWatch:
         """Begins to measure; no effect if it runs already."""
         if self._live is None:
             near, far = self.near, self.far
-            if near.device.type == "cuda":
-                self._live = CudaPeak(near.device, lambda: near.reserved_bytes)
+            if is_accelerator(near.device):
+                self._live = AllocatorPeak(near.device, lambda: near.reserved_bytes)
             else:
                 self._live = LiveBytes(lambda address: near.holds(address) or far.holds(address))
             self._live.__enter__()

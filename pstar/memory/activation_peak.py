@@ -4,7 +4,7 @@ At each moment of a step, chunks may take near's bytes less the non-model bytes 
 monitor sampled these from a thread; here they are counted in the one step that is traced.
 
 LiveBytes counts if the CPU computes: it intercepts every operation, and weak references report when a tensor's memory is
-freed. CudaPeak reads the counters of a GPU's allocator. Both have `take_peak()`.
+freed. AllocatorPeak reads the counters of an accelerator's allocator. Both have `take_peak()`.
 """
 
 from __future__ import annotations
@@ -105,22 +105,28 @@ class LiveBytes(TorchDispatchMode):
                 self._peak = max(self._peak_before, self._peak - num_bytes)
 
 
-class CudaPeak:
-    """The same for a GPU: the peak of its allocator less the bytes of chunks. Also used in a with statement.
+class AllocatorPeak:
+    """The same for an accelerator: the peak of its allocator less the bytes of chunks, and less what was there before.
 
-    Exact if no chunk was copied to near or evicted since the last take_peak: call it before chunks move. The result is too
-    large by chunks evicted meanwhile, and may be too small by chunks that were copied to near.
+        with AllocatorPeak(device, lambda: near.reserved_bytes) as peak: ...
+
+    Like LiveBytes it does not count memory that was allocated before it was entered: parameters outside chunks, inputs,
+    another engine. Exact if no chunk was copied to near or evicted since the last take_peak: call it before chunks move. The
+    result is too large by chunks evicted meanwhile, and may be too small by chunks that were copied to near.
 
     Args:
-        device: the GPU.
+        device: the accelerator.
         chunk_bytes: bytes that near has allocated on the device now, idle buffers included (Tier.reserved_bytes).
     """
 
     def __init__(self, device: torch.device, chunk_bytes: Callable[[], int]):
         self.device, self._chunk_bytes = device, chunk_bytes
+        self._before_bytes = 0    # of others, when it was entered
 
-    def __enter__(self) -> CudaPeak:
-        torch.cuda.reset_peak_memory_stats(self.device)
+    def __enter__(self) -> AllocatorPeak:
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        self._before_bytes = 0
+        self._before_bytes = self.now
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -128,17 +134,20 @@ class CudaPeak:
 
     @property
     def now(self) -> int:
-        return max(0, torch.cuda.memory_allocated(self.device) - self._chunk_bytes())
+        return self._without_others(torch.accelerator.memory_allocated(self.device))
 
     @property
     def peak(self) -> int:
-        return max(0, torch.cuda.max_memory_allocated(self.device) - self._chunk_bytes())
+        return self._without_others(torch.accelerator.max_memory_allocated(self.device))
 
     def take_peak(self) -> int:
         """The peak since the last call, in bytes; from now on it is counted from what is allocated now."""
         peak = self.peak
-        torch.cuda.reset_peak_memory_stats(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
         return peak
+
+    def _without_others(self, num_bytes: int) -> int:
+        return max(0, num_bytes - self._chunk_bytes() - self._before_bytes)
 
 
 def _storage(value: object) -> torch.UntypedStorage | None:

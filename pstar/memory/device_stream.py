@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from pstar.memory import accelerator
+
 Record = Callable[[float, float], object]
 """Receives the begin and the end of a copy or of a wait, in seconds of the host's clock."""
 
@@ -27,7 +29,7 @@ class Orderable(Protocol):
 class DeviceCopy:
     """A copy that was issued to a stream and runs at some later time."""
 
-    def __init__(self, device: torch.device, ended: torch.cuda.Event):
+    def __init__(self, device: torch.device, ended: accelerator.Event):
         self._device, self._ended = device, ended
 
     @property
@@ -37,7 +39,7 @@ class DeviceCopy:
 
     def order(self) -> None:
         """Work that is queued on the current stream from now on runs after the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self._ended)
+        accelerator.current_stream(self._device).wait_event(self._ended)
 
     def wait(self) -> None:
         """Sleeps until the copy has ended (the event is a blocking one: a loop would take a core from the host's Adam)."""
@@ -53,13 +55,13 @@ class EventTimes:
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float]):
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(device))
+        self._origin = accelerator.event(device, timed=True)
+        self._origin.record(accelerator.current_stream(device))
         self._origin.synchronize()
         self._origin_s = now()
-        self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event, Record]] = deque()
+        self._pairs: deque[tuple[accelerator.Event, accelerator.Event, Record]] = deque()
 
-    def add(self, began: torch.cuda.Event, ended: torch.cuda.Event, record: Record) -> None:
+    def add(self, began: accelerator.Event, ended: accelerator.Event, record: Record) -> None:
         """Both events are recorded already, later ones than those of earlier calls."""
         self._pairs.append((began, ended, record))
 
@@ -81,22 +83,23 @@ class CopyStream:
 
     def __init__(self, device: torch.device, now: Callable[[], float]):
         self.device, self.times = device, EventTimes(device, now)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = accelerator.module_of(device).Stream(device)
         self._last: list[DeviceCopy] = []    # the last copy that was issued; they end in their order
         weakref.finalize(self, _wait_for_each, self._last)    # at the latest when the process ends, before it frees memory
 
-    def given(self) -> torch.cuda.Event:
+    def given(self) -> accelerator.Event:
         """An event behind all work that was queued on the current stream so far: a copy's source is written then, and its
         target no longer read."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event = accelerator.event(self.device)
+        event.record(accelerator.current_stream(self.device))
         return event
 
-    def issue(self, given: torch.cuda.Event, before: Sequence[Orderable], copy: Callable[[], object],
+    def issue(self, given: accelerator.Event, before: Sequence[Orderable], copy: Callable[[], object],
               record: Record | None = None) -> DeviceCopy:
         """Queues a copy behind `given` and behind the copies `before`. record: receives its times."""
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        module = accelerator.module_of(self.device)
+        began, ended = accelerator.event(self.device, timed=True), accelerator.event(self.device, timed=True, sleeping=True)
+        with module.device(self.device), module.stream(self._stream):
             self._stream.wait_event(given)
             for each in before:
                 each.order()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from pstar.memory import accelerator
 from pstar.memory.copy_queue import CopyQueue, Handle
 from pstar.memory.device_stream import CopyStream, DeviceCopy, EventTimes, Record
 from pstar.memory.tier import DISK, NEAR
@@ -30,7 +31,7 @@ class Links:
         self._update = CopyQueue("update")
         self.asynchronous, self.simulated = asynchronous, bytes_per_s is not None
         self._streams: dict[CopyQueue, CopyStream] = {}
-        if asynchronous and device is not None and device.type == "cuda":
+        if asynchronous and device is not None and accelerator.is_accelerator(device):
             self._streams = {queue: CopyStream(device, self.now) for queue in (self._in, self._out)}
             self._waits = EventTimes(device, self.now)
             self._device = device
@@ -95,11 +96,12 @@ class Links:
             for handle in handles:
                 handle.order()
             return
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record(torch.cuda.current_stream(self._device))
+        stream = accelerator.current_stream(self._device)
+        began, ended = (accelerator.event(self._device, timed=True) for _ in range(2))
+        began.record(stream)
         for handle in handles:
             handle.order()
-        ended.record(torch.cuda.current_stream(self._device))
+        ended.record(stream)
         self._waits.add(began, ended, lambda begin, end: waited(end - begin))
 
     def update(self, job: Callable[[], object]) -> Handle:

@@ -8,12 +8,11 @@ checked after every operation, in production too.
 import contextlib
 import ctypes
 import mmap
-import operator
 import os
 import re
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -141,7 +140,7 @@ class Tier:
         self.used_by_kind: Counter[str] = Counter()
         self._idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]] = defaultdict(list)
         self._taken: dict[int, tuple[torch.Tensor, str]] = {}    # by address of the buffer
-        weakref.finalize(self, _wait_for_all, self._idle, self._wait).atexit = False
+        weakref.finalize(self, _wait_for_all, self._idle, name == NEAR).atexit = False
 
     @property
     def reserved_bytes(self) -> int:
@@ -241,7 +240,7 @@ class Tier:
 
     def close(self) -> None:
         """Drops idle buffers and unlocks the pages of the others, which stay valid as long as they are used."""
-        _wait_for_all(self._idle, self._wait)
+        _wait_for_all(self._idle, self.name == NEAR)
         self._idle.clear()
         self.idle_bytes = 0
         if self.locked is not None:
@@ -262,13 +261,7 @@ class Tier:
                 self.idle_bytes -= self.size_of(size)
 
     def _wait_for(self, fences: Sequence[Fence]) -> None:
-        for fence in fences:
-            self._wait(fence)
-
-    @property
-    def _wait(self) -> Callable[[Fence], None]:
-        """Memory of a GPU that is freed goes to later work of the current stream, which waits in place of this thread."""
-        return operator.methodcaller("order" if self.name == NEAR else "wait")
+        _wait_for(fences, self.name == NEAR)
 
     def _check(self) -> None:
         if self.used_bytes < 0 or (self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes):
@@ -276,13 +269,18 @@ class Tier:
                              f"the budget is {self.budget_bytes}")
 
 
-def _wait_for_all(idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]], wait: Callable[[Fence], None]) -> None:
+def _wait_for(fences: Sequence[Fence], near: bool) -> None:
+    """A GPU's memory that is freed goes to later work of the current stream, which waits in place of this thread."""
+    for fence in fences:
+        fence.order() if near else fence.wait()
+
+
+def _wait_for_all(idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]], near: bool) -> None:
     """A tier's end: no copy may use its memory any more."""
     for buffers in idle.values():
         for _, fences in buffers:
-            for fence in fences:
-                with contextlib.suppress(PstarError):    # that copy was dropped, at the end of its queue
-                    wait(fence)
+            with contextlib.suppress(PstarError):    # a copy that was dropped, at the end of its queue
+                _wait_for(fences, near)
 
 
 def parse_bytes(text: str | int, whole_bytes: int) -> int:

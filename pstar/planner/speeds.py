@@ -16,6 +16,7 @@ from pstar.comm.collectives import Collectives
 from pstar.kernels import AdamOptions, adam_steps
 from pstar.layout.budget import Costs, smallest_far_budget, smallest_streaming_budget
 from pstar.layout.layout import num_blocks
+from pstar.memory import accelerator
 from pstar.memory.links import Links
 from pstar.memory.pinned import registration_for
 from pstar.memory.tier import FAR, NEAR, Tier, format_bytes
@@ -119,16 +120,16 @@ def measure_speeds(precision: Precision, grad_dtype: torch.dtype, costs: Costs, 
     link = _link(links, device, min(4 * piece_elems, MOST_COPY_BYTES))
     # Without a GPU near is the same memory, and Adam runs the same kernel on the same cores. It is exactly as fast, and so
     # "host" is chosen, however fast the link is. If a copy's speed were measured instead, noise would decide on CPUs.
-    near = _near_memory(device) if device.type == "cuda" else host * adam_traffic_bytes(costs)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    near = _near_memory(device) if accelerator.is_accelerator(device) else host * adam_traffic_bytes(costs)
+    if accelerator.is_accelerator(device):
+        accelerator.empty_caches()
     # Host memory is not measured separately: both directions of the link are measured at once, so it limits their speed.
     return Speeds(float(host), link, float(near))
 
 
 def measure_here(precision: str, state_bits: int = 32) -> Speeds:
     """The Speeds of this machine for one process with one GPU or none, for fp32, bf16 or fp16."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.near_device(None)
     layout, links = Precision(precision, state_bits=state_bits), Links(device=device)
     grad_dtype = layout.grad_dtype(accumulates=False)
     costs = Costs(layout.param_dtype.itemsize, grad_dtype.itemsize, layout.state_bytes, layout.scale_bytes)
@@ -187,6 +188,6 @@ def _near_memory(device: torch.device) -> float:
     def copies() -> None:
         for _ in range(NEAR_COPIES):
             target.copy_(source)
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
 
     return NEAR_COPIES * 2 * MOST_COPY_BYTES / _median_s(copies)

@@ -37,10 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pstar.kernels.cpu
-from pstar.chunks import activation_streams
 from pstar.chunks.activation_offload import Offload
 from pstar.chunks.activation_streams import ActivationStreams
-from pstar.memory import device_stream, links
+from pstar.memory import accelerator, links
 from pstar.memory import tier as tier_module
 from pstar.memory.copy_queue import Handle
 from pstar.memory.disk import DiskTier
@@ -303,28 +302,19 @@ class _Cuda:
         self.device = lambda device: contextlib.nullcontext()
 
 
-class _Torch:
-    """torch with another torch.cuda."""
-
-    def __init__(self, recorder: Recorder):
-        self.cuda = _Cuda(recorder)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 class _Device:
     type = "cuda"
 
 
 def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
     """Puts the recorder between pstar and torch. Nothing of pstar's order of operations changes."""
+    cuda = _Cuda(recorder)
+
     def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         patches.setattr(owner, name, lambda *args, **keys: wrapper(original, *args, **keys))
 
-    for module in (links, device_stream, activation_streams):
-        patches.setattr(module, "torch", _Torch(recorder))
+    patches.setattr(accelerator, "module_of", lambda device: cuda)
     patches.setattr(tier_module, "OWN_USES", tier_module.OWN_USES + 1)    # the recorder keeps a reference, too
     patches.setattr(pstar.kernels.cpu, "library", lambda: None)    # Adam in operations of torch, which Watch sees
 

@@ -123,11 +123,11 @@ TWICE = (("near_budget", "min"), ("gradient_accumulation_steps", 2))
 Store, Links, Tier = block_store.BlockStore, links.Links, tier.Tier
 CopyStream, DeviceCopy, Handle = device_stream.CopyStream, device_stream.DeviceCopy, copy_queue.Handle
 WAITS = (
-    Wait(CopyStream, "given", "event.record(torch.cuda.current_stream(self.device))", "pass"),
+    Wait(CopyStream, "given", "event.record(accelerator.current_stream(self.device))", "pass"),
     Wait(CopyStream, "issue", "self._stream.wait_event(given)", "pass"),
     Wait(CopyStream, "issue", "each.order()", "pass", DISK),
     Wait(CopyStream, "issue", "ended.record()", "pass"),
-    Wait(DeviceCopy, "order", "torch.cuda.current_stream(self._device).wait_event(self._ended)", "pass"),
+    Wait(DeviceCopy, "order", "accelerator.current_stream(self._device).wait_event(self._ended)", "pass"),
     Wait(DeviceCopy, "wait", "self._ended.synchronize()", "pass"),
     Wait(Handle, "wait", "self._wait_for_end()", "pass", TWICE),
     Wait(Handle, "order", "self._wait_for_job()", "pass", DISK),
@@ -148,16 +148,18 @@ WAITS = (
     Wait(Store, "_drop_copy", "self.tiers[tier].release(buffer, block.pending,", "self.tiers[tier].release(buffer, (),"),
     Wait(Tier, "allocate", "fences.extend(pending)", "pass"),
     Wait(Tier, "_shrink_idle", "self._wait_for(fences)", "pass", STREAM),
-    Wait(Tier, "_wait_for", "fence.order() if", "None if", STREAM),
+    Wait(Tier, "_wait_for", "_wait_for(fences, self.name == NEAR)", "pass", STREAM),
 )
 
 Leaving, Streams = activation_streams.Leaving, activation_streams.ActivationStreams
 StreamCopy = activation_offload.StreamCopy
 ACTIVATIONS = (
     Wait(Leaving, "let_go", "self.copy.order()", "pass"),
-    Wait(Streams, "leave", "self._out.given()", "torch.cuda.Event()"),
+    Wait(Streams, "leave", "self._out.given()",
+         "self._out.given.__globals__['accelerator'].event(self._out.device)"),
     Wait(Streams, "bring_back", "self.let_go()", "pass"),
-    Wait(Streams, "bring_back", "self._in.given()", "torch.cuda.Event()"),
+    Wait(Streams, "bring_back", "self._in.given()",
+         "self._in.given.__globals__['accelerator'].event(self._in.device)"),
     Wait(StreamCopy, "bring_back", "self._uses[-1].order()", "pass"),
 )
 """Of activations in far, with the settings of record_activations."""
@@ -178,6 +180,9 @@ OTHERS = {
     "self._settle_block(block)": "the second one is before an extent is released, for which the disk tier waits as well",
     "self._wait_for(pending)": "for users who give no list of fences: test_tiers.py",
     "self._wait_for(fences)    # the tier forgets the buffer now": "test_tiers.py",
+    "fence.order() if near else fence.wait()": "that is Tier._wait_for",
+    "_wait_for(fences, near)": "the end of a tier",
+    "_wait_for_all": "the end of a tier",
     "self._origin.synchronize()": "times only",
     "copy.order()": "the end of a graph that never used what was brought back ahead",
     "copy.wait()": "the end of a process",

@@ -1,0 +1,103 @@
+"""The engine's code for accelerators, line by line: tests that a CPU cannot run.
+
+These tests run in a process that has loaded the simulated device (test_simulated_device.py).
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import pstar
+from pstar.memory import accelerator
+from pstar.memory.links import Links
+from pstar.memory.tier import FAR
+from pstar.planner.speeds import measure_here
+from tests import toy
+from tests.pstar.device.simulated import PROPERTIES, Device
+
+STEPS = 4
+
+
+def test_near_is_the_accelerator_and_far_is_pinned():
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
+    assert accelerator.near_device(3) == torch.device("cuda", 3) and accelerator.near_device(None) == torch.device("cuda")
+    assert model.device == model.near.device == torch.device("cuda", 0)
+    assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
+    far = [block.copies[FAR] for block in model._store.blocks.values() if FAR in block.copies]
+    assert far and all(buffer.is_pinned() for buffer in far)
+
+
+def test_without_a_budget_near_is_a_part_of_the_accelerators_memory():
+    model, _ = toy.build()
+    assert model.near.budget_bytes == int(0.4 * PROPERTIES.total_memory) == int(0.4 * accelerator.memory_bytes(model.device))
+
+
+@pytest.mark.parametrize("device_type, expected", [("mps", "cpu"), ("xpu", "xpu:1"), (None, "cpu")])
+def test_another_accelerator_is_near_if_it_has_streams(device_type, expected, monkeypatch):
+    found = None if device_type is None else torch.device(device_type)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    assert accelerator.near_device(1) == torch.device(expected)
+
+
+def activation_bytes() -> int:
+    """The most bytes of activations in the first step, as the engine measures them."""
+    model, optimizer = toy.build(near_memory="2500KiB", default_chunk_size=5_000)
+    toy.train(model, optimizer, 1)
+    return model._chunks.room._largest_peak
+
+
+def test_another_engine_that_is_alive_is_no_activation():
+    alone = activation_bytes()
+    gc.collect()
+    other, _ = toy.build(near_budget="100%")
+    toy.train(other, _, 1)
+    kept = torch.ones(2**20, device=other.device)
+    assert other.near.used_bytes > 500_000 < kept.nbytes
+    assert activation_bytes() == alone > 500_000
+
+
+def test_all_speeds_are_measured_on_the_accelerator(device: Device):
+    device.total_bytes(2**32)
+    speeds = measure_here("fp32")
+    device.total_bytes(PROPERTIES.total_memory)
+    assert min(speeds.link_bytes_per_s, speeds.gpu_memory_bytes_per_s, speeds.host_adam_params_per_s) > 0
+
+
+def test_a_checkpoint_holds_the_accelerators_random_state(tmp_path):
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
+    toy.train(model, optimizer, 2)
+    torch.manual_seed(7)
+    before = torch.cuda.get_rng_state(0)
+    model.save_checkpoint(tmp_path / "checkpoint")
+    expected = toy.train(model, optimizer, 2, first=2)
+    torch.manual_seed(8)
+    model, optimizer = toy.build(near_budget="50%")
+    model.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(torch.cuda.get_rng_state(0), before)
+    assert toy.train(model, optimizer, 2, first=2) == expected == toy.oracle(4)[0][2:]
+
+
+def test_out_of_memory_says_what_to_do(device: Device):
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
+    toy.train(model, optimizer, 1)
+    device.total_bytes(torch.accelerator.memory_allocated() + 2**17)
+    with pytest.raises(pstar.BudgetError, match="cuda:0: out of memory .* give a smaller near_budget"):
+        toy.train(model, optimizer, 1)
+    device.total_bytes(PROPERTIES.total_memory)
+
+
+def test_links_of_a_device_copy_on_streams_of_their_own():
+    """The copy to near waits for the stream on which its target is still read."""
+    links, device = Links(device=torch.device("cuda", 0)), torch.device("cuda", 0)
+    near, far, other = torch.zeros(100, device=device), torch.ones(100, pin_memory=True), torch.Stream(device)
+    torch.accelerator.synchronize()
+    with other:
+        read = near + 1
+        links.submit("far", "near", lambda: links.copy(near, far), far.nbytes).wait()
+    other.synchronize()
+    assert read.cpu().eq(1).all() and near.cpu().eq(1).all()
+    links.close()

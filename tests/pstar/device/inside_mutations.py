@@ -1,0 +1,64 @@
+"""Each wait of the engine is needed: without it, numbers on the simulated device are wrong, or a task fails.
+
+These tests run in a process that has loaded the device (test_simulated_device.py). The list of waits is that of the recorder
+of happens-before (tests/pstar/memory/test_happens_before.py), so a new wait is tested here, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import toy
+from tests.pstar.device.simulated import Device
+from tests.pstar.memory.test_happens_before import WAITS, Wait, mutate
+
+STEPS = 4
+LATENESS = ((True, False), (False, True), (True, True))
+"""(default stream, other streams)."""
+
+ATTEMPTS = 3
+
+UNSEEN: dict[str, str] = {}
+"""Waits without which the device gives the right numbers, by their text, each with the reason."""
+
+
+def train(folder, wait: Wait | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    keys = dict(wait.keys) if wait else {"near_budget": "min"}
+    if "disk" in keys:
+        keys |= {"disk_path": str(folder), "far_budget": keys.pop("disk")}
+    num_micros = keys.get("gradient_accumulation_steps", 1)
+    model, optimizer = toy.build(**{"default_chunk_size": 5_000} | keys)
+    losses = toy.train(model, optimizer, STEPS, num_micros=num_micros)
+    return losses, model.gather_state()[0]
+
+
+def is_right(folder, wait: Wait | None) -> bool:
+    """Whether the numbers are those of plain PyTorch on the CPU."""
+    num_micros = dict(wait.keys).get("gradient_accumulation_steps", 1) if wait else 1
+    losses, weights, _ = toy.oracle(STEPS, num_micros)
+    try:
+        found, state = train(folder, wait)
+    except Exception:    # a task that reads memory too early may also fail
+        return False
+    finally:
+        torch.accelerator.synchronize()
+    return found == losses and all(torch.equal(state[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.filterwarnings("ignore")    # gradients that are not finite
+@pytest.mark.parametrize("wait", [wait for wait in WAITS if str(wait) not in UNSEEN], ids=str)
+def test_a_removed_wait_gives_wrong_numbers(wait: Wait, device: Device, tmp_path, monkeypatch):
+    for default, others in LATENESS:
+        device.late(default, others)
+        assert is_right(tmp_path / f"right{default}{others}", wait), "with the wait"
+    mutate(monkeypatch, wait)
+    for attempt, (default, others) in enumerate(LATENESS * ATTEMPTS):    # threads of the host have a timing of their own
+        device.late(default, others)
+        if not is_right(tmp_path / f"wrong{attempt}", wait):
+            return
+    pytest.fail("without it the numbers are right: the wait is not needed, or UNSEEN needs the reason")
+
+
+def test_the_reasons_are_of_waits_that_are_there():
+    assert set(UNSEEN) <= set(map(str, WAITS))
