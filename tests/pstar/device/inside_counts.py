@@ -1,7 +1,7 @@
 """What one training step costs on a device, in counts that do not depend on the machine's speed.
 
-These tests run in a process that has loaded the simulated device (test_simulated_device.py). The toy has 3 layers and 6 groups of
-chunks; near holds the least, so parameters come and gradients leave all the time. To lower a limit, lower its number.
+These tests run in a process that has loaded the simulated device (test_simulated_device.py). The toy has 3 layers; near
+holds the least, so parameters come and gradients leave all the time. To lower a limit, lower its number.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LIMITS = {
     "python calls": 5_800,
     "pinned bytes": 1_966_080,
 }
-"""Of one step, after the trace is known. A device wait: a thread of the program waits for a stream, an event or a number. A
-handle wait: it waits for a copy in the background, done or not. Python calls: of functions of pstar, in the program's thread.
+"""Of one step, after the trace is known. A device wait: the program's thread waits for a stream, an event or a number. A
+handle wait: it waits for a copy in the background, done or not. Python calls: of pstar's functions, in the program's thread.
 Pinned bytes: after the run, as torch's allocator rounds them."""
 
 
