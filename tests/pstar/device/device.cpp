@@ -45,7 +45,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeEvent(void *event) const override {
         if (event) wait_until(((Event *)event)->stream, ((Event *)event)->position);
     }
-    void recordDataPtrOnStream(const c10::DataPtr &p, const c10::Stream &s) const override { near_memory.recordStream(p, s); }
+    void recordDataPtrOnStream(const c10::DataPtr &p, const c10::Stream &s) const override {
+        near_memory.recordStream(p, s);
+    }
 };
 
 struct Hooks final : at::CUDAHooksInterface {
@@ -71,13 +73,19 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) { register_kernels(library); }
 struct SetAllocator { SetAllocator() { c10::SetAllocator(kCUDA, &near_memory); } } set_allocator;
 }    // namespace device
 
-namespace at { using SimulatedHooks = device::Hooks; C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", SimulatedHooks); }
+namespace at {
+using SimulatedHooks = device::Hooks;
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", SimulatedHooks)
+}
 
 // ---- for simulated.py
 #define PYTHON extern "C" __attribute__((visibility("default")))
 PYTHON void simulated_late(int which) { device::late = which; }
 PYTHON void simulated_total_bytes(long num_bytes) { device::total_bytes = num_bytes; }
-PYTHON void simulated_counts(long *values) { device::Lock lock(device::mutex); memcpy(values, &device::counts, sizeof device::counts); }
+PYTHON void simulated_counts(long *values) {
+    device::Lock lock(device::mutex);
+    memcpy(values, &device::counts, sizeof device::counts);
+}
 PYTHON long simulated_waits_of(long thread) { device::Lock lock(device::mutex); return device::waits_of_thread[thread]; }
 PYTHON int simulated_host_register(char *p, long num_bytes) {
     device::Lock lock(device::mutex);

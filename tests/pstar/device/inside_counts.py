@@ -1,7 +1,7 @@
 """What one training step costs on a device, in counts that do not depend on the machine's speed.
 
-These tests run in a process that has loaded the simulated device (test_simulated_device.py). The toy has 3 layers and 6 groups of
-chunks; near holds the least, so parameters come and gradients leave all the time. To lower a limit, lower its number.
+These tests run in a process that has loaded the simulated device (test_simulated_device.py). The toy has 3 layers; near
+holds the least, so parameters come and gradients leave all the time. To lower a limit, lower its number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS = {
     "device waits of forward": 0,
     "device waits of backward": 0,
     "device waits of update": 10,
-    "handle waits of forward": 9,
+    "handle waits of forward": 10,
     "handle waits of backward": 7,
     "handle waits of update": 9,
     "device waits of all threads": 56,
@@ -37,13 +37,14 @@ LIMITS = {
     "python calls": 5_800,
     "pinned bytes": 1_966_080,
 }
-"""Of one step, after the trace is known. A device wait: a thread of the program waits for a stream, an event or a number. A
-handle wait: it waits for a copy in the background, done or not. Python calls: of functions of pstar, in the program's thread.
+"""Of one step, after the trace is known. A device wait: the program's thread waits for a stream, an event or a number. A
+handle wait: it waits for a copy in the background, done or not. Python calls: of pstar's functions, in the program's thread.
 Pinned bytes: after the run, as torch's allocator rounds them."""
 
 
 class Waits:
-    """Counts the handles for which threads other than the workers wait."""
+    """Counts the handles for which threads other than the workers wait. No copy ends before it is waited for: else counts
+    would depend on the speed of copies."""
 
     def __init__(self, patches: pytest.MonkeyPatch):
         self.num = 0
@@ -54,11 +55,11 @@ class Waits:
             original(handle)
 
         patches.setattr(Handle, "_wait_for_end", counted)
+        patches.setattr(Handle, "done", False)
 
 
 def measured(device: Device, patches: pytest.MonkeyPatch, **keys) -> Counter[str]:
-    """The counts of the last of some steps. Between the stages all copies end: else the order of updates, and with it what
-    comes near early, would depend on which gradients have arrived."""
+    """The counts of the last of some steps."""
     model, optimizer = toy.build(**{"near_budget": "min", "default_chunk_size": 5_000} | keys)
     waits, thread, loss = Waits(patches), threading.get_native_id(), None
     found: Counter[str] = Counter()
@@ -85,7 +86,7 @@ def measured(device: Device, patches: pytest.MonkeyPatch, **keys) -> Counter[str
             sys.setprofile(None)
             found[f"device waits of {stage}"] = device.waits_of(thread) - device_waits
             found[f"handle waits of {stage}"] = waits.num - handle_waits
-            model._links.drain()
+        model._links.drain()
         after = device.counts()
     found["device waits of all threads"] = after["waits"] - before["waits"]
     found["operations"] = after["kernels"] - before["kernels"]
@@ -105,7 +106,7 @@ def test_a_step_costs_no_more_than_its_limits(device, monkeypatch):
 def test_the_counts_are_the_same_in_every_run(device, monkeypatch):
     tables = [measured(device, monkeypatch) for _ in range(2)]
     for table in tables:
-        del table["pinned bytes"], table["python calls"]    # asking a handle that is done takes a call less
+        del table["pinned bytes"]
     assert tables[0] == tables[1] and tables[0]["operations"] > 100
 
 

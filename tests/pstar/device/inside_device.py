@@ -109,8 +109,8 @@ def test_pinned_memory_is_rounded_up_and_kept_until_its_copy_has_ended(device):
     again = torch.zeros(3 * 2**20 // 4, pin_memory=True)
     assert device.counts()["pinned_bytes"] - before == 8 * 2**20, "the copy still reads the first"
     assert target.cpu().eq(1).all() and again.eq(0).all()
-    host = torch.empty(3 * 2**20 // 4, pin_memory=True)
-    assert device.counts()["pinned_bytes"] - before == 8 * 2**20, "and now it may be used again"
+    third = torch.empty(3 * 2**20 // 4, pin_memory=True)
+    assert third.is_pinned() and device.counts()["pinned_bytes"] - before == 8 * 2**20, "now the first is used again"
 
 
 def test_registered_memory_is_pinned_until_it_is_unregistered(device):

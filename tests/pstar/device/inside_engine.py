@@ -35,14 +35,6 @@ def test_without_a_budget_near_is_a_part_of_the_accelerators_memory():
     assert model.near.budget_bytes == int(0.4 * PROPERTIES.total_memory) == int(0.4 * accelerator.memory_bytes(model.device))
 
 
-@pytest.mark.parametrize("device_type, expected", [("mps", "cpu"), ("xpu", "xpu:1"), (None, "cpu")])
-def test_another_accelerator_is_near_if_it_has_streams(device_type, expected, monkeypatch):
-    found = None if device_type is None else torch.device(device_type)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
-    assert accelerator.near_device(1) == torch.device(expected)
-
-
 def activation_bytes() -> int:
     """The most bytes of activations in the first step, as the engine measures them."""
     model, optimizer = toy.build(near_memory="2500KiB", default_chunk_size=5_000)

@@ -1,7 +1,7 @@
 // Memory of the simulated device, and page-locked memory of the host.
 //
-// Device memory is mapped twice. Tensors point into the first mapping, which nobody may read or write: a host that touches it
-// dies of SIGSEGV, and faulthandler prints the line. Tasks use the second mapping, `inside(pointer)`.
+// Device memory is mapped twice. Tensors point into the first mapping, which nobody may read or write: a host that touches
+// it dies of SIGSEGV, and faulthandler prints the line. Tasks use the second mapping, `inside(pointer)`.
 //
 // New memory is filled with 0xff bytes (NaN), in the order of the stream that allocates it. So memory that is read before it
 // is written, or after it was freed and allocated again, shows in the numbers.
@@ -89,7 +89,7 @@ struct NearMemory final : c10::DeviceAllocator {
     void recordStream(const c10::DataPtr &p, c10::Stream stream) override {
         Lock lock(mutex);
         Block *block = near_pool.find(p.get());
-        if (block && stream.id() != block->stream) block->users[stream.id()] = 0;    // the position is known when it is freed
+        if (block && stream.id() != block->stream) block->users[stream.id()] = 0;    // known when it is freed
     }
     c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return stats; }
     void resetAccumulatedStats(c10::DeviceIndex) override {}

@@ -23,7 +23,8 @@ struct Quiet {
                                                    c10::autocast_dispatch_keyset};
     c10::impl::LocalDispatchKeySet before = c10::impl::tls_local_dispatch_key_set();
     Quiet() {
-        c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PreDispatch});
+        c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                   c10::DispatchKey::PreDispatch});
         auto without = before;
         without.included_ = without.included_ - modes;
         without.excluded_ = without.excluded_ | modes;
@@ -68,7 +69,7 @@ struct Call {
     void check_devices() const {
         for (const IValue &arg : args) changed(arg, [&](const Tensor &t) {
             TORCH_CHECK(t.is_cuda() || t.dim() == 0 || arg.isOptionalTensorList(), op.operator_name(),
-                        ": Expected all tensors to be on the same device, but found one on ", t.device(), " of shape ", t.sizes());
+                        ": Expected all tensors to be on the same device, but found one on ", t.device());
             return t;
         }, c10::kCPU);
     }
@@ -106,7 +107,7 @@ struct Call {
         }, c10::kCPU));
         return [op = op, twins] {
             Stack stack = twins;
-            if (op.operator_name().name == "aten::native_layer_norm_backward")    // on CPUs mean and rstd have the input's dtype
+            if (op.operator_name().name == "aten::native_layer_norm_backward")    // on CPUs mean and rstd have its dtype
                 for (int i : {3, 4}) stack[i] = stack[i].toTensor().to(stack[1].toTensor().scalar_type());
             op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
             return stack;
@@ -170,7 +171,8 @@ inline Tensor &copy_(Tensor &to, const Tensor &from, bool non_blocking) {
     if (!to.numel()) return to;
     Tensor source = from.expand_as(to);
     Quiet quiet;
-    bool pinned_source = from.is_cpu() && is_pinned(from.data_ptr()), pinned_target = to.is_cpu() && is_pinned(to.data_ptr());
+    bool pinned_source = from.is_cpu() && is_pinned(from.data_ptr());
+    bool pinned_target = to.is_cpu() && is_pinned(to.data_ptr());
     // CUDA stages a copy from pageable memory: the source may be written when the call returns.
     Tensor read = from.is_cpu() && !pinned_source ? source.clone() : twin(source);
     Lock lock(mutex);
@@ -200,14 +202,16 @@ inline const Tensor &resize_(const Tensor &t, c10::SymIntArrayRef size, std::opt
     auto *storage = t.storage().unsafeGetStorageImpl();
     if (storage->nbytes() < num_bytes) {
         c10::DataPtr larger = near_memory.allocate(num_bytes);
-        give(current, [to = inside(larger.get()), from = inside(storage->data()), n = storage->nbytes()] { memcpy(to, from, n); });
+        char *to = inside(larger.get()), *from = inside(storage->data());
+        give(current, [to, from, n = storage->nbytes()] { memcpy(to, from, n); });
         storage->set_data_ptr_noswap(std::move(larger));
         storage->set_nbytes(num_bytes);
     }
     t.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
     return t;
 }
-inline Tensor &set_storage(Tensor &t, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+inline Tensor &set_storage(Tensor &t, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
+                           c10::SymIntArrayRef stride) {
     auto *impl = t.unsafeGetTensorImpl();
     impl->set_storage_keep_dtype(storage);
     impl->set_storage_offset(offset.expect_int());
@@ -221,7 +225,8 @@ inline Tensor &set_whole_storage(Tensor &t, at::Storage storage) {
 inline void record_stream(Tensor &t, c10::Stream stream) { near_memory.recordStream(t.storage().data_ptr(), stream); }
 
 // ---- views, which touch no memory
-inline Tensor as_strided(const Tensor &t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+inline Tensor as_strided(const Tensor &t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                         std::optional<c10::SymInt> offset) {
     return at::cpu::as_strided_symint(t, size, stride, offset);
 }
 inline Tensor reshape_alias(const Tensor &t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {

@@ -2,8 +2,8 @@
 
     SIMULATED_DEVICE=library.so SIMULATED_LATE=default,others python -m pytest -p tests.pstar.device.plugin tests/pstar/...
 
-Tests were written for the CPU. Two things are done for them here: a user on a GPU moves inputs there, so forward of the engine
-gets them moved; and the results are written to $SIMULATED_REPORT.
+Tests were written for the CPU. On a GPU the user moves inputs there; here the engine's forward moves them. The outcomes are
+written to $SIMULATED_REPORT.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@
 #include <mutex>
 
 namespace device {
-// One lock for everything: tasks run one after the other, on the thread that waits for them. While it is held, no handle of a
-// tensor that Python knows may be copied or dropped: that takes Python's lock, whose holder may wait for this one.
+// One lock for everything: tasks run one after the other, on the thread that waits for them. While it is held, no handle of
+// a tensor that Python knows may be copied or dropped: that takes Python's lock, whose holder may wait for this one.
 using Lock = std::lock_guard<std::recursive_mutex>;
 inline std::recursive_mutex mutex;
 
