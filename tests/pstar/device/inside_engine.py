@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pstar
+from pstar.layout.budget import default_near_bytes
 from pstar.memory import accelerator
 from pstar.memory.links import Links
 from pstar.memory.tier import FAR
@@ -27,12 +28,15 @@ def test_near_is_the_accelerator_and_far_is_pinned():
     assert model.device == model.near.device == torch.device("cuda", 0)
     assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
     far = [block.copies[FAR] for block in model._store.blocks.values() if FAR in block.copies]
-    assert far and all(buffer.is_pinned() for buffer in far)
+    assert far and model.far.locked.locked_bytes == model.far.reserved_bytes
 
 
-def test_without_a_budget_near_is_a_part_of_the_accelerators_memory():
+def test_without_a_budget_near_is_a_part_of_the_accelerators_free_memory():
+    kept = torch.ones(2**24, device="cuda")
+    free = accelerator.free_bytes(kept.device)
+    assert free == PROPERTIES.total_memory - torch.accelerator.memory_allocated() <= PROPERTIES.total_memory - kept.nbytes
     model, _ = toy.build()
-    assert model.near.budget_bytes == int(0.4 * PROPERTIES.total_memory) == int(0.4 * accelerator.memory_bytes(model.device))
+    assert model.near.budget_bytes == default_near_bytes([free])
 
 
 def activation_bytes() -> int:

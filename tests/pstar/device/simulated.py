@@ -148,8 +148,11 @@ def _of_torch_cuda(torch: types.ModuleType, device: Device) -> dict[str, Any]:
         "current_device": lambda: 0, "set_device": lambda device: None, "device": lambda device: contextlib.nullcontext(),
         "synchronize": lambda device=None: accelerator.synchronize(0), "empty_cache": lambda: None,
         "Stream": lambda device=None, **options: torch.Stream(here),
-        "Event": lambda enable_timing=False, blocking=False, interprocess=False: torch.Event(here, blocking=blocking),
+        "Event": lambda enable_timing=False, blocking=False, interprocess=False: torch.Event(
+            here, enable_timing=enable_timing, blocking=blocking),
         "current_stream": lambda device=None: accelerator.current_stream(0), "stream": on_stream,
+        "mem_get_info": lambda device=None: accelerator.get_memory_info(0),
+        "memory_reserved": lambda device=None: accelerator.memory_allocated(0),    # freed memory is not kept
         "memory_allocated": lambda device=None: accelerator.memory_allocated(0),
         "max_memory_allocated": lambda device=None: accelerator.max_memory_allocated(0),
         "reset_peak_memory_stats": lambda device=None: accelerator.reset_peak_memory_stats(0),
