@@ -66,7 +66,7 @@ def planned(size: dict[str, int], config: dict) -> dict[str, int]:
                   offload_activations=offload)  # fmt: skip
         near = plan.near_budget + job.activations_of(shape)[0]
         machine = Machine("this one", 1, near, 2**50, MachineSpeeds(1e9, 1e9, 1e9, 1e9),
-                          reserves=Reserves(0, 0.0, 0, 0))  # fmt: skip
+                          reserves=Reserves(0, 0.0, 0, 0, host_page_bytes=1))  # fmt: skip
         return predict(shape, machine, job)
 
     answer = ask(config.get("offload_activations", False))

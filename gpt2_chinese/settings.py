@@ -6,7 +6,7 @@ A chapter adds flags in a subclass. A chapter whose --nproc is 1 by default refu
 
     @dataclass
     class Settings(BaseSettings):
-        nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
+        nproc: int = flag(2, "Processes on this machine.", shown="one per GPU, 2 without a GPU")
         zero_stage: int = flag(3, "What is sharded: 1 moments, 2 and gradients, 3 and weights.", choices=(1, 2, 3))
 """
 
@@ -50,7 +50,7 @@ class Settings:
 
     without: typing.ClassVar[dict[str, str]] = {}  # fields that are no flag of this chapter -> its own flag for the same
 
-    nproc: int = flag(1, "Processes on this machine, one per GPU where there are GPUs.")
+    nproc: int = flag(1, "Processes on this machine.")
     model_config: str = flag("tiny", "tiny, small, medium, large, xl, or the path of a GPT-2 config.json.")
     train_data: str = flag(str(ROOT / "data/train"), "Array-JSON file or folder to train on.", shown="shipped corpus")
     valid_data: str = flag(
@@ -88,6 +88,7 @@ class Settings:
     resume: str = flag("auto", "auto (the newest complete checkpoint of --output-dir), never, or the path of a checkpoint.")
     seed: int = flag(42, "Seed of the initial weights, the order of the batches and dropout.")
     device: str = flag("auto", "Where to train.", choices=("auto", "cpu", "cuda"))
+    deterministic: bool = flag(False, "On a GPU only kernels that give the same bits in every run: slower, more memory.")
 
     # -- not flags: filled by from_command_line and by resolve(settings) ----------------------------------------------
     program: Path = field(default=Path(sys.argv[0]), init=False, repr=False)
@@ -129,6 +130,10 @@ class Settings:
         """True when the command line sets the flag, even to its default, or when its value is not the default."""
         typed = any(word == dashed(name) or word.startswith(f"{dashed(name)}=") for word in self.argv)
         return typed or getattr(self, name) != self.flags()[name].default
+
+    def can_share(self, nproc: int) -> bool:
+        """True when a batch can be shared among so many processes; a chapter with another rule overrides it."""
+        return self.batch_size % (nproc * max(1, self.grad_accum)) == 0
 
     def about(self) -> list[tuple[str, str]]:
         """(name, value) rows that a chapter adds to the header of a run."""
@@ -207,7 +212,7 @@ class Settings:
 class ParallelSettings(Settings):
     """Settings with the flags that all chapters of several ranks share; such a chapter subclasses this class."""
 
-    nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.")
+    nproc: int = flag(2, "Processes on this machine.", shown="one per GPU, 2 without a GPU")
     check_sync: int = flag(10, "Steps between checks that all ranks hold the same weights, 0 for none.")
     timeout_s: int = flag(600, "Seconds a rank waits for the others before it ends the run and names the missing ranks.")
 

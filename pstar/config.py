@@ -107,7 +107,7 @@ class Config:
     computes, where the budgets have room for both. 0 or false: every copy when it is needed."""
     near_budget: int | str = "auto"
     """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data (frozen_bits does not change it), min (the
-    least that works), or auto (40 % of the GPU's memory; without a GPU, all model data)."""
+    least that works), or auto (40 % of the GPU's free memory; without a GPU, all model data)."""
     far_budget: int | str = "auto"
     """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
     near_memory: int | str = "auto"

@@ -17,12 +17,15 @@ from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
-from pstar.layout.budget import Costs, frozen_bytes, model_data_bytes
-from pstar.layout.layout import CODE_BLOCK, Layout
-from pstar.memory.accelerator import is_accelerator, memory_bytes, near_device
+from pstar.kernels import prepare
+from pstar.layout.budget import Costs, default_near_bytes, frozen_bytes, model_data_bytes
+from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, GPU_ALIGN_ELEMS, Layout
+from pstar.memory.accelerator import free_bytes, is_accelerator, near_device
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
+from pstar.memory.pinned import PAGE_BYTES, Registration, registration_for
+from pstar.memory.segments import Reserved, grow_segments
 from pstar.memory.tier import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.inputs import cast_inputs, shape_of
@@ -48,15 +51,19 @@ class Engine(torch.nn.Module):
     Attributes:
         module: the model. Its parameters are placeholders without memory while their chunk is not in near.
         layout, ledger, near, far: places in chunks, moved bytes, and the tiers (see memory_table).
+        reserved: the bytes that torch's allocator holds near, on a GPU.
         far_states: host or stream; if the configuration says auto, the chosen one.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device):
+    def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device,
+                 registration: Registration | None = None):
         super().__init__()
+        prepare(device)    # a missing compiler is named here, not in the first backward
         self.module, self.device, self._plan = module, device, plan
         config, params = plan.config, dict(module.named_parameters())
         self.near = Tier(NEAR, device, plan.near_budget)
-        self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, pin_memory=is_accelerator(device))
+        self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, registration)
+        self.reserved = Reserved(device, plan.near_memory)
         self.disk = None
         if config.disk_path is not None:
             self.disk = DiskTier(Path(config.disk_path), plan.disk_budget, collectives.rank)
@@ -65,7 +72,7 @@ class Engine(torch.nn.Module):
         if plan.near_memory is not None or profile is not None:
             self._watch = PeakWatch(self.near, self.far, collectives, profile)
         links = Links(config.prefetch > 0, config.simulated_link or None, device)
-        self.far_states, self._why = choose_far_states(plan, links, collectives, device)
+        self._far_choice = choose_far_states(plan, links, collectives, device)
         in_chunks = {name: param for name, param in params.items() if mode_of(param) is None}
         self._chunks = assemble(plan, in_chunks, self.near, self.far, self.disk, links, collectives, self._watch, profile,
                                 self.far_states == "stream")
@@ -270,6 +277,11 @@ class Engine(torch.nn.Module):
         return self._store.ledger
 
     @property
+    def far_states(self) -> str:
+        """Where groups with states in far are updated: host or stream."""
+        return self._far_choice[0]
+
+    @property
     def schedule(self) -> Schedule:
         return self._chunks.schedule
 
@@ -302,7 +314,8 @@ class Engine(torch.nn.Module):
                             f"{len(layout.frozen)} of the groups")] if frozen else []
         kept, held = len(self._outside.params), format_bytes(self._outside.num_bytes)
         where = "the host" if self.far_states == "host" else "near, streamed"
-        states = [("far states", f"updated by {where} ({self._why})")] if self._why not in NO_CHOICE else []
+        why = self._far_choice[1]
+        states = [("far states", f"updated by {where} ({why})")] if why not in NO_CHOICE else []
         outside = [("outside chunks", f"{kept} parameters, {held} on each process")] if kept else []
         return [
             ("chunks", f"{layout.chunk_elems:,} elements each (larger parameters apart), in {len(layout.groups)} groups of "
@@ -324,6 +337,7 @@ class Engine(torch.nn.Module):
         rows = self.memory_plan()
         for tier in filter(None, (self.near, self.far, self.disk)):
             rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
+        rows += self.reserved.rows()
         rows.append(("Adam", f"{num_near} groups updated near, {len(self.layout.trained) - num_near} far"))
         rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES
                  if self.disk is not None or DISK not in kind]
@@ -333,11 +347,14 @@ class Engine(torch.nn.Module):
         """This rank's numbers of the last step for a metrics log: bytes, and seconds in which it only waited, for other
         ranks (wait_s) and for copies between tiers (copy_wait_s).
 
-        In fp16 also the loss scale of the NEXT step, and the number of steps skipped so far.
+        In fp16 also the loss scale of the NEXT step, and the number of steps skipped so far. On a GPU also the most bytes
+        that torch's allocator has reserved (see pstar.memory.segments).
         """
         moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in MOVES}
         scaling = {"loss_scale": self._optimizer.loss_scale, "skipped_steps": self._optimizer.skipped_steps}
         scaling = scaling if self._plan.precision.name == "fp16" else {}
+        reserved = self.reserved.look()
+        scaling |= {} if reserved is None else {"near_reserved_bytes": reserved}
         return {"near_bytes": self.near.used_bytes, "near_peak_bytes": self.near.peak_bytes,
                 "far_bytes": self.far.used_bytes, "disk_bytes": self.disk.used_bytes if self.disk else 0,
                 "wait_s": self.ledger.step_waited_s, "copy_wait_s": self.ledger.step_copy_waited_s} | moved | scaling
@@ -407,19 +424,22 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     device = torch.device(device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts
-    default_near = None
-    if is_accelerator(device):
-        default_near = int(0.4 * memory_bytes(device))
+    else:
+        grow_segments()
     module, recipe = build(model_func)
     if config.use_cpu_embedding and not compute_embeddings_far(module, device):
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
-    plan = Plan(module, config, collectives.num_ranks, default_near)
+    default_near, align_elems = None, ALIGN_ELEMS
+    if is_accelerator(device):
+        default_near, align_elems = default_near_bytes(collectives.from_all(free_bytes(device))), GPU_ALIGN_ELEMS
+    registration = registration_for(device)
+    plan = Plan(module, config, collectives.num_ranks, default_near, align_elems, PAGE_BYTES if registration else 1)
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
         warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
                       "False in model_func, before the engine starts", stacklevel=2)
-    engine = Engine(module, plan, collectives, device)
+    engine = Engine(module, plan, collectives, device, registration)
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
     optimizer = engine._take_over(groups, recipe)
     if device.type == "cpu" and not config.offload_activations:    # with offloading, memory matters more than time

@@ -9,14 +9,18 @@ All recompute blocks in backward if work["recompute"] is true, clip at a global 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import end_with_parent
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_chinese.model.config import ModelConfig
@@ -112,12 +116,21 @@ CONTENDERS: dict[str, Callable[[dict[str, Any], torch.device], Step]] = {"pstar"
 
 
 def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
-    """Runs in a separate process: receives numbers of steps, sends each step's seconds and numbers, or an error's line."""
+    """Runs in a separate process: receives numbers of steps, sends each step's seconds and numbers, or an error's line.
+
+    Progress and tracebacks are printed to stderr. work["cap"]: bytes of the GPU that this process may use, or None.
+    """
+    end_with_parent()
+    with contextlib.suppress(OSError):    # if the host's memory is full, the system ends this process and no other
+        Path("/proc/self/oom_score_adj").write_text("900")
     try:
-        device = torch.device(work["device"])
+        device, begin, available = torch.device(work["device"]), time.perf_counter(), work["alone"] and _available()
         if device.type == "cpu":
             torch.set_num_threads(1)
+        elif work.get("cap"):
+            torch.cuda.set_per_process_memory_fraction(work["cap"] / torch.cuda.mem_get_info(device)[1], device)
         step = CONTENDERS[name](work, device)
+        _tell(f"{name}: ready after {time.perf_counter() - begin:.0f} s")
         generator, shape = torch.Generator().manual_seed(1), (work["batch"], work["seq_len"] + 1)
         while (number := pipe.recv()) is not None:
             told = []
@@ -128,8 +141,33 @@ def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
                 one = step(inputs, targets)    # the loss comes back to the host ...
                 if device.type == "cuda":
                     torch.cuda.synchronize()    # ... before the update is done
-                peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-                told.append(one | {"seconds": time.perf_counter() - begin, "peak": peak})
+                told.append(one | {"seconds": time.perf_counter() - begin} | _peaks(device, available))
+                _tell(f"{name}: a step of {told[-1]['seconds']:.1f} s, loss {one['loss']:.3f}")
             pipe.send(told)
+    except EOFError:    # the benchmark has ended
+        return
     except Exception as error:    # out of memory, most likely: that is a result
-        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _peaks(device: torch.device, available: int) -> dict[str, int]:
+    """Bytes that torch's allocator gave at most, that it took from the GPU at most, and of host memory that are no longer
+    available: `available` were at the start, 0 for no count. Pinned memory is in no count of a process."""
+    on_gpu = device.type == "cuda"
+    return {"peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
+            "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
+            **({"host": available - _available()} if available else {})}
+
+
+def _available() -> int:
+    """Bytes of the machine's memory that programs can still take; 0 where the system does not count them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash chapters/03_horovod/train.sh [FLAGS]   trains GPT-2 under horovodrun, two processes; --help lists the flags.
+# bash chapters/03_horovod/train.sh [FLAGS]   trains GPT-2 under horovodrun, a process per GPU, else two; --help lists the flags.
 # If Horovod is missing, it is compiled once (three to ten minutes), after the flags have been checked.
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/../../scripts/setup.sh"

@@ -28,6 +28,14 @@ class Settings(ParallelSettings):
         """Data parallel ranks: what --tp and --pp leave."""
         return self.nproc // (self.tp * self.pp)
 
+    def can_share(self, nproc: int) -> bool:
+        """True when --tp and --pp (by default all the rest) divide so many processes, the layers and the batch."""
+        pp = self.pp or max(1, nproc // max(1, self.tp))
+        replicas, rest = divmod(nproc, max(1, self.tp * pp))
+        stages = pp * (self.virtual_stages or (2 if self.schedule == "interleaved" else 1))
+        even = rest == 0 == self.model.n_layer % stages
+        return replicas > 0 and even and self.batch_size % (replicas * max(1, self.grad_accum)) == 0
+
     def validate(self) -> None:
         for name in ("tp", "pp", "virtual_stages"):
             if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:

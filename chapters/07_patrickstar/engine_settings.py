@@ -40,10 +40,10 @@ PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory
 @dataclass
 class Settings(BaseSettings):
     without = {"recompute": "--activation-checkpointing"}
-    nproc: int = flag(2, "Processes on this machine, one per GPU where there are GPUs.", shown="2, with --backend own 1")
+    nproc: int = flag(2, "Processes on this machine.", shown="one per GPU, 2 without a GPU; with --backend own 1")
     backend: str = flag("pstar", "own (chunks.py: one process, fp32) or pstar.", choices=("own", "pstar"))
     near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min (the least that works), or "
-                            "auto: 25%, or min if a quarter is too little.")
+                            "auto: on a GPU 40% of what is free, else 25%, or min if a quarter is too little.")
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
     chunk_size: str = flag("auto", "Elements in a chunk, or auto: the size that wastes least within the near budget.")
     ownership: str = flag("whole", "Each rank owns whole chunks, or a shard of every chunk.", choices=("whole", "sharded"))
@@ -141,16 +141,24 @@ class Settings(BaseSettings):
         self.precision = "fp32"
 
     def check_resolved(self) -> None:
-        """Adds the check that needs the model's shapes: whether its largest module fits into the near budget."""
+        """Adds the check that needs the model's shapes: whether its largest module fits into the near budget.
+
+        On a GPU `auto` stays: the engine knows what is free there. Elsewhere, and in chunks.py, it is a quarter, so that
+        chunks move.
+        """
         import pstar
         from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+        from pstar.memory.segments import grow_segments
+
+        if self.device != "cpu":
+            grow_segments()  # here, because launch() starts CUDA, which reads the setting once
 
         def plan() -> None:
             found = pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
             self.chunk_elems, self.near_bytes = found.layout.chunk_elems, found.near_budget  # for chunks.py
 
         try:
-            if self.near_budget == "auto":
+            if self.near_budget == "auto" and (self.device == "cpu" or self.backend == "own"):
                 self.near_budget = "25%"
                 try:
                     return plan()

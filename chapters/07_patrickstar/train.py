@@ -1,6 +1,6 @@
 """Chapter 07: PatrickStar. Chunks hold parameters, gradients and optimizer states, and move between near and far memory.
 
-bash chapters/07_patrickstar/train.sh                              # two processes, near room for a quarter of the model data
+bash chapters/07_patrickstar/train.sh       # near room for a quarter of the model data, on a GPU for 40% of what is free
 bash chapters/07_patrickstar/train.sh --nproc 1 --near-budget min
 bash chapters/07_patrickstar/train.sh --backend own --near-budget min   # chunks.py: the same losses, one process
 bash chapters/07_patrickstar/train.sh --help

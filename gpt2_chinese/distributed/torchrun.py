@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 
 from gpt2_chinese.distributed import horovod_launcher, stop_signal
+from gpt2_chinese.distributed.devices import choose_deterministic_kernels
 from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserError, exit_on_user_error
 
@@ -38,16 +39,17 @@ if TYPE_CHECKING:
 def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:
     """Starts the other processes, if --nproc asks for any, and returns the Ranks of this process.
 
-    Resolves settings.device and settings.precision. With --nproc above 1, and not yet under a launcher, it runs
-    torchrun on the program with the same arguments and exits with its status. A rank that fails makes the job fail.
+    With --nproc above 1, and not yet under a launcher, it runs torchrun on the program with the same arguments and exits
+    with its status. A rank that fails makes the job fail.
 
     Args:
-        settings: of the run.
+        settings: of the run, resolved.
         launcher: "torchrun", or "horovodrun", which also starts a single process, so that its flags have an effect.
         flags: more flags of horovodrun.
     """
+    if settings.deterministic:
+        choose_deterministic_kernels(settings.device)
     with exit_on_user_error():
-        _resolve_device(settings)
         if "RANK" not in os.environ and launcher == "horovodrun":
             horovod_launcher.start(settings, flags)
         if "RANK" not in os.environ and settings.nproc > 1:
@@ -88,20 +90,6 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     torch_hook = sys.excepthook  # set by init_process_group: prints a traceback whose lines begin with the rank
     sys.excepthook = lambda *error: _end_rank(*error, torch_hook, store, rank, num_ranks)
     return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
-
-
-def _resolve_device(settings: Settings) -> None:
-    """Sets --device auto and a missing --precision to what this machine has. Raises UserError."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.nproc))
-    if settings.device == "cuda" and num_gpus < local_ranks:
-        raise UserError(
-            f"--device cuda with --nproc {local_ranks}: this machine has {num_gpus} GPUs that torch can use"
-        )
-    if settings.device == "auto":
-        settings.device = "cuda" if 0 < local_ranks <= num_gpus else "cpu"
-    if settings.precision is None:
-        settings.precision = "bf16" if settings.device == "cuda" else "fp32"
 
 
 def _end_with(launcher: int) -> None:

@@ -2,7 +2,8 @@
 
     settings = resolve(Settings.from_command_line(__file__, __doc__))
 
-The configuration gives missing values, a launcher decides the number of processes, the corpus becomes token caches.
+The configuration gives missing values, a launcher or the number of GPUs decides the number of processes, and so the device
+and the precision. The corpus becomes token caches.
 The checkpoint to resume is found and compared with the settings.
 """
 
@@ -19,6 +20,7 @@ from gpt2_chinese.checkpoint.find import PARTS, newest_complete, read_json, read
 from gpt2_chinese.checkpoint.sealed_folder import damage
 from gpt2_chinese.checkpoint.trained_model import begin_from, check_initial
 from gpt2_chinese.data.token_cache import load_tokens
+from gpt2_chinese.distributed import devices
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error, notice
 from gpt2_chinese.files import display, display_link, kind, reason
 from gpt2_chinese.locks import is_held
@@ -66,7 +68,10 @@ def fill_in(settings: Settings) -> None:
     settings.output_dir = Path(settings.output_dir) if settings.output_dir else ROOT / "runs" / (settings.chapter or "run")
     settings.vocabulary = read_vocabulary(settings.vocab, settings.vocab_profile)
     settings.vocab_profile, settings.vocab_size = settings.vocabulary.profile, len(settings.vocabulary.entries)
+    num_gpus = devices.count_gpus()
+    devices.choose_nproc(settings, num_gpus)
     settings.validate()
+    devices.choose_device(settings, num_gpus)
     _check_output(settings)
     settings.model.vocab_size = settings.vocab_size
     if initial:

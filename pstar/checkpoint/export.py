@@ -12,7 +12,6 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from pstar.checkpoint.state import read_piece, write
 from pstar.errors import CheckpointError
@@ -94,6 +93,8 @@ def import_weights(optimizer: ChunkedAdam, path: Path) -> None:
 
     Raises CheckpointError, naming all of them, for names that are missing, unknown or of another shape; nothing is changed.
     """
+    from safetensors import safe_open  # late: training works without the package, as on a bare machine with a GPU
+
     shapes, outside = _shapes(optimizer), optimizer.outside
     try:
         with safe_open(path, "pt") as file:

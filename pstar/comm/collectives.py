@@ -53,8 +53,8 @@ class Collectives:
         group: a torch.distributed process group; None: the default group if one is initialised, otherwise one process, for
             which every collective is a no-op.
         ledger: counts received bytes.
-        through_memory: exchange chunks through shared memory if all ranks are on one host without a GPU; otherwise, and
-            with False, through the process group.
+        through_memory: exchange chunks through shared memory if all ranks are on one host and their backend is gloo;
+            otherwise, and with False, through the process group.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True):
@@ -68,8 +68,9 @@ class Collectives:
         # Checkpoints and Python objects are sent from host memory, which NCCL cannot do.
         self.host_group = self.group
         if not self.alone and dist.get_backend(self.group) != "gloo":
+            # Other ranks make no engine in this group, and so no such call: the members alone must suffice.
             members = dist.get_process_group_ranks(self.group) if self.group else None
-            self.host_group = dist.new_group(members, backend="gloo")
+            self.host_group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
         self._memory = self._share_memory() if through_memory and self.num_ranks > 1 else None
 
     @property
@@ -78,7 +79,7 @@ class Collectives:
         return self._memory is not None
 
     def _share_memory(self) -> SharedMemory | None:
-        """The staging area, if every rank is on this host and computes without a GPU, else None; the same on all ranks."""
+        """The staging area, if every rank is on this host and the backend is gloo, else None; the same on all ranks."""
         host = (shared_memory.available() and dist.get_backend(self.group) == "gloo", platform.node())
         if not self._all_ranks(host[0]) or len(set(self.from_all(host))) > 1:
             return None

@@ -12,6 +12,9 @@ taken in the order of ranks, so every run gives the same bits.
 A call begins a collective, and each call of `progress` advances it as far as possible without waiting. So a rank that is
 ahead of the others computes instead of waiting for them, and no thread competes with the computation for its core.
 Collectives are carried out one after the other, in the order of the calls, the same on all ranks.
+
+Tensors of a GPU (ranks that share one cannot use NCCL) are copied to host memory first, and the result back, on the current
+stream. That waits for the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import platform
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -94,7 +97,7 @@ class SharedMemory:
 
     def all_gather(self, flat: torch.Tensor) -> Exchange:
         """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
-        def steps() -> Iterator[None]:
+        def steps(flat: torch.Tensor) -> Iterator[None]:
             pieces = flat.view(self.num_ranks, -1)
             step = SLICE_BYTES // flat.itemsize
             for start in range(0, pieces.shape[1], step):
@@ -106,11 +109,11 @@ class SharedMemory:
                     if other != self.rank:
                         part[other].copy_(staged[other])
 
-        return self._begin(1, flat.numel(), steps())
+        return self._begin(1, flat.numel(), _on_host(steps, flat))
 
     def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Exchange:
         """piece, (S,), becomes this rank's part of the mean of flat, (p * S,): divided first, then summed in fp32."""
-        def steps() -> Iterator[None]:
+        def steps(piece: torch.Tensor, flat: torch.Tensor) -> Iterator[None]:
             pieces = flat.view(self.num_ranks, -1)
             step = SLICE_BYTES // (flat.itemsize * self.num_ranks)
             for start in range(0, pieces.shape[1], step):
@@ -124,11 +127,11 @@ class SharedMemory:
                 self._add_up([own if other == self.rank else staged[other, self.rank] for other in range(self.num_ranks)],
                              target)
 
-        return self._begin(2, flat.numel(), steps())
+        return self._begin(2, flat.numel(), _on_host(steps, piece, flat))
 
     def broadcast(self, flat: torch.Tensor, owner: int) -> Exchange:
         """In place: flat, (S,), receives the owner's values."""
-        def steps() -> Iterator[None]:
+        def steps(flat: torch.Tensor) -> Iterator[None]:
             step = SLICE_BYTES // flat.itemsize
             for start in range(0, flat.numel(), step):
                 part = flat[start : start + step]
@@ -139,11 +142,11 @@ class SharedMemory:
                 if self.rank != owner:
                     part.copy_(staged[owner])
 
-        return self._begin(3 + 16 * owner, flat.numel(), steps())
+        return self._begin(3 + 16 * owner, flat.numel(), _on_host(steps, flat))
 
     def reduce_mean(self, flat: torch.Tensor, owner: int) -> Exchange:
         """In place on the owner: flat, (S,), becomes the mean over the ranks, with the bits of reduce_scatter_mean."""
-        def steps() -> Iterator[None]:
+        def steps(flat: torch.Tensor) -> Iterator[None]:
             step = SLICE_BYTES // flat.itemsize
             for start in range(0, flat.numel(), step):
                 part = flat[start : start + step]
@@ -155,13 +158,13 @@ class SharedMemory:
                     own = part.div_(self.num_ranks)
                     self._add_up([own if other == owner else staged[other] for other in range(self.num_ranks)], part)
 
-        return self._begin(4 + 16 * owner, flat.numel(), steps())
+        return self._begin(4 + 16 * owner, flat.numel(), _on_host(steps, flat))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of values, (N,), over the ranks, in rank order; waits for it."""
         total = torch.empty_like(values).view(-1)
 
-        def steps() -> Iterator[None]:
+        def steps(total: torch.Tensor, values: torch.Tensor) -> Iterator[None]:
             step = SLICE_BYTES // values.itemsize
             for start in range(0, values.numel(), step):
                 part = values.reshape(-1)[start : start + step]
@@ -172,7 +175,7 @@ class SharedMemory:
                 for other in range(1, self.num_ranks):
                     target += staged[other]
 
-        self._begin(5, values.numel(), steps()).wait()
+        self._begin(5, values.numel(), _on_host(steps, total, values)).wait()
         return total.view(values.shape)
 
     # ------------------------------------------------------------- exchanges run in order
@@ -240,6 +243,15 @@ class SharedMemory:
         for term in terms[1:]:
             total += term
         target.copy_(total)
+
+
+def _on_host(steps: Callable[..., Iterator[None]], *tensors: torch.Tensor) -> Iterator[None]:
+    """The steps of a collective on copies of these tensors in host memory; the first tensor receives the result. Tensors in
+    host memory are not copied."""
+    on_host = [tensor.cpu() for tensor in tensors]
+    yield from steps(*on_host)
+    if on_host[0] is not tensors[0]:
+        tensors[0].copy_(on_host[0])
 
 
 def _call(tag: int) -> str:

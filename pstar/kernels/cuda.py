@@ -1,30 +1,25 @@
 """cuda_adam.cu through NVRTC and the driver: compiled for the dtypes and this GPU at first use, later read from the cache.
 
-NVRTC comes with torch's CUDA build, so no toolkit is needed. Only the public C interfaces of NVRTC and of the driver are
-used. Kernels run in the current stream of their tensors' device, and nothing here waits for the device.
+Only the driver's public C interface is used. Kernels run in the current stream of their tensors' device, and nothing here
+waits for the device.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import importlib.util
 import logging
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from durable.files import replacing
-from pstar.kernels.build import HERE, BuildError, cache_folder
+from pstar.kernels.build import BuildError
 from pstar.kernels.cpu import AdamChunk, chunk_of
+from pstar.kernels.nvrtc import compile_cubin, find_nvrtc
 from pstar.kernels.quantize import code_tables
 from pstar.kernels.update import GRAD_KINDS, AdamUpdate
 
 # As in cuda_adam.cu.
 THREADS, GROUP, MAX_CHUNKS, MAX_NORMS, NORM_BLOCK, NORM_LANES, NORM_THREADS = 256, 8, 28, 120, 8192, 256, 64
-SOURCES = ("cuda_adam.cu", "adam_formula.h")
-OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 
 
 class AdamBatch(ctypes.Structure):
@@ -44,76 +39,40 @@ class NormBatch(ctypes.Structure):
 
 @cache
 def library() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
-    """(NVRTC, driver); if one of them is missing, None, with one line in the log."""
+    """(NVRTC, driver) that compile and load a small kernel for this process's GPUs; else None, with one line in the log.
+
+    Called when the engine starts (front.prepare), so that what is missing shows there and not in the first backward.
+    """
     try:
-        return find_nvrtc(), ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        logging.getLogger("pstar").warning("pstar: no compiled CUDA kernels (%s); torch operations take over", error)
+        driver = ctypes.CDLL("libcuda.so.1")
+        nvrtc, trials = find_nvrtc(architectures())
+        index = torch.cuda.current_device()
+        with _Context(driver, index) as context:
+            context.check(driver.cuModuleUnload(context.load(trials[architecture_of(index)])))
+        return nvrtc, driver
+    except (OSError, BuildError, RuntimeError, AssertionError) as error:    # the last: torch is built without CUDA
+        logging.getLogger("pstar").warning("pstar: no compiled CUDA kernels (%s); torch operations take over",
+                                           str(error).partition("\n")[0])
         return None
 
 
-def find_nvrtc() -> ctypes.CDLL:
-    """NVRTC of torch's CUDA version: by name, if torch has loaded it, or in the packages that torch depends on."""
-    name = f"libnvrtc.so.{(torch.version.cuda or '13').split('.')[0]}"
-    places: list[str | Path] = [name]
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        places += sorted(Path(folder).glob(f"*/lib/{name}"))
-    for place in places:
-        try:
-            return ctypes.CDLL(str(place))
-        except OSError:
-            continue
-    raise OSError(f"{name} was not found")
+def architecture_of(index: int) -> str:
+    """A GPU's architecture as NVRTC calls it, "sm_90"."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
 
 
-def compile_cubin(nvrtc: ctypes.CDLL, architecture: str, kinds: tuple[int, int, bool]) -> bytes:
-    """Machine code for one architecture ("sm_90") and one combination of kinds. Raises BuildError with NVRTC's log."""
-    numbers = zip(("PARAM", "GRAD", "QUANT"), kinds, strict=True)
-    options = [*OPTIONS, f"--gpu-architecture={architecture}", *(f"-DPSTAR_{name}={int(kind)}" for name, kind in numbers)]
-    sources = [(HERE / name).read_bytes() for name in SOURCES]
-    version = (ctypes.c_int(), ctypes.c_int())
-    nvrtc.nvrtcVersion(*map(ctypes.byref, version))
-    recipe = hashlib.sha256(repr((options, sources, [each.value for each in version])).encode()).hexdigest()[:20]
-    try:
-        cached = cache_folder() / f"adam-{architecture}-{recipe}.cubin"
-    except BuildError:
-        cached = None    # nowhere to write: compile in every process
-    if cached and cached.exists():
-        return cached.read_bytes()
-
-    program = ctypes.c_void_p()
-    headers, names = (ctypes.c_char_p * 1)(sources[1]), (ctypes.c_char_p * 1)(SOURCES[1].encode())
-    _nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), sources[0], SOURCES[0].encode(), 1, headers, names))
-    try:
-        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status, size = nvrtc.nvrtcCompileProgram(program, len(options), flags), ctypes.c_size_t()
-        if status:
-            _nvrtc(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
-            log = ctypes.create_string_buffer(size.value)
-            _nvrtc(nvrtc.nvrtcGetProgramLog(program, log))
-            raise BuildError(f"NVRTC {version[0].value}.{version[1].value} failed for {architecture}: {log.value.decode()}")
-        _nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-        code = ctypes.create_string_buffer(size.value)
-        _nvrtc(nvrtc.nvrtcGetCUBIN(program, code))
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    if cached:
-        with replacing(cached, per_process=True) as staging:
-            staging.write_bytes(code.raw)
-    return code.raw
-
-
-def _nvrtc(status: int) -> None:
-    if status:
-        raise BuildError(f"NVRTC answers with error {status}")
+def architectures() -> list[str]:
+    """Those of the GPUs that this process sees."""
+    return sorted({architecture_of(index) for index in range(torch.cuda.device_count())})
 
 
 class _Context:
     """Makes the device's primary context, which torch uses too, current inside: a thread may have no context."""
 
-    def __init__(self, index: int):
-        self.driver, self.context = library()[1], ctypes.c_void_p()
+    def __init__(self, driver: ctypes.CDLL, index: int):
+        torch.cuda.init()
+        self.driver, self.context = driver, ctypes.c_void_p()
         self.check(self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), index))    # torch never releases it
 
     def __enter__(self) -> _Context:
@@ -122,6 +81,12 @@ class _Context:
 
     def __exit__(self, *_: object) -> None:
         self.check(self.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+
+    def load(self, code: bytes) -> ctypes.c_void_p:
+        """Loads machine code; raises RuntimeError if the driver does not take it."""
+        module = ctypes.c_void_p()
+        self.check(self.driver.cuModuleLoadData(ctypes.byref(module), code))
+        return module
 
     def check(self, status: int) -> None:
         if status:
@@ -132,8 +97,7 @@ class _Context:
 
 @cache
 def _context(index: int) -> _Context:
-    torch.cuda.init()
-    return _Context(index)
+    return _Context(library()[1], index)
 
 
 @cache
@@ -146,11 +110,7 @@ def _function(index: int, kinds: tuple[int, int, bool], name: str) -> ctypes.c_v
 
 @cache
 def _module(index: int, kinds: tuple[int, int, bool]) -> ctypes.c_void_p:
-    major, minor = torch.cuda.get_device_capability(index)
-    code = compile_cubin(library()[0], f"sm_{major}{minor}", kinds)
-    module = ctypes.c_void_p()
-    _context(index).check(_context(index).driver.cuModuleLoadData(ctypes.byref(module), code))
-    return module
+    return _context(index).load(compile_cubin(library()[0], architecture_of(index), kinds))
 
 
 def _launch(device: torch.device, kinds: tuple[int, int, bool], name: str, grid: int, threads: int,

@@ -151,6 +151,8 @@ static __device__ __forceinline__ int elements_before_alignment(const AdamChunk 
         if (!PSTAR_QUANT) {
             all = all && is_aligned((const float *)c.exp_avg + skip);
             all = all && is_aligned((const float *)c.exp_avg_sq + skip);
+        } else {
+            all = all && (((pstar_u64)c.exp_avg | (pstar_u64)c.exp_avg_sq) & 7) == 0;    // Codes
         }
         if (all) return skip;
     }
@@ -174,10 +176,25 @@ static __device__ __forceinline__ float largest_magnitude(const float *mine, int
     return bits_float(shared[0]);
 }
 
-static __device__ __forceinline__ void encode(const float *mine, int valid, float scale, const float *bounds,
-                                              pstar_u8 *codes) {
-    for (int k = 0; k < GROUP; k++)
-        if (valid >> k & 1) codes[k] = nearest_code(scale > 0.0f ? mine[k] / scale : 0.0f, bounds);
+// The 8 codes of a thread, read and written in one piece of 8 bytes if `whole`. Those that do not exist have any value.
+struct alignas(8) Codes { pstar_u8 x[GROUP]; };
+
+static __device__ __forceinline__ Codes read_codes(const pstar_u8 *from, bool whole, int valid) {
+    Codes codes;
+    if (whole) *(uint2 *)&codes = *(const uint2 *)from;
+    else
+        for (int k = 0; k < GROUP; k++) codes.x[k] = valid >> k & 1 ? from[k] : 0;
+    return codes;
+}
+
+static __device__ __forceinline__ void encode(const float *mine, bool whole, int valid, float scale, const float *bounds,
+                                              pstar_u8 *to) {
+    Codes codes;
+    for (int k = 0; k < GROUP; k++) codes.x[k] = nearest_code(scale > 0.0f ? mine[k] / scale : 0.0f, bounds);
+    if (whole) *(uint2 *)to = *(const uint2 *)&codes;
+    else
+        for (int k = 0; k < GROUP; k++)
+            if (valid >> k & 1) to[k] = codes.x[k];
 }
 #endif
 
@@ -195,8 +212,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pstar_adam(const __grid_co
     const bool vectors = PSTAR_QUANT ? lead == 0 : lead >= 0;
     const pstar_i64 base = (vectors && lead > 0 ? lead - GROUP : 0) + (block * THREADS + threadIdx.x) * GROUP;
     const bool whole = vectors && base >= 0 && base + GROUP <= c.numel;
-    int valid = 0;
-    for (int k = 0; k < GROUP; k++) valid |= (base + k >= 0 && base + k < c.numel ? 1 : 0) << k;
+    // Bit k: element base + k exists. A loop's comparisons took registers until some kinds spilled.
+    const pstar_i64 rest = c.numel - base;
+    const int up_to_end = rest >= GROUP ? 0xff : rest > 0 ? (1 << (int)rest) - 1 : 0;
+    const int valid = base < 0 ? up_to_end & (0xff << (int)-base) : up_to_end;
 
     Work w;
     if (whole) read_eight(c, base, w);
@@ -206,8 +225,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) pstar_adam(const __grid_co
 #if PSTAR_QUANT
     pstar_u8 *codes_m = (pstar_u8 *)c.exp_avg + base, *codes_v = (pstar_u8 *)c.exp_avg_sq + base;
     const float old_m = c.exp_avg_scale[block], old_v = c.exp_avg_sq_scale[block];
+    const Codes old_codes_m = read_codes(codes_m, whole, valid), old_codes_v = read_codes(codes_v, whole, valid);
     for (int k = 0; k < GROUP; k++)
-        if (valid >> k & 1) w.m[k] = batch.codes[0][codes_m[k]] * old_m, w.v[k] = batch.codes[2][codes_v[k]] * old_v;
+        w.m[k] = batch.codes[0][old_codes_m.x[k]] * old_m, w.v[k] = batch.codes[2][old_codes_v.x[k]] * old_v;
 #endif
     for (int k = 0; k < GROUP; k++)
         if (valid >> k & 1) adam_element(w.x[k], w.g[k], w.m[k], w.v[k], h);
@@ -217,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pstar_adam(const __grid_co
             if (valid >> k & 1) write_one(c, base + k, k, w);
 #if PSTAR_QUANT
     const float new_m = largest_magnitude(w.m, valid), new_v = largest_magnitude(w.v, valid);
-    encode(w.m, valid, new_m, batch.codes[1], codes_m);
-    encode(w.v, valid, new_v, batch.codes[3], codes_v);
+    encode(w.m, whole, valid, new_m, batch.codes[1], codes_m);
+    encode(w.v, whole, valid, new_v, batch.codes[3], codes_v);
     if (threadIdx.x == 0) c.exp_avg_scale[block] = new_m, c.exp_avg_sq_scale[block] = new_v;
 #endif
 }

@@ -10,6 +10,12 @@ from pstar.kernels.adam import NORM_BLOCK, norm_blocks_with_torch, squared_norm_
 from pstar.kernels.update import GRAD_KINDS, AdamUpdate
 
 
+def prepare(device: torch.device) -> None:
+    """Looks for the compiled kernels of a GPU now, once; without them, one line in the log says why."""
+    if device.type == "cuda":
+        cuda.library()
+
+
 def adam_step(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, **fields) -> None:
     """One Adam update in place; fields are the others of AdamUpdate. Raises ArgumentError, which names the field."""
     adam_steps([AdamUpdate(param, grad, exp_avg, exp_avg_sq, **fields)])

@@ -15,6 +15,10 @@ QUANT_BLOCK = 2048
 # As in adam_formula.h.
 PARAM_FP32, PARAM_COPY_BF16, PARAM_COPY_FP16, PARAM_SPLIT, PARAM_BF16, PARAM_BF16_SR = range(6)
 GRAD_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = tuple({"param": (torch.float32, torch.bfloat16), "grad": tuple(GRAD_KINDS), "exp_avg": (moment,),
+                "exp_avg_sq": (moment,), "low": (torch.int16,), "copy16": (torch.bfloat16, torch.float16)}
+               for moment in (torch.float32, torch.uint8))  # fmt: skip
+"""Of an update's tensors, without and with 8-bit moments."""
 
 
 @dataclass(frozen=True)
@@ -94,19 +98,20 @@ class AdamUpdate:
 
     def check(self) -> None:
         """Raises ArgumentError, which names the argument, for values that a kernel cannot take."""
-        moment = torch.float32 if self.scales is None else torch.uint8
-        wanted = {"param": (torch.float32, torch.bfloat16), "grad": tuple(GRAD_KINDS), "exp_avg": (moment,),
-                  "exp_avg_sq": (moment,), "low": (torch.int16,), "copy16": (torch.bfloat16, torch.float16)}
-        tensors = {name: getattr(self, name) for name in wanted if getattr(self, name) is not None}
-        for name, tensor in tensors.items():    # this runs at each step: messages are formatted for errors only
+        shape, tensors = self.param.shape if isinstance(self.param, torch.Tensor) else (), {}
+        for name, dtypes in DTYPES[self.scales is not None].items():    # for each update of each step: few calls
+            tensor = getattr(self, name)
+            if tensor is None and name in ("low", "copy16"):
+                continue
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(f"{name}: a tensor expected, found {type(tensor).__name__}")
-            if tensor.dtype not in wanted[name]:
-                _refuse(name, f"dtype {_names(wanted[name])}", tensor.dtype)
-            if tensor.shape != self.param.shape:
-                _refuse(name, f"param's shape {tuple(self.param.shape)}", tuple(tensor.shape))
+            if tensor.dtype not in dtypes:
+                _refuse(name, f"dtype {_names(dtypes)}", tensor.dtype)
+            if tensor.shape != shape:
+                _refuse(name, f"param's shape {tuple(shape)}", tuple(tensor.shape))
             if not tensor.is_contiguous():
                 _refuse(name, "a contiguous tensor", f"strides {tensor.stride()}")
+            tensors[name] = tensor
         if self.scales is not None:
             blocks = -(-self.param.numel() // QUANT_BLOCK)
             for name, tensor in zip(("scales[0]", "scales[1]"), self.scales, strict=True):
@@ -135,15 +140,19 @@ class AdamUpdate:
                     _refuse(name, f"param's device {device}", value.device)
         if not isinstance(self.step, int) or self.step < 1:
             _refuse("step", "an integer from 1 on", self.step)
-        if not all(0 <= beta < 1 for beta in self.options.betas):
+        if not (0 <= self.options.betas[0] < 1 and 0 <= self.options.betas[1] < 1):
             _refuse("betas", "two numbers in [0, 1)", self.options.betas)
         if not self.options.eps >= 0:
             _refuse("eps", "a number from 0 on", self.options.eps)
         self._check_overlap(tensors)
 
     def _check_overlap(self, tensors: dict[str, torch.Tensor]) -> None:
-        places = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
-                        for name, tensor in tensors.items() if tensor.numel())
+        places = []
+        for name, tensor in tensors.items():
+            if tensor.nbytes:
+                begin = tensor.data_ptr()
+                places.append((begin, begin + tensor.nbytes, name))
+        places.sort()
         for (begin, end, first), (other_begin, other_end, second) in zip(places, places[1:], strict=False):
             if other_begin < end:
                 shared_slot = {first, second} == {"grad", "copy16"} and (begin, end) == (other_begin, other_end)

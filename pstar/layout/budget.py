@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pstar.layout.layout import CODE_BLOCK, Group, Layout, ModuleSpec, Unit, candidate_layouts
+from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, Group, Layout, ModuleSpec, Unit, candidate_layouts
+
+AUTO_NEAR = 0.4
+"""Share of a GPU's free memory that chunks may take with near_budget auto."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Costs:
     """Bytes of the scales of each block of STATE_BLOCK elements: 8 with 8-bit moments."""
     frozen_bits: int = 32
     """Bits of an element of a coded group, except near: 8 or 4; 32: no group is coded."""
+    page_bytes: int = 1
+    """A buffer of far takes a multiple of this: the size of a page where pages are locked for a GPU (memory/pinned.py)."""
 
     @property
     def in_codes(self) -> bool:
@@ -48,6 +53,27 @@ class Costs:
         if group.frozen:
             return self.param_bytes(group.piece_elems, group.coded)
         return (self.param + self.grad) * group.piece_elems + self.state_bytes(group)
+
+    def buffer_bytes(self, group: Group) -> list[int]:
+        """The parts of piece_bytes: of parameters, and of a trained group of gradients and of each kind of states."""
+        if group.frozen:
+            return [self.piece_bytes(group)]
+        moment = 1 if self.scales else 4
+        of_elem = (self.param, self.grad, moment, moment, self.states - 2 * moment)    # the last: of the master
+        scales = [self.scales * group.piece_blocks] if self.scales else []
+        return [num_bytes * group.piece_elems for num_bytes in of_elem if num_bytes] + scales
+
+    def far_bytes(self, *buffers: int) -> int:
+        """The bytes that buffers of so many bytes take in far."""
+        return sum(-(-num_bytes // self.page_bytes) * self.page_bytes for num_bytes in buffers)
+
+
+def default_near_bytes(free_bytes: Sequence[int]) -> int:
+    """The near budget of a GPU if the configuration says auto; the rest is for activations.
+
+    free_bytes: what is free on the GPU of each rank. The least of them counts for all: ranks must evict the same chunks.
+    """
+    return int(AUTO_NEAR * min(free_bytes))
 
 
 def model_data_bytes(layout: Layout, costs: Costs) -> int:
@@ -108,7 +134,7 @@ def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
 
 
 def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, near_budget: int | None, ownership: str,
-                 communication: str) -> list[Layout]:
+                 communication: str, align_elems: int = ALIGN_ELEMS) -> list[Layout]:
     """The layouts that chunk size auto chooses from. near_budget None sets no limit.
 
     At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
@@ -118,7 +144,8 @@ def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, ne
     most = min(params // (4 * chunks_a_group), 64 * 2**20)
     if near_budget is not None:
         most = min(most, largest_chunk_elems(near_budget, num_ranks, costs) * num_ranks // chunks_a_group)
-    return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0, in_codes=costs.in_codes)
+    return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0, in_codes=costs.in_codes,
+                             align_elems=align_elems)
 
 
 def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
@@ -172,9 +199,14 @@ def choose_near_states(near_states: str, layout: Layout, near_budget: int, costs
 
 
 def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
-    """Bytes that a tier needs for the update of a group whose blocks it does not keep: all model data of the largest group.
-    Far needs so much if there is a disk, and near if states are streamed through it."""
+    """Bytes that near needs for the update of a group whose states are streamed through it: all model data of the largest
+    group."""
     return max(costs.piece_bytes(group) for group in layout.groups)
+
+
+def smallest_far_budget_with_disk(layout: Layout, costs: Costs) -> int:
+    """Bytes that far needs if there is a disk: all model data of the largest group."""
+    return max(costs.far_bytes(*costs.buffer_bytes(group)) for group in layout.groups)
 
 
 def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
@@ -198,7 +230,8 @@ def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: in
 
 def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs: Costs, accumulates: bool,
                         grads_wait_far: bool = False) -> int:
-    """Bytes that far must hold on each rank without a disk, whatever the near budget: all that near need not keep.
+    """Bytes that far must hold on each rank without a disk, whatever the near budget: all that near need not keep, in whole
+    pages (costs.page_bytes).
 
     These are this rank's pieces of all parameters, frozen ones too (their far copy stays valid while they are near), and of
     the gradients and states of groups that are updated far. With
@@ -208,12 +241,15 @@ def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs:
     grads_wait_far: near has states but no guaranteed room for their gradients (near_states_for_capacity): add those.
     """
     near = set(near_state_groups)
-    kept_far = costs.param + (costs.grad if grads_wait_far else 0)
-    pieces = sum(
-        group.piece_elems * kept_far if group.index in near else costs.piece_bytes(group) for group in layout.groups
-    )
+    pieces = 0
+    for group in layout.groups:
+        buffers = costs.buffer_bytes(group)
+        if group.index in near:    # parameters, and gradients
+            buffers = buffers[: 1 + grads_wait_far]
+        pieces += costs.far_bytes(*buffers)
     if layout.num_ranks == 1:
-        added = [costs.param * group.piece_elems for group in layout.trained if group.index not in near]
+        added = [costs.far_bytes(costs.param * group.piece_elems) for group in layout.trained if group.index not in near]
         return pieces + (max(added, default=0) if accumulates else 0)
-    waiting = [costs.grad * group.elems for group in layout.trained]
+    # A group's gradients are one buffer, or one for each of its chunks.
+    waiting = [layout.num_ranks * costs.far_bytes(costs.grad * group.piece_elems) for group in layout.trained]
     return pieces + (sum(waiting) if accumulates else max(waiting, default=0))

@@ -27,9 +27,12 @@ from functools import cached_property
 
 from pstar.errors import ConfigError
 
-# Offsets are multiples of 32 elements (64 bytes in 16 bit, 128 in fp32): parameters start on cache lines for any chunk size.
-# For unaligned operands matrix libraries may choose another code path, and so other roundings.
+# Matrix libraries may choose other kernels for other addresses, and so other roundings. So parameters begin at multiples of
+# this, for any chunk size.
 ALIGN_ELEMS = 32
+"""In host memory: a parameter begins on a cache line (64 bytes in 16 bit, 128 in fp32)."""
+GPU_ALIGN_ELEMS = 256
+"""On a GPU: 512 bytes in 16 bit, as torch's allocator places separate tensors; cuBLAS's heuristics see up to 256 bytes."""
 
 STATE_BLOCK = 2048
 """Elements that share the two scales of their 8-bit moments; kernels.QUANT_BLOCK. Blocks begin at a parameter's first
@@ -219,12 +222,13 @@ def num_blocks(numel: int) -> int:
 
 
 def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int = 1, ownership: str = "whole",
-                whole_blocks: bool = False, in_codes: bool = False) -> Layout:
+                whole_blocks: bool = False, in_codes: bool = False, align_elems: int = ALIGN_ELEMS) -> Layout:
     """Packs the parameters of modules into chunks of chunk_elems elements, module-atomic next-fit.
 
     whole_blocks: a parameter that ranks share is cut between its blocks of STATE_BLOCK elements, for 8-bit states. With
         ownership sharded, a chunk is then a multiple of num_ranks * STATE_BLOCK elements.
     in_codes: frozen matrices are in coded groups.
+    align_elems: parameters begin at multiples of it, ALIGN_ELEMS or GPU_ALIGN_ELEMS.
 
     Raises ConfigError for a chunk size below one, an unknown ownership, and a model without parameters.
     """
@@ -232,14 +236,15 @@ def make_layout(modules: Sequence[ModuleSpec], chunk_elems: int, num_ranks: int 
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
     if chunk_elems < 1:
         raise ConfigError(f"the chunk size is {chunk_elems} elements; give at least 1, or 'auto'")
-    return _pack(_measure(modules, in_codes), align(chunk_elems), num_ranks, ownership, whole_blocks)
+    measured = _measure(modules, in_codes, align_elems)
+    return _pack(measured, align(chunk_elems, align_elems), num_ranks, ownership, whole_blocks, align_elems)
 
 
 Measured = list[tuple[list[tuple[str, int, int]], int, int]]
 """For each module with parameters: their (name, numel, aligned numel), and the sum and maximum of the aligned numels."""
 
 
-def _measure(modules: Sequence[ModuleSpec], in_codes: bool = False) -> tuple[Measured, Measured, Measured]:
+def _measure(modules: Sequence[ModuleSpec], in_codes: bool, align_elems: int) -> tuple[Measured, Measured, Measured]:
     """The modules' trained parameters, their frozen ones, and those in codes."""
     measured: tuple[Measured, Measured, Measured] = ([], [], [])
     for module in modules:
@@ -247,37 +252,43 @@ def _measure(modules: Sequence[ModuleSpec], in_codes: bool = False) -> tuple[Mea
         parts: tuple[list[tuple[str, int, int]], ...] = ([], [], [])
         for name, numel in module.parameters:
             number = 2 if name in coded else int(name in module.frozen)
-            parts[number].append((name, numel, align(numel, CODE_BLOCK if number == 2 else ALIGN_ELEMS)))
+            parts[number].append((name, numel, align(numel, _code_cut(align_elems) if number == 2 else align_elems)))
         for part, own in zip(measured, parts, strict=True):
             if own:
                 part.append((own, sum(size for _, _, size in own), max(size for _, _, size in own)))
     return measured
 
 
-def _whole_pieces(chunk_elems: int, num_ranks: int, ownership: str, cut_at: int) -> int:
+def _code_cut(align_elems: int) -> int:
+    """Parameters in codes begin, and are cut, at multiples of it: whole blocks of codes, aligned."""
+    return max(CODE_BLOCK, align_elems)
+
+
+def _whole_pieces(chunk_elems: int, num_ranks: int, ownership: str, cut_at: int, align_elems: int) -> int:
     """The least chunk of chunk_elems elements or more that ranks share by multiples of cut_at, if cut_at asks for more
     than alignment."""
-    return align(chunk_elems, num_ranks * cut_at) if ownership == "sharded" and cut_at != ALIGN_ELEMS else chunk_elems
+    return align(chunk_elems, num_ranks * cut_at) if ownership == "sharded" and cut_at != align_elems else chunk_elems
 
 
 def _pack(measured: tuple[Measured, Measured, Measured], chunk_elems: int, num_ranks: int, ownership: str,
-          whole_blocks: bool = False) -> Layout:
+          whole_blocks: bool, align_elems: int) -> Layout:
     """make_layout of the result of _measure: a search measures once and packs many times."""
     trained, frozen, coded = measured
-    cut_at = STATE_BLOCK if whole_blocks and num_ranks > 1 else ALIGN_ELEMS
-    chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at)
+    cut_at = STATE_BLOCK if whole_blocks and num_ranks > 1 else align_elems
+    chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at, align_elems)
     if not frozen and not coded:
-        groups = _pack_part(trained, chunk_elems, num_ranks, ownership, cut_at)
+        groups = _pack_part(trained, chunk_elems, num_ranks, ownership, cut_at, align_elems)
     else:
         size = min(chunk_elems, sum(whole for _, whole, _ in coded or frozen))    # a larger chunk is padding
-        parts = [_pack_tightly(trained, chunk_elems, num_ranks, ownership, cut_at)]
+        parts = [_pack_tightly(trained, chunk_elems, num_ranks, ownership, cut_at, align_elems)]
         if coded:
-            vectors = _pack_tightly(frozen, chunk_elems, num_ranks, ownership, ALIGN_ELEMS)
-            matrices = _pack_part(coded, align(size, CODE_BLOCK), num_ranks, ownership, CODE_BLOCK)
+            vectors = _pack_tightly(frozen, chunk_elems, num_ranks, ownership, align_elems, align_elems)
+            cut_codes = _code_cut(align_elems)
+            matrices = _pack_part(coded, align(size, cut_codes), num_ranks, ownership, cut_codes, align_elems)
             parts += [[replace(group, frozen=True) for group in vectors],
                       [replace(group, frozen=True, coded=True) for group in matrices]]
         else:
-            groups = _pack_part(frozen, size, num_ranks, ownership)
+            groups = _pack_part(frozen, size, num_ranks, ownership, align_elems, align_elems)
             parts.append([replace(group, frozen=True) for group in groups])
         groups = [replace(group, index=index, slots=tuple(replace(slot, group=index) for slot in group.slots))
                   for index, group in enumerate(group for part in parts for group in part)]
@@ -286,31 +297,33 @@ def _pack(measured: tuple[Measured, Measured, Measured], chunk_elems: int, num_r
     return Layout(chunk_elems, num_ranks, tuple(groups))
 
 
-def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, cut_at: int) -> list[Group]:
+def _pack_tightly(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str, cut_at: int,
+                  align_elems: int) -> list[Group]:
     """_pack_part for the few parameters of a model whose other ones are in other groups: about four groups, with the chunk
     size that wastes least. It makes fewer groups if their chunks would have less than GROUP_COST_ELEMS elements: each group
     costs as much time as so many elements. No chunk has more than chunk_elems elements."""
     whole = sum(size for _, size, _ in measured)
     quarter = whole // (4 * (num_ranks if ownership == "whole" else 1))
-    most = min(chunk_elems, whole, align(max(quarter, GROUP_COST_ELEMS)))
-    best = _pack_part(measured, most, num_ranks, ownership, cut_at) if measured else []
+    most = min(chunk_elems, whole, align(max(quarter, GROUP_COST_ELEMS), align_elems))
+    best = _pack_part(measured, most, num_ranks, ownership, cut_at, align_elems) if measured else []
 
     def elems(groups: Iterable[Group]) -> int:
         return sum(group.elems for group in groups)
 
-    num_groups, least = len(best), align(-(-whole // (num_ranks * max(len(best), 1))))
+    num_groups, least = len(best), align(-(-whole // (num_ranks * max(len(best), 1))), align_elems)
     for trial in range(TRIALS if least < most else 0):
-        groups = _pack_part(measured, align(least + (most - least) * trial // TRIALS), num_ranks, ownership, cut_at)
+        size = align(least + (most - least) * trial // TRIALS, align_elems)
+        groups = _pack_part(measured, size, num_ranks, ownership, cut_at, align_elems)
         if len(groups) <= num_groups and elems(groups) < elems(best):
             best = groups
     return best
 
 
 def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: str,
-               cut_at: int = ALIGN_ELEMS) -> list[Group]:
+               cut_at: int, align_elems: int) -> list[Group]:
     """The groups of all trained, all frozen or all coded parameters. A parameter is cut between ranks at multiples of
     cut_at."""
-    chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at)
+    chunk_elems = _whole_pieces(chunk_elems, num_ranks, ownership, cut_at, align_elems)
     piece = chunk_elems // num_ranks if ownership == "sharded" else chunk_elems
     chunks: list[list[tuple[str, int, int]]] = []    # the ordinary chunks: name, numel, offset inside the chunk
     oversized: list[tuple[str, int]] = []            # parameters larger than a chunk
@@ -325,7 +338,7 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
             chunks.append([])              # the module fits into one chunk, but not into what is left of this one
             fill = 0
         for name, numel, size in own:
-            if cut_at != ALIGN_ELEMS and fill // piece != (fill + numel - 1) // piece:
+            if cut_at != align_elems and fill // piece != (fill + numel - 1) // piece:
                 fill = align(fill, cut_at)    # a cut is a multiple of cut_at: it must be one counted from here as well
             if fill + size > chunk_elems:
                 chunks.append([])
@@ -345,7 +358,7 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
         add_group(align(-(-numel // num_ranks), cut_at), [(0, [(name, numel, 0)])])
     if ownership == "sharded":
         for chunk in chunks:
-            add_group(align(-(-chunk_elems // num_ranks)), [(0, chunk)])
+            add_group(align(-(-chunk_elems // num_ranks), align_elems), [(0, chunk)])
     else:
         for first in range(0, len(chunks), num_ranks):
             together = chunks[first : first + num_ranks]
@@ -355,25 +368,26 @@ def _pack_part(measured: Measured, chunk_elems: int, num_ranks: int, ownership: 
 
 def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_elems: int | None = None,
                       ownership: str = "whole", num_candidates: int = 128, whole_blocks: bool = False,
-                      in_codes: bool = False) -> list[Layout]:
+                      in_codes: bool = False, align_elems: int = ALIGN_ELEMS) -> list[Layout]:
     """Layouts with chunk sizes up to max_elems: in geometric steps below the median module's size, in linear steps above.
 
     max_elems defaults to the whole model in one chunk a rank. Only packings are computed, no tensor is made.
     """
-    sizes = sorted(sum(align(numel) for _, numel in module.parameters) for module in modules if module.parameters)
+    params = [module.parameters for module in modules if module.parameters]
+    sizes = sorted(sum(align(numel, align_elems) for _, numel in own) for own in params)
     if not sizes:
         raise ConfigError("the model has no parameters: there is nothing to put into chunks")
-    high = align(-(-sum(sizes) // num_ranks) if max_elems is None else max(max_elems, 1))
-    middle = min(align(sizes[len(sizes) // 2]), high)
-    step = max(align((high - middle) // num_candidates), ALIGN_ELEMS)
+    high = align(-(-sum(sizes) // num_ranks) if max_elems is None else max(max_elems, 1), align_elems)
+    middle = min(sizes[len(sizes) // 2], high)
+    step = max(align((high - middle) // num_candidates, align_elems), align_elems)
     candidates = {high, *range(middle, high, step)}
-    while middle > ALIGN_ELEMS:
-        middle = align(middle * 3 // 4) if middle > 4 * ALIGN_ELEMS else middle - ALIGN_ELEMS
+    while middle > align_elems:
+        middle = align(middle * 3 // 4, align_elems) if middle > 4 * align_elems else middle - align_elems
         candidates.add(middle)
     if ownership not in OWNERSHIPS:
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
-    measured = _measure(modules, in_codes)
-    layouts = [_pack(measured, size, num_ranks, ownership, whole_blocks) for size in sorted(candidates)]
+    measured = _measure(modules, in_codes, align_elems)
+    layouts = [_pack(measured, size, num_ranks, ownership, whole_blocks, align_elems) for size in sorted(candidates)]
     return list({layout.chunk_elems: layout for layout in layouts}.values())    # with whole blocks sizes may be equal
 
 

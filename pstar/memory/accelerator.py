@@ -1,15 +1,15 @@
 """The accelerator of this process: whatever torch.accelerator finds (CUDA, ROCm, XPU), by functions that all of them have.
 
 torch.accelerator of torch 2.11 to 2.13 has memory statistics, current_stream, synchronize and empty_cache. Three things it
-lacks, and they are here: the size of an accelerator that is not initialised yet, its random generator, and events on which
-the host sleeps (torch.Event takes blocking=True and ignores it). torch.cuda and torch.xpu have them under the same names.
+lacks are here: its free memory, its random generator, and events on which the host sleeps (torch.Event takes blocking=True
+and ignores it). torch.cuda and torch.xpu have them under the same names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,15 +36,31 @@ def module_of(device: torch.device) -> ModuleType:
     return torch.get_device_module(device)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Bytes of the accelerator's memory."""
-    return module_of(device).get_device_properties(device).total_memory
+def free_bytes(device: torch.device) -> int:
+    """Bytes of the accelerator that this process can have: the free ones, and those that torch's allocator keeps unused."""
+    module = module_of(device)
+    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
 
 
-def sleeping_event(device: torch.device) -> Any:
-    """An event whose synchronize() lets the host sleep instead of spinning on a core, where the accelerator can."""
-    event = module_of(device).Event
-    return event(blocking=True) if device.type == "cuda" else event()
+def current_stream(device: torch.device) -> Any:
+    """The stream on which this thread's kernels run."""
+    return module_of(device).current_stream(device)
+
+
+class Event(Protocol):
+    """torch.cuda.Event and torch.xpu.Event."""
+
+    def record(self, stream: Any = None) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Event) -> float: ...
+
+
+def event(device: torch.device, timed: bool = False, sleeping: bool = False) -> Event:
+    """An event. timed: elapsed_time may use it. sleeping: its synchronize() lets the host sleep instead of spinning on a
+    core, where the accelerator can."""
+    options = {"blocking": True} if sleeping and device.type == "cuda" else {}
+    return module_of(device).Event(enable_timing=timed, **options)
 
 
 def empty_caches() -> None:

@@ -5,17 +5,20 @@ the user gives: budget, evictions and copies are the same, only the memory is an
 checked after every operation, in production too.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
 import re
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from pstar.errors import BudgetError, ConfigError, StateError
+from pstar.errors import BudgetError, ConfigError, PstarError, StateError
+from pstar.memory.pinned import LockedPages, Registration, whole_pages
 
 NEAR, FAR, DISK = "near", "far", "disk"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -106,6 +109,9 @@ class Fence(Protocol):
 
     def wait(self) -> None: ...
 
+    def order(self) -> None:
+        """Lets later work of the current stream wait, not this thread; on the host it waits."""
+
 
 class Tier:
     """One arena. Released buffers are kept for the next allocation of the same size, inside the budget.
@@ -118,11 +124,14 @@ class Tier:
         name: 'near' or 'far', for messages.
         device: the device of the buffers.
         budget_bytes: the most that may be reserved at once; None for no bound.
-        pin_memory: page-lock host buffers, so that copies to and from a GPU run at the link's speed.
+        registration: locks the pages of host buffers, so that copies to and from a GPU run at the link's speed. Buffers then
+            are whole pages, and count as such. None: they are not locked, and count their bytes.
     """
 
-    def __init__(self, name: str, device: torch.device, budget_bytes: int | None = None, pin_memory: bool = False):
-        self.name, self.device, self.budget_bytes, self.pin_memory = name, device, budget_bytes, pin_memory
+    def __init__(self, name: str, device: torch.device, budget_bytes: int | None = None,
+                 registration: Registration | None = None):
+        self.name, self.device, self.budget_bytes = name, device, budget_bytes
+        self.locked = None if registration is None else LockedPages(registration)
         self.limit_bytes: int | None = None
         """Bytes that may be in use at this moment, if less than the budget: activations take the rest."""
         self.used_bytes = 0
@@ -131,6 +140,7 @@ class Tier:
         self.used_by_kind: Counter[str] = Counter()
         self._idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]] = defaultdict(list)
         self._taken: dict[int, tuple[torch.Tensor, str]] = {}    # by address of the buffer
+        weakref.finalize(self, _wait_for_all, self._idle, name == NEAR).atexit = False
 
     @property
     def reserved_bytes(self) -> int:
@@ -146,10 +156,14 @@ class Tier:
         bounds = [bound for bound in (self.budget_bytes, self.limit_bytes) if bound is not None]
         return min(bounds) if bounds else None
 
+    def size_of(self, num_bytes: int) -> int:
+        """The bytes that a buffer of num_bytes takes: whole pages if they are locked."""
+        return num_bytes if self.locked is None else whole_pages(num_bytes)
+
     def has_room(self, num_bytes: int) -> bool:
-        """Whether num_bytes more fit in addition to the bytes in use (idle buffers are freed for them)."""
+        """Whether a buffer of num_bytes fits in addition to the bytes in use (idle buffers are freed for it)."""
         bound = self.bound_bytes
-        return bound is None or self.used_bytes + num_bytes <= bound
+        return bound is None or self.used_bytes + self.size_of(num_bytes) <= bound
 
     def limit(self, num_bytes: int | None) -> None:
         """Sets the limit of this moment and frees idle buffers above it. The caller must evict what is in use above it."""
@@ -164,6 +178,7 @@ class Tier:
         Raises BudgetError if it does not fit; the caller makes room.
         """
         num_bytes = numel * dtype.itemsize
+        size = self.size_of(num_bytes)
         if not self.has_room(num_bytes):
             raise BudgetError(f"{self.name}: {num_bytes} bytes for {kind} do not fit: "
                               f"{self.used_bytes} of {self.budget_bytes} bytes are in use")
@@ -172,16 +187,16 @@ class Tier:
             # The last released one without fences (it may be in a cache), else the first, whose copies will end first.
             free = [number for number, (_, pending) in enumerate(idle) if not pending]
             buffer, pending = idle.pop(free[-1] if free else 0)
-            self.idle_bytes -= num_bytes
+            self.idle_bytes -= size
             if fences is not None:
                 fences.extend(pending)
             else:
-                _wait_for(pending)
+                self._wait_for(pending)
         else:
-            self._shrink_idle(num_bytes)
+            self._shrink_idle(size)
             buffer = self._new_buffer(num_bytes)
-        self.used_bytes += num_bytes
-        self.used_by_kind[kind] += num_bytes
+        self.used_bytes += size
+        self.used_by_kind[kind] += size
         self._taken[buffer.data_ptr()] = (buffer, kind)
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         self._check()
@@ -197,13 +212,14 @@ class Tier:
         if taken is None:
             raise StateError(f"{self.name}: a buffer of {tensor.nbytes} bytes was released that is not in use")
         buffer, kind = taken
-        self.used_bytes -= buffer.nbytes
-        self.used_by_kind[kind] -= buffer.nbytes
+        size = self.size_of(buffer.nbytes)
+        self.used_bytes -= size
+        self.used_by_kind[kind] -= size
         if keep:
             self._idle[buffer.nbytes].append((buffer, tuple(fences)))
-            self.idle_bytes += buffer.nbytes
+            self.idle_bytes += size
         else:
-            _wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep memory alive
+            self._wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep it
         self._check()
 
     @staticmethod
@@ -215,10 +231,20 @@ class Tier:
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         """num_bytes of memory, uint8. Large host buffers get separate pages, outside malloc's heap: activations that are
         freed between chunks that stay would leave holes there, measured as a tenth of a rank's memory."""
-        if self.device.type == "cpu" and not self.pin_memory and num_bytes >= OWN_PAGES_BYTES:
+        if self.locked is not None:
+            return self.locked.allocate(num_bytes)
+        if self.device.type == "cpu" and num_bytes >= OWN_PAGES_BYTES:
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return torch.frombuffer(pages, dtype=torch.uint8)    # the tensor owns the pages: they are freed with it
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def close(self) -> None:
+        """Drops idle buffers and unlocks the pages of the others, which stay valid as long as they are used."""
+        _wait_for_all(self._idle, self.name == NEAR)
+        self._idle.clear()
+        self.idle_bytes = 0
+        if self.locked is not None:
+            self.locked.close()
 
     def _shrink_idle(self, num_bytes: int) -> None:
         """Drops idle buffers until num_bytes fit into the budget and into the peak of bytes in use. So idle buffers never
@@ -229,8 +255,13 @@ class Tier:
         for size in list(self._idle):    # the garbage collector may release an activation's buffer meanwhile
             buffers = self._idle[size]
             while buffers and self.reserved_bytes + num_bytes > bound:
-                _wait_for(buffers.pop()[1])
-                self.idle_bytes -= size
+                buffer, fences = buffers.pop()
+                self._wait_for(fences)
+                del buffer    # only now: a copy on a stream does not keep memory alive
+                self.idle_bytes -= self.size_of(size)
+
+    def _wait_for(self, fences: Sequence[Fence]) -> None:
+        _wait_for(fences, self.name == NEAR)
 
     def _check(self) -> None:
         if self.used_bytes < 0 or (self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes):
@@ -238,9 +269,18 @@ class Tier:
                              f"the budget is {self.budget_bytes}")
 
 
-def _wait_for(fences: Sequence[Fence]) -> None:
+def _wait_for(fences: Sequence[Fence], near: bool) -> None:
+    """A GPU's memory that is freed goes to later work of the current stream, which waits in place of this thread."""
     for fence in fences:
-        fence.wait()
+        fence.order() if near else fence.wait()
+
+
+def _wait_for_all(idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]], near: bool) -> None:
+    """A tier's end: no copy may use its memory any more."""
+    for buffers in idle.values():
+        for _, fences in buffers:
+            with contextlib.suppress(PstarError):    # a copy that was dropped, at the end of its queue
+                _wait_for(fences, near)
 
 
 def parse_bytes(text: str | int, whole_bytes: int) -> int:

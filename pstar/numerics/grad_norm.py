@@ -47,6 +47,16 @@ def _root(squares: torch.Tensor) -> torch.Tensor:
     return squares.sqrt().to(torch.float32)
 
 
+def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, (N,), in host memory and float64, which holds fp32 exactly. Those of a device come in one transfer: each
+    transfer waits until the device has done all its work."""
+    elsewhere = [tensor.double() for tensor in tensors if tensor.device.type != "cpu"]
+    if not elsewhere:
+        return tensors
+    arrived = iter(torch.cat(elsewhere).cpu().split([len(tensor) for tensor in elsewhere]))
+    return [tensor if tensor.device.type == "cpu" else next(arrived) for tensor in tensors]
+
+
 @dataclass
 class _Found:
     """This rank's contribution of one group."""
@@ -59,6 +69,10 @@ class _Found:
     """(number of the first block, sums of squares, float64) of runs of blocks that are whole on this rank."""
     rows: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     """(row, first element in it, elements, fp32) of blocks that are split between ranks."""
+
+    def parts(self) -> list[torch.Tensor]:
+        """All these tensors, on the devices of the gradients."""
+        return [self.squares, *(sums for _, sums in self.blocks), *(elements for _, _, elements in self.rows)]
 
 
 class ParameterNorms:
@@ -150,13 +164,14 @@ class ParameterNorms:
         values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64)
         squares, present, blocks = values[:num], values[num : 2 * num], values[2 * num :]
         rows = torch.zeros(len(self._shared), NORM_BLOCK)
-        for found in self._found.values():
-            if found.numbers:
-                squares[found.numbers] = found.squares.cpu()
-            for first, sums in found.blocks:
-                blocks[first : first + len(sums)] = sums.cpu()
-            for row, low, elements in found.rows:
-                rows[row, low : low + len(elements)] = elements
+        found = list(self._found.values())
+        on_host = iter(_on_host([part for each in found for part in each.parts()]))
+        for each in found:
+            squares[each.numbers] = next(on_host)
+            for first, sums in each.blocks:
+                blocks[first : first + len(sums)] = next(on_host)
+            for row, low, elements in each.rows:
+                rows[row, low : low + len(elements)] = next(on_host)
         self.forget()
         present[[self._number[name] for name in self._names if arrived(name)]] = 1.0
         values = self._collectives.sum(values.to(self._device)).cpu()
@@ -182,5 +197,5 @@ class ParameterNorms:
             row = self._shared.get((span.name, block))
             if row is not None:
                 low, high = max(start, block * NORM_BLOCK), min(stop, (block + 1) * NORM_BLOCK)
-                elements = part[low - start : high - start].to("cpu", torch.float32, copy=True)
+                elements = part[low - start : high - start].to(torch.float32, copy=True)
                 found.rows.append((row, low - block * NORM_BLOCK, elements))

@@ -48,6 +48,8 @@ class Reserves:
     """Bytes of one node for the operating system and the page cache that data loading needs."""
     process_reserve_bytes: int = 2 * GIB
     """Host bytes of each rank for Python, torch, CUDA's host side."""
+    host_page_bytes: int = 4096
+    """A page of host memory: chunks there are whole pages, which are locked for a GPU; 1 without a GPU."""
 
 
 def _by_record(figures: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -90,6 +92,8 @@ class Machine:
                      "gpu_reserve_bytes", "host_reserve_bytes", "process_reserve_bytes"):
             if not 0 <= figures[name] < float("inf"):
                 raise ConfigError(f"machine {self.name}: {name} is {figures[name]}; give a number from 0 on")
+        if self.reserves.host_page_bytes < 1:
+            raise ConfigError(f"machine {self.name}: host_page_bytes is {self.reserves.host_page_bytes}; give at least 1")
         if not 0 <= self.reserves.gpu_fragmentation < 1:
             raise ConfigError(f"machine {self.name}: gpu_fragmentation is {self.reserves.gpu_fragmentation}; give a share "
                               "below 1")
@@ -164,7 +168,8 @@ MACHINES = {
         "2-cores-8GiB", num_gpus=1, gpu_bytes=4 * GIB, host_bytes=4 * GIB, disk_bytes=50 * GIB,
         speeds=MachineSpeeds(link_bytes_per_s=8e9, gpu_flops=0.1e12, gpu_memory_bytes_per_s=20e9,
                              host_memory_bytes_per_s=20e9, disk_bytes_per_s=0.5e9),
-        reserves=Reserves(gpu_reserve_bytes=0, gpu_fragmentation=0.0, host_reserve_bytes=GIB, process_reserve_bytes=GIB),
+        reserves=Reserves(gpu_reserve_bytes=0, gpu_fragmentation=0.0, host_reserve_bytes=GIB, process_reserve_bytes=GIB,
+                          host_page_bytes=1),
         source="a laptop's two cores with 8 GiB, of which near takes 4. Estimates: 0.1 TFLOP/s, 20 GB/s of memory"),
 }
 ALIASES = {machine.name.lower(): name for name, machine in MACHINES.items()}

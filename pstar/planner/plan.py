@@ -15,10 +15,11 @@ from pstar.layout.budget import (
     near_data_bytes,
     near_states_for_capacity,
     smallest_far_budget,
+    smallest_far_budget_with_disk,
     smallest_near_budget,
     smallest_streaming_budget,
 )
-from pstar.layout.layout import Layout, ModuleSpec, align, least_waste, make_layout
+from pstar.layout.layout import ALIGN_ELEMS, Layout, ModuleSpec, align, least_waste, make_layout
 from pstar.memory.disk import check_disk_path
 from pstar.memory.tier import parse_bytes
 from pstar.modules.host_embedding import compute_embeddings_far
@@ -65,15 +66,18 @@ class Plan:
         config: a checked configuration.
         num_ranks: p.
         default_near_bytes: the near budget if the configuration says auto; None means all model data.
+        align_elems: parameters begin at multiples of it in their chunk.
+        page_bytes: buffers of far are a multiple of it; 1: of any size.
 
     Raises ConfigError, and BudgetError if a budget is too small.
     """
 
-    def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None):
-        self.config, self._default_near_bytes = config, default_near_bytes
+    def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None,
+                 align_elems: int = ALIGN_ELEMS, page_bytes: int = 1):
+        self.config, self._default_near_bytes, self._align_elems = config, default_near_bytes, align_elems
         self.precision = Precision(config.precision, state_bits=config.optimizer.params.state_bits)
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
-                           self.precision.scale_bytes, config.frozen_bits)
+                           self.precision.scale_bytes, config.frozen_bits, page_bytes)
         specs, uses = module_specs(module)
         _refuse_half_frozen(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
@@ -145,7 +149,7 @@ class Plan:
         config, layout, costs = self.config, self.layout, self.costs
         grads_stay = self.accumulates or config.find_unused_parameters
         if config.disk_path is not None:
-            least = smallest_streaming_budget(layout, costs)
+            least = smallest_far_budget_with_disk(layout, costs)
         else:
             least = smallest_far_budget(layout, self.near_state_groups, costs, grads_stay)
         if self.far_budget is None or self.far_budget >= least:
@@ -205,15 +209,16 @@ class Plan:
         """The layout of the configured chunk size, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
-            whole = sum(align(size) for spec in specs for _, size in spec.parameters)    # a larger chunk is padding
-            chunk = min(config.default_chunk_size, max(whole, 1))
-            return [make_layout(specs, chunk, num_ranks, config.ownership, self.costs.scales > 0, self.costs.in_codes)]
+            whole = sum(align(size, self._align_elems) for spec in specs for _, size in spec.parameters)
+            chunk = min(config.default_chunk_size, max(whole, 1))    # a larger chunk is padding
+            return [make_layout(specs, chunk, num_ranks, config.ownership, self.costs.scales > 0, self.costs.in_codes,
+                                self._align_elems)]
         near = None
         if config.near_budget not in ("auto", "min"):
             whole = sum(size * (self.costs.param if name in spec.frozen else self.costs.total)
                         for spec in specs for name, size in spec.parameters)
             near = parse_bytes(config.near_budget, whole)
-        return auto_layouts(specs, num_ranks, self.costs, near, config.ownership, config.communication)
+        return auto_layouts(specs, num_ranks, self.costs, near, config.ownership, config.communication, self._align_elems)
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,

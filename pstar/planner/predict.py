@@ -199,9 +199,9 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
     equally among the ranks of a node. Raises ConfigError for a sequence longer than the model has positions.
     """
     job = job or Job()
+    costs = replace(job.costs, page_bytes=machine.reserves.host_page_bytes)
     if job.seq_len > shape.positions:
         raise ConfigError(f"seq_len is {job.seq_len}, the model has {shape.positions} positions; give at most that")
-    costs = job.costs
     activations, away, back = job.activations_of(shape)
     near_budget = machine.usable_gpu_bytes - activations
     layout, need, _ = choose_layout(shape, costs, machine.num_gpus, max(near_budget, 0), job)
@@ -252,7 +252,7 @@ def _tiers(mode: str, layout: Layout, near_state_groups: list[int], near_budget:
     # On disk: states of as many groups as necessary, then gradients and parameters. Two groups at a time pass through far.
     elsewhere = [group for group in layout.groups if group.index not in set(updated_near)]
     states = sum(costs.state_bytes(group) for group in elsewhere if not group.frozen)
-    passing = 2 * max(map(costs.piece_bytes, elsewhere), default=0)
+    passing = 2 * max((costs.far_bytes(*costs.buffer_bytes(group)) for group in elsewhere), default=0)
     params = sum(costs.param_bytes(group.piece_elems, group.coded) for group in layout.groups)
     disk = min(far + passing - far_room, states + params + costs.grad * layout.trained_elems // layout.num_ranks)
     return updated_near, far + passing - disk, disk
@@ -269,7 +269,7 @@ def _far_peak(layout: Layout, updated_near: list[int], chunks: int, away: int, m
     if layout.num_ranks > 1 or job.micro_steps > 1 or mode in ("disk", "full", None):
         return chunks + away
     near = set(updated_near)
-    grads = costs.grad * sum(group.piece_elems for group in layout.trained if group.index not in near)
+    grads = costs.far_bytes(*(costs.grad * group.piece_elems for group in layout.trained if group.index not in near))
     return max(chunks, chunks - grads + away)
 
 

@@ -18,7 +18,8 @@ from pstar.layout.budget import Costs, smallest_far_budget, smallest_streaming_b
 from pstar.layout.layout import num_blocks
 from pstar.memory import accelerator
 from pstar.memory.links import Links
-from pstar.memory.tier import FAR, NEAR, format_bytes
+from pstar.memory.pinned import registration_for
+from pstar.memory.tier import FAR, NEAR, Tier, format_bytes
 from pstar.numerics.precision import Precision
 from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam
 from pstar.planner.plan import Plan
@@ -162,9 +163,9 @@ def _host_adam(precision: Precision, grad_dtype: torch.dtype, elems: int) -> flo
 
 def _link(links: Links, device: torch.device, num_bytes: int) -> float:
     """Bytes per second between host and near, for each direction while both copy; copies of num_bytes or less."""
-    pinned = accelerator.is_accelerator(device)    # like far's buffers
+    far = Tier(FAR, torch.device("cpu"), registration=registration_for(device))    # buffers as the engine's
     near_in, near_out = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    far_in, far_out = (torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    far_in, far_out = (far.allocate(num_bytes, torch.uint8, "speed").fill_(1) for _ in range(2))
 
     def both(size: int) -> None:
         ways = [links.submit(FAR, NEAR, lambda: links.copy(near_in[:size], far_in[:size]), size),

@@ -10,6 +10,7 @@ import pytest
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+import equal  # noqa: E402
 import models  # noqa: E402
 
 
@@ -60,6 +61,33 @@ def test_a_run_that_would_take_all_memory_is_not_tried() -> None:
     assert models.hopeless("pstar", 7 * 10**9, {"far": 2**31}, 128 * 2**30) == "not tried: 2.0 GiB too little far"
 
 
+def test_a_part_that_the_gpu_does_not_have_is_not_tried() -> None:
+    assert models.hopeless("pstar", 10**9, {}, 2**40, 80, 48 * 10**9) == "not tried: this GPU has 48 GB"
+    assert models.hopeless("pstar", 10**9, {}, 2**40, 40, 48 * 10**9) is None
+
+
+@pytest.mark.parametrize("line, full", [
+    ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+    ("AcceleratorError: CUDA error: out of memory", True), ("not tried: 2.0 GiB too little far", True),
+    ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory", True),
+    ("its process was killed: host memory is full, most likely", True), ("BudgetError: far budget 1000", True),
+    ("RuntimeError: Expected all tensors to be on the same device", False), ("TypeError: no message", False),
+])  # fmt: skip
+def test_too_little_memory_is_a_result_and_another_error_is_not(line, full) -> None:
+    assert models.is_memory(line) == full
+
+
+def test_other_numbers_are_found(monkeypatch, capsys) -> None:
+    """equal.py with a placement that is none: it has another learning rate."""
+    shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 50}
+    monkeypatch.setattr(equal, "PLACEMENTS", {"all": {"near_budget": "100%"}, "min": {"near_budget": "min"},
+                                              "other": {"optimizer": {"params": {"lr": 2e-3}}}})
+    lines, wrong = equal.compare(shape, models.torch.device("cpu"))
+    assert wrong == 2 and ["off by" in line for line in lines] == [False, False, True] * 2
+    assert all(line.endswith("| equal | equal |") for line in lines if "| other |" not in line)
+    assert all("differ** |" in line for line in lines if "| other |" in line)
+
+
 @pytest.mark.parametrize("billions", [1.5, 7, 13, 17])
 def test_a_model_has_about_as_many_parameters_as_it_is_called(billions: float) -> None:
     work = {"model": models.model_of(billions), "batch": 1, "seq_len": 1024, "near_memory": 10**12, "recompute": True}
@@ -71,7 +99,8 @@ def test_a_model_has_about_as_many_parameters_as_it_is_called(billions: float) -
     (["--only", "deepspeed"], "--only deepspeed: not known; choose from pstar, plain, fsdp2"),
     (["--rounds", "0"], "--rounds must be above 0"),
     (["--config", "{"], "argument --config: invalid loads value"),
-    ([], "--device cuda: there is no GPU here"),
+    (["--cap", "-1"], "--cap must be above 0"),
+    ([], "--device cuda needs a GPU that torch can use"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_one_line(flags, message, capsys, monkeypatch) -> None:
     monkeypatch.setattr(models.torch.cuda, "is_available", lambda: False)

@@ -37,6 +37,13 @@ def copy_of(chapter: Chapter, folder: Path) -> Chapter:
     return Chapter(chapter.name, folder)
 
 
+def test_deterministic_kernels_change_no_bit_on_a_cpu(finished, tmp_path: Path) -> None:
+    chapter = Chapter("00_single", tmp_path)
+    chapter.train_forked(*STEPS, "--deterministic")
+    assert chapter.losses() == finished[0].losses()
+    assert json.loads((chapter.output / "config.json").read_text())["deterministic"] is True
+
+
 def test_metrics_have_a_row_a_step_with_all_the_contract_names(finished) -> None:
     rows = finished[0].metrics()
     assert [row["step"] for row in rows] == list(range(1, 11))

@@ -14,11 +14,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpt2_chinese.checkpoint.trained_model import read_weights
+from gpt2_chinese.distributed import devices
+from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from gpt2_chinese.run.resolve import resolve
+from pstar.config import load_config
+from pstar.layout.budget import default_near_bytes
+from pstar.planner.plan import Plan
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, fork
-from tests.chapters.technique import settings_error
+from tests.chapters.technique import settings_error, technique
 from tests.cover import quick_only
 from tests.limits import HANGS_S
 
@@ -201,6 +208,22 @@ def test_the_default_budget_is_a_quarter_or_the_least_that_works(ranks, tmp_path
         chapter.folder.mkdir()
         train(ranks, 1, chapter, "--max-steps", 1, "--seq-len", 16, *flags)
         assert json.loads((chapter.output / "config.json").read_text())["near_budget"] == budget
+
+
+@pytest.mark.parametrize("num_gpus, near, precision", [(1, "auto", "bf16"), (0, "25%", "fp32")])
+def test_on_a_gpu_the_engine_decides_and_a_small_model_stays_there(monkeypatch, tmp_path, num_gpus, near, precision) -> None:
+    """On a GPU of 139 GiB GPT-2 with 124 million parameters is near with its optimizer states; a quarter would keep none."""
+    monkeypatch.setattr(devices, "count_gpus", lambda: num_gpus)
+    given = ["--model-config", "small", "--output-dir", str(tmp_path), "--nproc", "1"]
+    program = str(ROOT / "chapters/07_patrickstar/train.py")
+    settings = resolve(technique("07_patrickstar", "engine_settings").Settings.from_command_line(program, "", given))
+    config = settings.engine_config()
+    assert (settings.near_budget, config["near_budget"], config["near_memory"]) == (near, near, "auto")
+    assert config["bf16"]["enabled"] == (precision == "bf16")
+    with torch.device("meta"):
+        plan = Plan(GPT2LMHeadModel(settings.model), load_config(config), 1, default_near_bytes([139 * 2**30]))
+    assert plan.stays_near == bool(num_gpus)
+    assert len(plan.near_state_groups) == (len(plan.layout.trained) if num_gpus else 0)
 
 
 @pytest.mark.parametrize("steps", quick_only([80, 200], 80))

@@ -61,6 +61,15 @@ def test_a_failing_rank_fails_the_job(program: list[str]) -> None:
     assert "rank 1 gives up" in said and "error: rank 1 failed with status 1" in said
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_all_ranks_use_deterministic_kernels(program: list[str], nproc: int) -> None:
+    file = Path(program[1])
+    asked = "str((os.environ.get('CUBLAS_WORKSPACE_CONFIG'), torch.are_deterministic_algorithms_enabled())) + chr(10)"
+    file.write_text(PROGRAM.replace("ranks.barrier()", f"print({asked}, end='', flush=True)\nranks.barrier()"))
+    said = fork([*program, "--nproc", str(nproc), "--deterministic"])
+    assert said.count("(':4096:8', True)") == nproc
+
+
 def test_one_rank_has_no_group(program: list[str]) -> None:
     with_one = fork([*program, "--nproc", "1"])
     assert "rank 0 of 1: ([1.0, 1.0], 0.0, 0.0, True, 'cpu')" in with_one

@@ -22,7 +22,7 @@ REASONS = {  # pattern for the beginning of a command -> why no test runs it
     r"pytest tests/exercises": "tests/exercises runs the graders, on the exercise and on its solution",
     r"bash tests/run\.sh": "it is running",
     r"bash benchmarks/": "minutes; tests/benchmarks and tests/chapters run them with --quick",
-    r"python benchmarks/gpu/": "needs a GPU; tests/benchmarks runs models.py with --quick --device cpu",
+    r"python benchmarks/gpu/": "needs a GPU; tests/benchmarks runs all of them with toys on a CPU",
     r"pip install -e|conda env": "they change the environment; tests of the set-up and the extras hold them",
     r"source \.venv/bin/activate": "the environment of the tests is active; test_setup.py makes a .venv",
     r"pip install horovod": "the mistake that the sentence is about",

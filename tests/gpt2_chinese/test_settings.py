@@ -21,6 +21,7 @@ CONTRACT = [
     "recompute",
     *("lr", "warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every"),
     *("save-every", "keep", "log-every", "output-dir", "init-from", "resume", "seed", "device"),
+    "deterministic",
 ]
 
 

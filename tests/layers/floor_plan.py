@@ -43,11 +43,12 @@ PSTAR_ROWS = {
 # The same inside a folder. Files of a folder do not import from its face, __init__.
 FOLDER_ROWS = {
     "pstar/chunks": {
-        "activation_offload": 0,
+        "activation_streams": 0,
         "borrowed": 0,
         "peak_watch": 0,
         "unit": 0,
         "update_tiers": 0,
+        "activation_offload": 1,
         "parameters": 1,
         "room": 1,
         "gradients": 2,
@@ -108,7 +109,8 @@ KNOWS_HOROVOD = ("gpt2_chinese/distributed/horovod_launcher.py", "gpt2_chinese/d
 QUICK_MODULES = ("settings", "errors", "corpus", "tokens", "weights", "model.config", "vocabulary.profiles",
                  "vocabulary.fit", "vocabulary.__main__", "corpora.convert", "corpora.__main__", "data.token_cache",
                  "generate.sampling", "generate.writer", "generate.__main__", "checkpoint.trained_model", "checkpoint.load",
-                 "evaluate.loss", "evaluate.perplexity", "evaluate.__main__", "run.resolve", "distributed.horovod_launcher")
+                 "evaluate.loss", "evaluate.perplexity", "evaluate.__main__", "run.resolve", "distributed.devices",
+                 "distributed.horovod_launcher")
 
 CODE = {".py", ".sh", ".cpp", ".cu", ".cuh", ".h"}
 NOT_OURS = {"build", "dist", "site", "runs", "node_modules", "__pycache__"}

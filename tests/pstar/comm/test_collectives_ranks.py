@@ -13,6 +13,7 @@ from pstar.comm import shared_memory
 from pstar.comm.collectives import Collectives
 from pstar.memory.tier import Ledger
 from tests.cover import quick_only
+from tests.pstar.elsewhere import Elsewhere, elsewhere
 
 SIZES = [1, 7, 300_001, 1_500_000]    # the last needs several slices of the staging area
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -68,6 +69,61 @@ def test_shared_memory_gives_the_results_of_the_process_group(ranks, num_ranks):
         exact = sum(values(rank, numel * num_ranks, dtype).double() for rank in range(num_ranks)) / num_ranks
         eps = torch.finfo(dtype).eps    # each term is rounded once when it is divided, and the sum once
         torch.testing.assert_close(got.double().view(-1), exact, rtol=2 * eps, atol=4 * eps)
+
+
+def other_device_case(rank: int, num_ranks: int, move):
+    """Results of every collective, in host memory, on tensors that `move` places."""
+    collectives, results = Collectives(None, Ledger()), []
+    for numel in SIZES[:3]:
+        for dtype in DTYPES:
+            flat, piece = move(values(rank, numel * num_ranks, dtype)), move(torch.empty(numel, dtype=dtype))
+            collectives.reduce_scatter_mean(piece, flat).wait()
+            gathered = move(torch.full((num_ranks, numel), float("nan"), dtype=dtype))
+            gathered[rank] = piece
+            collectives.all_gather(gathered.view(-1)).wait()
+            shared, mean = move(values(rank, numel, dtype)), move(values(10 + rank, numel, dtype))
+            collectives.broadcast(shared, 1).wait()
+            collectives.reduce_mean(mean, 0).wait()
+            results += [gathered, shared] + [mean] * (rank == 0)
+    results.append(collectives.sum(move(torch.arange(5, dtype=torch.float64) * (rank + 1))))
+    assert all(type(result) is type(move(torch.zeros(1))) for result in results), "results are on the tensors' device"
+    return collectives.through_memory, [result.cpu() for result in results]
+
+
+def stay(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def test_tensors_of_a_gpu_that_ranks_share_go_through_host_memory_with_the_same_bits(ranks):
+    """Two ranks on one GPU, with gloo: NCCL refuses that. On a made-up device, whose tensors cannot meet host memory's."""
+    with pytest.raises(RuntimeError, match="same device"):
+        elsewhere(torch.ones(2)) + torch.ones(2)
+    in_host_memory = ranks(2).run(other_device_case, stay)
+    for expected, found in zip(in_host_memory, ranks(2).run(other_device_case, elsewhere), strict=True):
+        assert found[0] == expected[0] and len(found[1]) == len(expected[1])
+        assert all(torch.equal(a, b) and not isinstance(a, Elsewhere) for a, b in zip(found[1], expected[1], strict=True))
+
+
+def subset_case(rank: int, num_ranks: int):
+    """Ranks 0 and 2 use an engine's collectives in a group of their own, as under NCCL; rank 1 makes no such call."""
+    pair = dist.new_group([0, 2])
+    found = None
+    if rank != 1:
+        with mock.patch.object(dist, "get_backend", lambda group=None: "nccl"):
+            collectives = Collectives(pair, Ledger())
+        found = collectives.from_all(rank), collectives.host_group is not pair, collectives.from_rank_0(f"of {rank}")
+    later = dist.new_group([0, 1, 2])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=later)
+    dist.destroy_process_group(later)
+    return found, total.item()
+
+
+def test_ranks_outside_of_the_group_need_not_take_part(ranks):
+    """torch numbers the groups that a rank makes: after a group that only its members made, the next one of all ranks would
+    have another number on each, and would never meet."""
+    inside = ([0, 2], True, "of 0")
+    assert ranks(3).run(subset_case, timeout=60) == [(inside, 3.0), (None, 3.0), (inside, 3.0)]
 
 
 def fallback_case(rank: int, num_ranks: int, what: str):

@@ -12,6 +12,7 @@ from pstar.kernels import NORM_BLOCK
 from pstar.layout.layout import ModuleSpec, make_layout
 from pstar.memory.tier import Ledger
 from pstar.numerics.grad_norm import ParameterNorms, clip_grad_norm_, global_norm, parameter_norms
+from tests.pstar.elsewhere import Elsewhere, elsewhere
 
 SIZES = {"a": 3 * NORM_BLOCK + 5, "b": 7, "c": 40_000, "d": 2 * NORM_BLOCK, "e": 130_001, "unused": 50}
 
@@ -37,7 +38,8 @@ def norms_of(norms: ParameterNorms, pieces: dict[int, torch.Tensor], arrived):
     return norms(arrived)
 
 
-def norms_case(rank: int, num_ranks: int, dtype: torch.dtype, drop_rows: bool = False):
+def norms_case(rank: int, num_ranks: int, dtype: torch.dtype, drop_rows: bool = False, device: str = "cpu"):
+    """The norms of each layout. device: of the pieces: "cpu", "other" (a made-up one), or "both" in turns."""
     collectives, results = Collectives(None, Ledger()), []
     for layout in layouts(num_ranks):
         pieces = {}
@@ -52,7 +54,11 @@ def norms_case(rank: int, num_ranks: int, dtype: torch.dtype, drop_rows: bool = 
         # "b" has a gradient on rank 0 only: then the others' share of its mean is 0
         if drop_rows:
             norms._shared.clear()
+        on_other = [index for index in pieces if device == "other" or (device == "both" and index % 2)]
+        pieces |= {index: elsewhere(pieces[index]) for index in on_other}
+        before = Elsewhere.to_host
         results.append(norms_of(norms, pieces, lambda name: name != "unused" and (name != "b" or rank == 0)))
+        assert Elsewhere.to_host - before == bool(on_other), "one transfer a step, however many groups"
     return results
 
 
@@ -65,6 +71,14 @@ def test_no_layout_changes_a_bit(ranks, num_ranks, dtype):
         for norms, used in results:
             assert torch.equal(norms, expected)
             assert used == set(SIZES) - {"unused"}
+
+
+@pytest.mark.parametrize("device", ["other", "both"])
+def test_norms_on_a_device_are_transferred_once_a_step(ranks, device):
+    """Each transfer waits for the device: one for each group, or for each block between ranks, would empty its queue."""
+    expected = parameter_norms(grad for name, grad in grads().items() if name != "unused")
+    for results in ranks(2).run(norms_case, torch.float32, False, device):
+        assert all(torch.equal(norms, expected) for norms, _ in results)
 
 
 def test_without_the_blocks_on_two_ranks_the_norm_is_another(ranks):

@@ -103,7 +103,7 @@ def test_the_chunk_size_is_the_one_that_the_engine_chooses(name, num_ranks):
         assert layout == plan.layout and need <= budget
 
 
-SPEEDS, NO_RESERVES = MachineSpeeds(1e9, 1e9, 1e9, 1e9, disk_bytes_per_s=1e9), Reserves(0, 0.0, 0, 0)
+SPEEDS, NO_RESERVES = MachineSpeeds(1e9, 1e9, 1e9, 1e9, disk_bytes_per_s=1e9), Reserves(0, 0.0, 0, 0, 1)
 
 
 def one_gpu(near: int, far: int, job: Job, disk: int = 0) -> Machine:

@@ -1,0 +1,45 @@
+"""What the programs of this folder share: the line on a machine without a GPU, and the facts on each page."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import signal
+import warnings
+
+import torch
+from facts import num_cores, versions, when_and_how
+
+
+def has_gpu() -> bool:
+    """True if torch can use a GPU. Prints nothing: a CUDA build of torch warns if there is no driver."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()
+
+
+def end_with_parent() -> None:
+    """This process is killed when its parent ends, also if that is killed: else it would keep the GPU. Linux only."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG of <sys/prctl.h>
+
+
+def check_device(parser: argparse.ArgumentParser, device: str, instead: str) -> None:
+    """Ends the program with one line and status 2 if device is "cuda" without a GPU; `instead`: flags that work here."""
+    if device == "cuda" and not has_gpu():
+        parser.error(f"--device cuda needs a GPU that torch can use; {instead} shows that the program runs")
+
+
+def name_of(device: str) -> str:
+    """The device in words."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"{num_cores()} cores of a CPU, no GPU"
+
+
+def facts_of(script: str, argv: list[str]) -> list[tuple[str, str]]:
+    """(name, fact) of versions, date and command. The folder of the results is a path of one machine, so it is left out."""
+    shown = list(argv)
+    if "--results" in shown:
+        at = shown.index("--results")
+        del shown[at : at + 2]
+    return [("versions", versions(CUDA=str(torch.version.cuda))), *when_and_how(f"gpu/{script}", shown, "python")]

@@ -1,0 +1,97 @@
+"""Runs the test files with tests that need CUDA, and those of the kernels' build; writes gpu_tests.md.
+
+    python benchmarks/gpu/cuda_tests.py
+
+Files are found by their mark, `skipif(not torch.cuda.is_available()`. Status 1 if a test fails, or if none passes on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO)]
+from command_line import parser_of  # noqa: E402
+from common import check_device, facts_of, name_of  # noqa: E402
+from facts import bullets  # noqa: E402
+
+NEEDS_CUDA = re.compile(r"skipif\(\s*not torch\.\w+\.is_available\(\)")
+MORE = ("tests/pstar/kernels/test_nvrtc.py",)
+"""Files that need NVRTC, which torch's CUDA build brings."""
+RESULTS = ("passed", "failed", "skipped")
+
+
+def files() -> list[str]:
+    """Test files with a test that needs CUDA, from the repository's root."""
+    paths = sorted((REPO / "tests").rglob("test_*.py"))
+    found = [str(path.relative_to(REPO)) for path in paths if NEEDS_CUDA.search(path.read_text(encoding="utf-8"))]
+    return [*found, *(file for file in MORE if file not in found)]
+
+
+def rows(report: Path) -> tuple[dict[str, Counter], list[str]]:
+    """({file: counts of RESULTS and seconds}, names of tests that failed) of pytest's XML report."""
+    counts, failed = {}, []
+    for case in ElementTree.parse(report).iter("testcase"):
+        place = case.get("classname", "") or case.get("name", "")
+        count = counts.setdefault(place, Counter())
+        kinds = {child.tag for child in case}
+        result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        count[result] += 1
+        count["seconds"] += float(case.get("time", 0))
+        if result == "failed":
+            failed.append(f"{place}::{case.get('name')}")
+    return counts, failed
+
+
+def page(counts: dict[str, Counter], failed: list[str], device: str, argv: list[str]) -> str:
+    facts = [("device", name_of(device)), *facts_of("cuda_tests.py", argv)]
+    lines = ["# Tests on a GPU", "", *bullets(facts), "", "| tests | passed | failed | skipped | seconds |",
+             "|---|---:|---:|---:|---:|"]
+    for place, count in sorted(counts.items()):
+        lines.append(f"| {place} | {' | '.join(str(count[result]) for result in RESULTS)} | {count['seconds']:.1f} |")
+    if failed:
+        lines += ["", "Failed:", "", *(f"- `{name}`" for name in failed)]
+    return "\n".join([*lines, ""])
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = parser_of("cuda_tests.py", __doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda or cpu (default: cuda)")
+    parser.add_argument("--quick", action="store_true", help="accepted as by the other programs: it changes nothing")
+    parser.add_argument("--results", type=Path, default=HERE.parent / "results", help="where to write")
+    options = parser.parse_args(argv)
+    check_device(parser, options.device, "--device cpu")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Runs pytest, writes and prints the page."""
+    options = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="cuda_tests_") as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "not deep", "-p", "no:cacheprovider",
+                   f"--junitxml={report}", *files()]
+        path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
+        status = subprocess.run(command, cwd=REPO, env=os.environ | {"PYTHONPATH": path}).returncode
+        if not report.exists():
+            return 1
+        counts, failed = rows(report)
+    options.results.mkdir(parents=True, exist_ok=True)
+    text = page(counts, failed, options.device, argv)
+    (options.results / "gpu_tests.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+    on_a_gpu = options.device == "cuda"
+    return int(status != 0 or (on_a_gpu and not any(count["passed"] for count in counts.values())))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
