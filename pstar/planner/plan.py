@@ -95,8 +95,9 @@ class Plan:
         if config.disk_path is not None:
             check_disk_path(Path(config.disk_path))
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
-        least_far = self._fit_far(uses, num_ranks)
-        self.activation_room = None if self.far_budget is None else self.far_budget - least_far
+        self.least_far = self._fit_far(uses, num_ranks)
+        """Bytes that far holds in any case on each rank, when all gradients have arrived."""
+        self.activation_room = None if self.far_budget is None else self.far_budget - self.least_far
 
     def _fit_near(self, specs: list[ModuleSpec], uses: Uses, num_ranks: int) -> tuple[Layout, int, int]:
         """(the layout that wastes least of those that fit, its near budget, the least near budget that it could have).
