@@ -23,8 +23,8 @@ from pstar.layout.layout import CODE_BLOCK, Layout
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
-from pstar.memory.pages import PAGE_BYTES, free_host_bytes, is_out_of_host_memory
-from pstar.memory.pinned import Registration, registration_for
+from pstar.memory.pages import free_host_bytes, is_out_of_host_memory
+from pstar.memory.pinned import Registration, far_page_bytes, registration_for
 from pstar.memory.segments import Reserved, grow_segments
 from pstar.memory.tier import DISK, FAR, MOVES, NEAR, SAVE_HOST_MEMORY, Ledger, Tier, format_bytes, keep_freed_memory
 from pstar.modules.host_embedding import compute_embeddings_far
@@ -451,13 +451,12 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
-    registration = registration_for(device)
-    plan = Plan(module, config, collectives.num_ranks, default_near, PAGE_BYTES if registration else 1)
+    plan = Plan(module, config, collectives.num_ranks, default_near, far_page_bytes(device))
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
         warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
                       "False in model_func, before the engine starts", stacklevel=2)
     _check_host_memory(plan, collectives)
-    engine = Engine(module, plan, collectives, device, registration)
+    engine = Engine(module, plan, collectives, device, registration_for(device))
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
     optimizer = engine._take_over(groups, recipe)
     if device.type == "cpu" and not config.offload_activations:    # with offloading, memory matters more than time

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from pstar.memory.pages import Pages, whole_pages
+from pstar.memory.pages import PAGE_BYTES, Pages, whole_pages
 
 PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices, not only the current one."""
@@ -75,6 +75,11 @@ class CudaRegistration:
 def registration_for(device: torch.device) -> Registration | None:
     """How far memory is locked for copies to and from a device; None: it is not."""
     return CudaRegistration(device) if device.type == "cuda" else None
+
+
+def far_page_bytes(device: torch.device) -> int:
+    """Buffers of far are a multiple of this: of a page if registration_for locks them, else of any size."""
+    return 1 if registration_for(device) is None else PAGE_BYTES
 
 
 class LockedPages:

@@ -21,6 +21,7 @@ from pstar.layout.budget import (
 )
 from pstar.layout.layout import Layout, ModuleSpec, align, least_waste, make_layout
 from pstar.memory.disk import check_disk_path
+from pstar.memory.pinned import far_page_bytes
 from pstar.memory.tier import parse_bytes
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.lazy_init import build
@@ -221,12 +222,15 @@ class Plan:
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,
-                num_ranks: int = 1) -> Plan:
+                num_ranks: int = 1, device: torch.device | str | None = None) -> Plan:
     """Checks a configuration against a model before any process is started; builds the model without memory if possible.
 
+    device: near's, as for initialize_engine; chunks in host memory take whole pages if it is a GPU.
     Raises the errors that initialize_engine would raise.
     """
     module, config = build(model_func)[0], load_config(config)
     if config.use_cpu_embedding:
         compute_embeddings_far(module, torch.device("cpu"))
-    return Plan(module, config, num_ranks)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Plan(module, config, num_ranks, page_bytes=far_page_bytes(torch.device(device)))

@@ -246,7 +246,8 @@ def test_cuda_registers_for_all_devices_and_leaves_no_error_behind(status, monke
 def driver(monkeypatch) -> Driver:
     """All engines lock their far memory with it, as those with a GPU do."""
     made = Driver()
-    monkeypatch.setattr(pstar.engine, "registration_for", lambda device: made)
+    for module in (pinned, pstar.engine):
+        monkeypatch.setattr(module, "registration_for", lambda device: made)
     return made
 
 
@@ -287,6 +288,13 @@ def test_the_least_far_budget_is_enough_and_a_byte_less_is_refused(driver):
     assert model.far.peak_bytes <= least and driver.locked_bytes <= least
     with pytest.raises(BudgetError):
         toy.build(far_budget=least - 1, **keys)
+
+
+def test_the_check_before_processes_start_counts_pages_for_a_gpu_only():
+    keys = toy.config(near_budget="min", default_chunk_size=3_000)
+    least = {device: pstar.plan_engine(toy.Toy, keys, device=device).least_far for device in ("cuda:0", "cpu", None)}
+    assert least["cuda:0"] % PAGE_BYTES == 0 and least["cpu"] < least["cuda:0"]
+    assert least[None] == least["cuda:0" if torch.cuda.is_available() else "cpu"]
 
 
 def test_twelve_billion_parameters_lock_the_bytes_of_their_plan():
