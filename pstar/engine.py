@@ -1,5 +1,6 @@
 """initialize_engine: makes an engine and its optimizer from a model and a configuration."""
 
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,9 +25,10 @@ from pstar.memory.accelerator import free_bytes, is_accelerator, near_device
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
-from pstar.memory.pinned import PAGE_BYTES, Registration, registration_for
+from pstar.memory.pages import free_host_bytes, is_out_of_host_memory
+from pstar.memory.pinned import Registration, far_page_bytes, registration_for
 from pstar.memory.segments import Reserved, grow_segments
-from pstar.memory.tier import DISK, FAR, MOVES, NEAR, Ledger, Tier, format_bytes, keep_freed_memory
+from pstar.memory.tier import DISK, FAR, MOVES, NEAR, SAVE_HOST_MEMORY, Ledger, Tier, format_bytes, keep_freed_memory
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.inputs import cast_inputs, shape_of
 from pstar.modules.lazy_init import Recipe, build, storage_key
@@ -119,7 +121,7 @@ class Engine(torch.nn.Module):
             if tensor.device.type == "meta":
                 wanted.setdefault(storage_key(tensor), []).append((name, tensor))
 
-        def take(tensors: list[tuple[str, torch.Tensor]], memory: torch.Tensor) -> None:
+        def take(tensors: list[tuple[str, torch.Tensor]], memory: torch.Tensor) -> bool:
             for name, tensor in tensors:
                 made = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                 if name:
@@ -129,6 +131,7 @@ class Engine(torch.nn.Module):
                     made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)
                 torch.utils.swap_tensors(tensor, made)    # keeps the object: the model may refer to it elsewhere
+            return all(name for name, _ in tensors)
 
         recipe.replay(wanted, take)
         for name, param in self._chunks.params.items():    # real parameters, which model_func did not make itself
@@ -189,9 +192,13 @@ class Engine(torch.nn.Module):
             raise BudgetError(f"{self.device}: out of memory with {format_bytes(self.near.used_bytes)} of chunks in near: "
                               "give a smaller near_budget or near_memory, a smaller micro-batch, activation checkpointing "
                               f"or offload_activations ({str(error).splitlines()[0]})") from error
-        except BaseException:
+        except BaseException as error:
             self._stop_watching()
             self._hooks.abandon()
+            if isinstance(error, RuntimeError | MemoryError) and is_out_of_host_memory(error):
+                raise BudgetError(f"host memory is full, with {format_bytes(self.far.used_bytes)} of chunks in far: "
+                                  f"{SAVE_HOST_MEMORY}, a smaller micro-batch or activation checkpointing "
+                                  f"({str(error).splitlines()[0]})") from error
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -385,6 +392,19 @@ def _refuse_copy(protocol: Any) -> Any:
                      "model.gather_state() gives plain tensors, model.save_checkpoint() a file")
 
 
+def _check_host_memory(plan: Plan, collectives: Collectives) -> None:
+    """Raises BudgetError on all ranks if the ranks of a machine need more host memory for far than it has left. The system
+    would end one of them without a word, and only when its pages are written."""
+    mine = socket.gethostname(), plan.least_far, free_host_bytes()
+    every = collectives.from_all(mine) if collectives.num_ranks > 1 else [mine]
+    for host in sorted({name for name, _, _ in every}):
+        needs = [need for name, need, _ in every if name == host]
+        free = min((free for name, _, free in every if name == host and free is not None), default=None)
+        if free is not None and sum(needs) > free:
+            raise BudgetError(f"host memory: {len(needs)} process(es) on {host} need {format_bytes(sum(needs))} for far, "
+                              f"{format_bytes(free)} are free: {SAVE_HOST_MEMORY}")
+
+
 def make_scaler(config: Config) -> LossScaler:
     """The configured loss scale; without fp16 it is 1 and stays 1."""
     fp16 = config.fp16
@@ -434,12 +454,12 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     default_near, align_elems = None, ALIGN_ELEMS
     if is_accelerator(device):
         default_near, align_elems = default_near_bytes(collectives.from_all(free_bytes(device))), GPU_ALIGN_ELEMS
-    registration = registration_for(device)
-    plan = Plan(module, config, collectives.num_ranks, default_near, align_elems, PAGE_BYTES if registration else 1)
+    plan = Plan(module, config, collectives.num_ranks, default_near, align_elems, far_page_bytes(device))
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
         warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
                       "False in model_func, before the engine starts", stacklevel=2)
-    engine = Engine(module, plan, collectives, device, registration)
+    _check_host_memory(plan, collectives)
+    engine = Engine(module, plan, collectives, device, registration_for(device))
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
     optimizer = engine._take_over(groups, recipe)
     if device.type == "cpu" and not config.offload_activations:    # with offloading, memory matters more than time

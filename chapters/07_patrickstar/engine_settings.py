@@ -154,7 +154,8 @@ class Settings(BaseSettings):
             grow_segments()  # here, because launch() starts CUDA, which reads the setting once
 
         def plan() -> None:
-            found = pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc)
+            device = None if self.device == "auto" else self.device
+            found = pstar.plan_engine(lambda: GPT2LMHeadModel(self.model), self.engine_config(), self.nproc, device)
             self.chunk_elems, self.near_bytes = found.layout.chunk_elems, found.near_budget  # for chunks.py
 
         try:

@@ -73,6 +73,10 @@ def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp
     param.add_(change.add_(param, alpha=neg_decay))
 
 
+SPLIT_ELEMS = 2**18
+"""Split at once on the CPU: their intermediate values stay in the caches, where each larger tensor would get new pages."""
+
+
 def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
     """Splits fp32 into the nearest bf16 (high) and the signed difference of the bit patterns (low, int16).
 
@@ -80,10 +84,17 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
     `+ 0x8000` before the shift rounds to nearest, ties away from zero; the difference to the rounded number is then in
     [-32768, 32767] and fits 16 bits.
     """
-    bits = master.view(torch.int32)
-    kept = (bits + 0x8000) >> 16
-    low.copy_(bits - (kept << 16))
-    high.view(torch.int16).copy_(kept)
+    places = master.view(torch.int32), high.view(torch.int16), low
+    if master.device.type == "cpu" and all(each.is_contiguous() for each in places):
+        scratch = torch.empty(min(SPLIT_ELEMS, master.numel()), dtype=torch.int32)
+        for bits, its_high, its_low in zip(*(each.view(-1).split(SPLIT_ELEMS) for each in places), strict=True):
+            kept = torch.add(bits, 0x8000, out=scratch[: bits.numel()]).bitwise_right_shift_(16)
+            its_high.copy_(kept)
+            its_low.copy_(torch.sub(bits, kept.bitwise_left_shift_(16), out=kept))
+        return
+    kept = (places[0] + 0x8000) >> 16
+    low.copy_(places[0] - (kept << 16))
+    places[1].copy_(kept)
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,13 @@ class CopyQueue:
         asynchronous: False runs each copy at once, in submit.
         bytes_per_s: simulates a link of this speed: a copy takes at least num_bytes / bytes_per_s seconds. None: no limit.
 
-    Submit from one thread only. The first submission starts the background thread. When the process exits, the thread
-    finishes the copy under way and drops the queued ones. A forked child has no threads: make queues after the fork. A queue
-    that was made before it raises StateError in the child.
+    Submit from one thread at a time. That is the program's thread; in backward of operations on a GPU it is autograd's
+    thread for that device, while the program's thread is in backward() and runs only operations on the CPU, which use no
+    chunk (torch/csrc/autograd/engine.cpp).
+
+    The first submission starts the background thread. When the process exits, the thread finishes the copy under way and
+    drops the queued ones. A forked child has no threads: make queues after the fork. A queue that was made before it raises
+    StateError in the child.
     """
 
     def __init__(self, name: str, asynchronous: bool = True, bytes_per_s: float | None = None):

@@ -13,7 +13,7 @@ If the system refuses to lock a buffer, this one and all later ones are pageable
 and right.
 """
 
-import mmap
+import ctypes
 import os
 import warnings
 import weakref
@@ -22,7 +22,8 @@ from typing import Protocol
 
 import torch
 
-PAGE_BYTES = mmap.PAGESIZE
+from pstar.memory.pages import PAGE_BYTES, Pages, whole_pages
+
 PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices, not only the current one."""
 
@@ -31,7 +32,8 @@ class Registration(Protocol):
     """Locks and unlocks pages."""
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Locks whole pages; returns None, or the reason why the system refused, and then nothing is locked."""
+        """Locks whole pages, which are new and keep their zeros; returns None, or the reason why the system refused. Then
+        nothing is locked."""
 
     def unregister(self, address: int) -> None:
         """Unlocks all pages of the registration that begins there. No copy of them may be under way."""
@@ -49,6 +51,8 @@ class CudaRegistration:
 
     def register(self, address: int, num_bytes: int) -> str | None:
         runtime = torch.cuda.cudart()
+        # CUDA takes pages one after the other, under a lock; all threads of torch take them first.
+        torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8).zero_()
         with torch.cuda.device(self.device):
             status = runtime.cudaHostRegister(address, num_bytes, PORTABLE)
             if int(status) == 0:
@@ -73,6 +77,11 @@ def registration_for(device: torch.device) -> Registration | None:
     return CudaRegistration(device) if device.type == "cuda" else None
 
 
+def far_page_bytes(device: torch.device) -> int:
+    """Buffers of far are a multiple of this: of a page if registration_for locks them, else of any size."""
+    return 1 if registration_for(device) is None else PAGE_BYTES
+
+
 class LockedPages:
     """Makes buffers of whole pages and registers each of them.
 
@@ -95,7 +104,7 @@ class LockedPages:
         """num_bytes, uint8, zeros, at the begin of new pages, which live as long as tensors that view them."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        pages = _Pages(whole_pages(num_bytes), self)
+        pages = _LockedPages(whole_pages(num_bytes), self)
         buffer = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
         pages.address = buffer.data_ptr()
         if not self._refused and self._close.alive:
@@ -122,22 +131,15 @@ class LockedPages:
         self._close()
 
 
-class _Pages(mmap.mmap):
-    """Anonymous pages of one buffer. (A weak reference would report their end too late: mmap unmaps before it does.)"""
-
-    def __new__(cls, num_bytes: int, owner: LockedPages) -> "_Pages":
-        return super().__new__(cls, -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+class _LockedPages(Pages):
+    """Pages of one buffer. (A weak reference would report their end too late: mmap unmaps before it does.)"""
 
     def __init__(self, num_bytes: int, owner: LockedPages):
+        super().__init__(num_bytes)
         self.owner, self.address = owner, 0
 
     def __del__(self) -> None:
         self.owner.unlock(self.address)
-
-
-def whole_pages(num_bytes: int) -> int:
-    """The bytes of the pages that hold num_bytes."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _unlock_all(registration: Registration, locked: dict[int, int], pid: int) -> None:

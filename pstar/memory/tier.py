@@ -7,7 +7,6 @@ checked after every operation, in production too.
 
 import contextlib
 import ctypes
-import mmap
 import os
 import re
 import weakref
@@ -18,7 +17,8 @@ from typing import Protocol
 import torch
 
 from pstar.errors import BudgetError, ConfigError, PstarError, StateError
-from pstar.memory.pinned import LockedPages, Registration, whole_pages
+from pstar.memory.pages import buffer_of, is_out_of_host_memory, whole_pages
+from pstar.memory.pinned import LockedPages, Registration
 
 NEAR, FAR, DISK = "near", "far", "disk"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -51,6 +51,10 @@ def keep_freed_memory(keep: bool = True) -> bool:
         return False
     mmap_bytes, kept_bytes = (MMAP_BYTES, KEPT_BYTES) if keep else (START_MMAP_BYTES, 2 * START_MMAP_BYTES)
     return bool(mallopt(M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(M_TRIM_THRESHOLD, kept_bytes))
+
+
+SAVE_HOST_MEMORY = "give a far_budget with a disk_path, state_bits 8, or fewer processes on a machine"
+"""What to do without enough of it."""
 
 
 OWN_PAGES_BYTES = 2**16
@@ -194,7 +198,7 @@ class Tier:
                 self._wait_for(pending)
         else:
             self._shrink_idle(size)
-            buffer = self._new_buffer(num_bytes)
+            buffer = self._new_buffer_or_error(num_bytes, kind)
         self.used_bytes += size
         self.used_by_kind[kind] += size
         self._taken[buffer.data_ptr()] = (buffer, kind)
@@ -228,14 +232,22 @@ class Tier:
         storage = tensor.untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata) > OWN_USES
 
+    def _new_buffer_or_error(self, num_bytes: int, kind: str) -> torch.Tensor:
+        try:
+            return self._new_buffer(num_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, OSError) and not is_out_of_host_memory(error):
+                raise
+            raise BudgetError(f"{self.name}: the system has no {format_bytes(num_bytes)} of host memory for {kind}, with "
+                              f"{format_bytes(self.reserved_bytes)} in {self.name}: {SAVE_HOST_MEMORY}") from error
+
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         """num_bytes of memory, uint8. Large host buffers get separate pages, outside malloc's heap: activations that are
         freed between chunks that stay would leave holes there, measured as a tenth of a rank's memory."""
         if self.locked is not None:
             return self.locked.allocate(num_bytes)
         if self.device.type == "cpu" and num_bytes >= OWN_PAGES_BYTES:
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=torch.uint8)    # the tensor owns the pages: they are freed with it
+            return buffer_of(num_bytes)    # the tensor owns the pages: they are freed with it
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:

@@ -113,11 +113,14 @@ class Precision:
     def write_master(self, values: torch.Tensor, buffers: Buffers) -> None:
         """Writes fp32 values, (N,), into the parameter and its master."""
         if self.name == "bf16":
-            high, low = (torch.empty_like(values, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+            places = (buffers[PARAM], buffers.get(LOW))
+            high, low = (place if place is not None and place.device == values.device and place.is_contiguous() else
+                         torch.empty_like(values, dtype=dtype)
+                         for place, dtype in zip(places, (torch.bfloat16, torch.int16), strict=True))
             split_master(values.contiguous(), high, low)    # a frozen parameter too: .to(bfloat16) rounds ties to even
-            buffers[PARAM].copy_(high)
-            if LOW in self.states:
-                buffers[LOW].copy_(low)
+            for place, made in zip(places, (high, low), strict=True):
+                if place is not None and place is not made:
+                    place.copy_(made)
             return
         buffers[PARAM].copy_(values)
         if MASTER in self.states:

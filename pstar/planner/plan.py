@@ -21,6 +21,7 @@ from pstar.layout.budget import (
 )
 from pstar.layout.layout import ALIGN_ELEMS, Layout, ModuleSpec, align, least_waste, make_layout
 from pstar.memory.disk import check_disk_path
+from pstar.memory.pinned import far_page_bytes
 from pstar.memory.tier import parse_bytes
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.lazy_init import build
@@ -96,8 +97,9 @@ class Plan:
         if config.disk_path is not None:
             check_disk_path(Path(config.disk_path))
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
-        least_far = self._fit_far(uses, num_ranks)
-        self.activation_room = None if self.far_budget is None else self.far_budget - least_far
+        self.least_far = self._fit_far(uses, num_ranks)
+        """Bytes that far holds in any case on each rank, when all gradients have arrived."""
+        self.activation_room = None if self.far_budget is None else self.far_budget - self.least_far
 
     def _fit_near(self, specs: list[ModuleSpec], uses: Uses, num_ranks: int) -> tuple[Layout, int, int]:
         """(the layout that wastes least of those that fit, its near budget, the least near budget that it could have).
@@ -222,12 +224,15 @@ class Plan:
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,
-                num_ranks: int = 1) -> Plan:
+                num_ranks: int = 1, device: torch.device | str | None = None) -> Plan:
     """Checks a configuration against a model before any process is started; builds the model without memory if possible.
 
+    device: near's, as for initialize_engine; chunks in host memory take whole pages if it is a GPU.
     Raises the errors that initialize_engine would raise.
     """
     module, config = build(model_func)[0], load_config(config)
     if config.use_cpu_embedding:
         compute_embeddings_far(module, torch.device("cpu"))
-    return Plan(module, config, num_ranks)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Plan(module, config, num_ranks, page_bytes=far_page_bytes(torch.device(device)))

@@ -273,7 +273,9 @@ class Event:
 
 
 class Watch(TorchDispatchMode):
-    """Tells the recorder of every operation of torch in this thread, in backward too."""
+    """Tells the recorder of every operation of torch in this thread. Backward is in this thread, too, because near is host
+    memory here: autograd runs operations on the CPU in the thread that calls backward(). On a GPU a thread of autograd runs
+    them; the caller waits for it, so the order is the same."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()

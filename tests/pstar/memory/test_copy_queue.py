@@ -14,6 +14,7 @@ import torch
 from pstar.errors import StateError
 from pstar.memory.copy_queue import CopyQueue
 from pstar.memory.disk import DiskTier
+from tests import toy
 from tests.cover import quick_only
 from tests.limits import HANGS_S as LONG_S
 
@@ -255,3 +256,18 @@ def test_the_tensors_of_a_copy_under_way_are_freed_before_the_process_ends(after
     command = [sys.executable, "-c", FREED_BY_THE_WORKER, str(after_s)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_without_a_gpu_autograd_runs_backward_in_the_callers_thread_and_copies_are_submitted_there(monkeypatch):
+    """torch/csrc/autograd/engine.cpp: only operations on other devices than the CPU get a thread for each device."""
+    seen, submit = [], CopyQueue.submit
+
+    def watched(copy_queue: CopyQueue, *args):
+        seen.append((threading.current_thread(), torch._C._current_autograd_node() is not None))
+        return submit(copy_queue, *args)
+
+    monkeypatch.setattr(CopyQueue, "submit", watched)
+    model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
+    toy.train(model, optimizer, 2)
+    assert {thread for thread, _ in seen} == {threading.current_thread()}
+    assert {in_backward for _, in_backward in seen} == {True, False}

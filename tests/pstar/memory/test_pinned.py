@@ -22,7 +22,8 @@ from pstar.config import Config
 from pstar.errors import BudgetError
 from pstar.layout.budget import choose_near_states
 from pstar.memory import pinned
-from pstar.memory.pinned import PAGE_BYTES, CudaRegistration, LockedPages, registration_for, whole_pages
+from pstar.memory.pages import PAGE_BYTES, whole_pages
+from pstar.memory.pinned import CudaRegistration, LockedPages, registration_for
 from pstar.memory.tier import FAR, NEAR, Tier
 from pstar.numerics.precision import Precision
 from pstar.planner import predict as planner
@@ -230,11 +231,13 @@ def test_cuda_registers_for_all_devices_and_leaves_no_error_behind(status, monke
     runtime, registration = Runtime(status), registration_for(torch.device("cuda:1"))
     monkeypatch.setattr(pinned, "torch", runtime)
     assert isinstance(registration, CudaRegistration) and registration_for(CPU) is None
-    assert registration.register(4096, 8192) == (None if status == 0 else "out of memory (CUDA error 2)")
+    buffer = LockedPages(Driver()).allocate(8192)
+    address = buffer.data_ptr()
+    assert registration.register(address, 8192) == (None if status == 0 else "out of memory (CUDA error 2)")
     assert not runtime.pending, "the next kernel would fail for it"
-    registration.unregister(4096)
-    assert runtime.calls == [("register", 4096, 8192, 1), ("synchronize", "cuda:1"), ("unregister", 4096)]
-    assert not runtime.pending
+    registration.unregister(address)
+    assert runtime.calls == [("register", address, 8192, 1), ("synchronize", "cuda:1"), ("unregister", address)]
+    assert not runtime.pending and buffer.eq(0).all()
 
 
 # ---------------------------------------------------------------------------------------------- the engine and the plan
@@ -243,7 +246,8 @@ def test_cuda_registers_for_all_devices_and_leaves_no_error_behind(status, monke
 def driver(monkeypatch) -> Driver:
     """All engines lock their far memory with it, as those with a GPU do."""
     made = Driver()
-    monkeypatch.setattr(pstar.engine, "registration_for", lambda device: made)
+    for module in (pinned, pstar.engine):
+        monkeypatch.setattr(module, "registration_for", lambda device: made)
     return made
 
 
@@ -254,6 +258,7 @@ def test_an_engine_locks_its_far_tier_and_no_number_changes(keys, driver):
     model, optimizer = toy.build(default_chunk_size=5_000, **keys)
     assert toy.train(model, optimizer, 3, num_micros=keys.get("gradient_accumulation_steps", 1)) == losses
     assert driver.locked_bytes == model.far.reserved_bytes > model.far.used_bytes // 2 > 0 and model.near.locked is None
+    model._links.drain()    # a copy for a next step keeps its buffers
     del model, optimizer
     gc.collect()
     assert driver.locked == {} and driver.unlocked == driver.asked and driver.wrong == []
@@ -283,6 +288,13 @@ def test_the_least_far_budget_is_enough_and_a_byte_less_is_refused(driver):
     assert model.far.peak_bytes <= least and driver.locked_bytes <= least
     with pytest.raises(BudgetError):
         toy.build(far_budget=least - 1, **keys)
+
+
+def test_the_check_before_processes_start_counts_pages_for_a_gpu_only():
+    keys = toy.config(near_budget="min", default_chunk_size=3_000)
+    least = {device: pstar.plan_engine(toy.Toy, keys, device=device).least_far for device in ("cuda:0", "cpu", None)}
+    assert least["cuda:0"] % PAGE_BYTES == 0 and least["cpu"] < least["cuda:0"]
+    assert least[None] == least["cuda:0" if torch.cuda.is_available() else "cpu"]
 
 
 def test_twelve_billion_parameters_lock_the_bytes_of_their_plan():
