@@ -86,7 +86,10 @@ class Bucket:
     def fill(self, num_ranks: int) -> Tensor:
         """Copies the gradients, divided by the number of ranks, and the used flags into the flat tensor."""
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        used = grads[0].new_tensor([p.grad is not None for p in self.parameters])
+        used = grads[0].new_ones(len(grads))  # not made from a list: on a GPU its transfer would wait for backward
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                used[number] = 0
         self.flat = torch.cat([*(grad.reshape(-1) for grad in grads), used]).div_(num_ranks)
         return self.flat
 

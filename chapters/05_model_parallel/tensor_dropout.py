@@ -13,7 +13,8 @@ def different_dropout(first: nn.Module, last: nn.Module, p: float, ranks: Tensor
     """Between `first` and `last` each rank draws different random numbers; before and after, all draw the same.
 
     Heads and sequence parts differ by rank, so their dropout must differ; equal activations must stay equal. A rank's seed
-    is drawn from the common state: a recomputation, which starts from the same state, draws the same numbers again.
+    is drawn from the host's common state, which does not wait for a GPU. A recomputation starts from the same state, and so
+    draws the same numbers again.
 
     Args:
         first, last: from after the forward of `first` to before that of `last`; with `around`, during one module's forward.
@@ -27,10 +28,10 @@ def different_dropout(first: nn.Module, last: nn.Module, p: float, ranks: Tensor
     def enter(module: nn.Module, *_: Any) -> None:
         if module.training:
             device = next((a.device for a in _[0] if isinstance(a, Tensor)), torch.device("cpu"))
-            seed = int(torch.randint(2**62, (), device=device))
+            seed = int(torch.randint(2**62, ()))
             kept.append(_state(device))
             kept.append(device)
-            torch.manual_seed(seed + 1 + ranks.rank)
+            _seed(seed + 1 + ranks.rank, device)
 
     def leave(module: nn.Module, *_: Any) -> None:
         if kept:
@@ -47,3 +48,12 @@ def different_dropout(first: nn.Module, last: nn.Module, p: float, ranks: Tensor
 
 def _state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seeds the generator of this device alone: with a GPU the host's state must stay common to all ranks."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

@@ -55,11 +55,11 @@ class LossScaler:
         if not self.is_enabled():
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        finite = True
         for gradient in gradients:
             gradient.mul_(1.0 / self.value)
-            finite = finite and bool(torch.isfinite(gradient).all())
-        self._overflow = self.largest_of_all(float(not finite)) > 0
+        finite = [torch.isfinite(gradient).all() for gradient in gradients]
+        all_finite = bool(torch.stack(finite).all()) if finite else True  # one wait for the device, not one a gradient
+        self._overflow = self.largest_of_all(float(not all_finite)) > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes one step of the optimizer and updates the model, or does nothing after an overflow."""

@@ -31,17 +31,29 @@ class Host:
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """A copy in host memory, not counted: for set-up, which happens once."""
-        return torch.empty_like(tensor, device="cpu", pin_memory=self.pinned).copy_(tensor.detach())
+        return self._empty(tensor, tensor.dtype).copy_(tensor.detach())
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Copies a tensor to host memory, and counts its bytes."""
+        """Begins to copy a tensor to host memory, and counts its bytes; the copy may be read after `arrive`."""
         self.out_bytes += tensor.nbytes
-        return self.copy_of(tensor)
+        return self._empty(tensor, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
 
     def back(self, tensor: Tensor, into: Tensor) -> None:
-        """Copies a host tensor into a device tensor; rounds it to the device tensor's type before the transfer."""
+        """Begins to copy a host tensor into a device tensor; rounds it to the device tensor's type before the transfer.
+
+        The host must not change the tensor before `arrive`; the device's later work sees the copy.
+        """
         self.back_bytes += into.nbytes
-        into.copy_(tensor.to(into.dtype))
+        rounded = tensor if tensor.dtype == into.dtype else self._empty(tensor, into.dtype).copy_(tensor)
+        into.copy_(rounded, non_blocking=True)
+
+    def arrive(self) -> None:
+        """Waits for all copies: once a step, before the update, and not once a block."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def end_step(self) -> dict[str, int]:
         """Returns the bytes moved in this step, and starts new counts."""

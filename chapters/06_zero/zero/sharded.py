@@ -138,6 +138,8 @@ class Sharded:
         while len(self._under_way) > left:
             unit, result = self._under_way.pop(0)
             grad = result() if self.host is None else self.host.out(result())
+            if self.host is not None and unit.grad is not None:
+                self.host.arrive()  # micro-batches are added on the host
             unit.grad = grad if unit.grad is None else unit.grad.add_(grad)
 
     # ---- the step -------------------------------------------------------------------------------------------------------
@@ -149,6 +151,8 @@ class Sharded:
             if unit not in self._reduced:
                 self._reduce(unit)
         self._finish(0)
+        if self.host is not None:
+            self.host.arrive()
         self.ledger.sample("after backward")
         self._agree_on_used()
         for unit in self.units:

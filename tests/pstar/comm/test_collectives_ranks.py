@@ -13,7 +13,7 @@ from pstar.comm import shared_memory
 from pstar.comm.collectives import Collectives
 from pstar.memory.tier import Ledger
 from tests.cover import quick_only
-from tests.pstar.elsewhere import Elsewhere, elsewhere
+from tests.elsewhere import Elsewhere, elsewhere
 
 SIZES = [1, 7, 300_001, 1_500_000]    # the last needs several slices of the staging area
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

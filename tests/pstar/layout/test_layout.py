@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pstar.errors import ConfigError
-from pstar.layout.budget import Costs, groups_with_near_states, model_data_bytes, smallest_near_budget
+from pstar.layout.budget import (
+    Costs,
+    default_near_bytes,
+    groups_with_near_states,
+    model_data_bytes,
+    smallest_near_budget,
+)
 from pstar.layout.layout import ALIGN_ELEMS, ModuleSpec, align, candidate_layouts, least_waste, make_layout
 
 
@@ -140,3 +146,9 @@ def test_units_hold_every_parameter_once_and_chunks_lie_in_their_owners_piece(mo
     modules_of = {module.name: tuple(name for name, _ in module.parameters) for module in modules}
     least = {mode: smallest_near_budget(layout, modules_of, Costs(4, 4, 8), mode)[0] for mode in ("group", "chunk")}
     assert least["chunk"] <= least["group"]
+
+
+def test_the_near_budget_of_gpus_is_a_share_of_what_the_fullest_one_has_free():
+    """Ranks with other budgets would evict other chunks, and then gather other ones."""
+    assert default_near_bytes([139 * 2**30]) == int(0.4 * 139 * 2**30)
+    assert default_near_bytes([80 * 2**30, 10 * 2**30, 80 * 2**30]) == 4 * 2**30

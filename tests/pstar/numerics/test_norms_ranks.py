@@ -12,7 +12,7 @@ from pstar.kernels import NORM_BLOCK
 from pstar.layout.layout import ModuleSpec, make_layout
 from pstar.memory.tier import Ledger
 from pstar.numerics.grad_norm import ParameterNorms, clip_grad_norm_, global_norm, parameter_norms
-from tests.pstar.elsewhere import Elsewhere, elsewhere
+from tests.elsewhere import Elsewhere, elsewhere
 
 SIZES = {"a": 3 * NORM_BLOCK + 5, "b": 7, "c": 40_000, "d": 2 * NORM_BLOCK, "e": 130_001, "unused": 50}
 

@@ -17,10 +17,11 @@ class Elsewhere(torch.Tensor):
     """A tensor of the made-up device; elsewhere() makes one.
 
     Attributes:
-        to_host: number of transfers to host memory by all tensors, each of which would wait for the device.
+        to_host: number of transfers to host memory for which the host waits, by all tensors.
+        from_host: number of tensors made from Python's numbers, whose transfer the host waits for.
     """
 
-    to_host = 0
+    to_host = from_host = 0
     device = property(lambda self: torch.device("xpu", 0))    # type: ignore[assignment]
 
     @classmethod
@@ -32,12 +33,16 @@ class Elsewhere(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return args[0].as_subclass(torch.Tensor).to(dtype, copy=True)
         if func is torch.Tensor.copy_:    # between devices, and counted if it arrives in host memory
-            cls.to_host += not isinstance(args[0], cls)
+            waits = not kwargs.get("non_blocking", False)
+            cls.to_host += waits and not isinstance(args[0], cls)
             with torch._C.DisableTorchFunctionSubclass():
                 args[0].as_subclass(torch.Tensor).copy_(args[1].as_subclass(torch.Tensor))
             return args[0]
-        if func in TO_HOST:
-            cls.to_host += 1
+        if str(kwargs.get("device")) == "cpu":    # empty_like(tensor, device="cpu")
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs).as_subclass(torch.Tensor)
+        cls.to_host += func in TO_HOST
+        cls.from_host += func is torch.Tensor.new_tensor
         both = [*args, *kwargs.values()]
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [each for one in both for each in (one if isinstance(one, list | tuple) else [one])
