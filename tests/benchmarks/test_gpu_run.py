@@ -27,6 +27,8 @@ import run_parts  # noqa: E402
 from parts import Step  # noqa: E402
 from run_parts import Memory, run_all  # noqa: E402
 
+FOREVER_S = 10 * HANGS_S    # longer than a test waits for the end of a process
+
 
 def step(name: str, code: str = "", minutes: float = 0.0) -> Step:
     """A program without torch."""
@@ -79,9 +81,10 @@ def test_a_step_for_which_the_time_is_too_short_is_left_out_and_named(memory, ca
 
 def test_a_step_that_hangs_is_ended_with_its_children(memory, tmp_path, capsys, monkeypatch):
     note = tmp_path / "child"
-    code = (f"import os, subprocess, sys, time\nsleep = [sys.executable, '-S', '-c', 'import time; time.sleep({HANGS_S})']\n"
+    code = ("import os, subprocess, sys, time\n"
+            f"sleep = [sys.executable, '-S', '-c', 'import time; time.sleep({FOREVER_S})']\n"
             f"child = subprocess.Popen(sleep)\nopen('{note}.new', 'w').write(str(child.pid))\n"
-            f"os.rename('{note}.new', '{note}')\nprint('working', flush=True)\ntime.sleep({HANGS_S})")
+            f"os.rename('{note}.new', '{note}')\nprint('working', flush=True)\ntime.sleep({FOREVER_S})")
 
     class Clock:
         """An hour passes when the child is there."""
@@ -98,7 +101,7 @@ def test_a_step_that_hangs_is_ended_with_its_children(memory, tmp_path, capsys, 
 def hang(log: str, note: str) -> None:
     """A call with a step that hangs; the step's process number is written to note."""
     code = f"import os, time\nopen({note!r} + '.new', 'w').write(str(os.getpid()))\nos.rename({note!r} + '.new', {note!r})\n"
-    run_parts.run_step(step("equal", f"{code}time.sleep({HANGS_S})"), Path(log), HANGS_S)
+    run_parts.run_step(step("equal", f"{code}time.sleep({FOREVER_S})"), Path(log), FOREVER_S)
 
 
 def test_a_step_ends_with_a_call_that_is_killed(tmp_path):
@@ -224,7 +227,10 @@ def test_each_documented_command_ends_in_one_line_without_a_gpu(python, tmp_path
     assert len(commands) >= 9 and any("run.sh" in command for command in commands)
     words = [shlex.split(command.replace("run.sh", "run_parts.py"))[1:] for command in commands]
     programs = [[str(REPO / program), *flags] for program, *flags in words]
-    for command, answer in zip(commands, bare.run_as_programs(python, programs, tmp_path), strict=True):
+    small = [str(HERE / "adam.py"), "--quick", "--device", "cpu", "--numel", "2000", "--rounds", "1", "--results", "."]
+    *answers, last = bare.run_as_programs(python, [*programs, small], tmp_path)
+    assert last[0] == 0 and last[1].startswith("# Adam on a GPU\n"), last    # and pstar is found
+    for command, answer in zip(commands, answers, strict=True):
         status, out, err = answer
         assert (status, out) == (2, ""), (command, answer)
         assert re.fullmatch(r"error: --device cuda needs a GPU [^\n]*\n", err), (command, answer)
