@@ -8,8 +8,8 @@ A *storage* is copied once, however many nodes of the graph save views of it (q,
 copy is made when the tensor is saved. So a later change in place does no harm: backward gets the values that forward used,
 where plain autograd raises an error. (Neither here nor there is a change through `.data` noticed.)
 
-All copies are synchronous: when `pack` returns the bytes are in far, when `unpack` returns they are in near, on the current
-stream. A far buffer that is released has no copy under way, so no events are needed. On a GPU forward waits for the link.
+In host memory all copies are made at once: when `pack` returns the bytes are in far, when `unpack` returns they are in near.
+On a GPU they run on streams behind computation, and later kernels wait for them (activation_streams.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pstar.chunks.activation_streams import ActivationStreams, Leaving
+from pstar.errors import StateError
+from pstar.memory.device_stream import DeviceCopy
 from pstar.memory.tier import Ledger, Tier
 
 KIND = "activation"
@@ -36,23 +39,83 @@ LARGEST_SHARE = 4
 class Copy:
     """One storage's bytes in a far buffer, which is released with the last node of the graph that refers to this object."""
 
-    def __init__(self, storage: torch.UntypedStorage, far: Tier, ledger: Ledger):
+    def __init__(self, tensor: torch.Tensor, far: Tier, ledger: Ledger):
+        storage = tensor.untyped_storage()
         self.device, self.ledger = storage.device, ledger
-        self.data = far.allocate(storage.nbytes(), torch.uint8, KIND)
-        weakref.finalize(self, far.release, self.data).atexit = False    # before the copy, which may fail
-        self.data.copy_(_bytes_of(storage))
+        self.data = self._allocate(storage.nbytes(), far)
+        self._take(tensor)
         ledger.add("near to far", self.data.nbytes)
         self._back: weakref.ref[torch.UntypedStorage] | None = None
+
+    def _allocate(self, num_bytes: int, far: Tier) -> torch.Tensor:
+        data = far.allocate(num_bytes, torch.uint8, KIND)
+        weakref.finalize(self, far.release, data).atexit = False    # before the copy, which may fail
+        return data
+
+    def _take(self, tensor: torch.Tensor) -> None:
+        self.data.copy_(_bytes_of(tensor.untyped_storage()))
 
     def bring_back(self) -> torch.UntypedStorage:
         """The bytes in near; copied once for all nodes that hold them at the same time."""
         storage = self._back() if self._back else None
         if storage is None:
             storage = torch.empty(self.data.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-            _bytes_of(storage).copy_(self.data)
+            self._give(_bytes_of(storage))
             self.ledger.add("far to near", self.data.nbytes)
             self._back = weakref.ref(storage)
         return storage
+
+    def _give(self, target: torch.Tensor) -> None:
+        target.copy_(self.data)
+
+
+class StreamCopy(Copy):
+    """A Copy whose bytes move on a GPU's streams.
+
+    Args:
+        streams: carry the bytes.
+        previous: the copy that was made before this one, which backward needs after it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, far: Tier, ledger: Ledger, streams: ActivationStreams, previous: Copy | None):
+        self._streams, self._uses = streams, []
+        self._previous = weakref.ref(previous) if previous is not None else lambda: None
+        self._ahead: torch.UntypedStorage | None = None
+        self._fences: list[DeviceCopy] = []
+        super().__init__(tensor, far, ledger)
+
+    def _allocate(self, num_bytes: int, far: Tier) -> torch.Tensor:
+        data = far.allocate(num_bytes, torch.uint8, KIND, self._fences)
+        weakref.finalize(self, _release, far, data, self._uses).atexit = False
+        return data
+
+    def _take(self, tensor: torch.Tensor) -> None:
+        source = _bytes_of(tensor.untyped_storage())
+        self._leaving: Leaving = self._streams.leave(self.data, source, tensor, self._fences)
+        self._uses.append(self._leaving.copy)
+
+    def _give(self, target: torch.Tensor) -> None:
+        self._uses.append(self._streams.bring_back(target, self.data))
+
+    def bring_back(self) -> torch.UntypedStorage:
+        """As Copy.bring_back; the current stream waits for the bytes. Also begins to bring the previous copy's.
+
+        Raises StateError if the tensor was changed in place while it was copied to far.
+        """
+        storage = Copy.bring_back(self)
+        if self._leaving.changed:
+            raise StateError("a tensor that backward needs was changed in place while it was copied to far: change a clone, "
+                             "as plain autograd asks for")
+        self._uses[-1].order()
+        self._ahead = None
+        if (previous := self._previous()) is not None:
+            previous.begin_back()
+        return storage
+
+    def begin_back(self) -> None:
+        """Begins to bring the bytes back, before bring_back asks for them."""
+        if self._back is None:
+            self._ahead = Copy.bring_back(self)
 
 
 @dataclass(frozen=True)
@@ -85,6 +148,8 @@ class Offload:
 
     def __init__(self, far: Tier, ledger: Ledger, device: torch.device, room_bytes: int | None = None):
         self.far, self.ledger, self.device, self.room_bytes = far, ledger, device, room_bytes
+        self._streams = ActivationStreams(device) if device.type == "cuda" else None
+        self._last: weakref.ref[Copy] | None = None
         self._staying: set[int] = set()
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -106,9 +171,16 @@ class Offload:
         if found is None:
             if tensor.nbytes * LARGEST_SHARE < storage.nbytes() or not self._has_room(storage.nbytes()):
                 return None
-            found = Copy(storage, self.far, self.ledger)
+            found = self._copy(tensor)
             storage._pstar_copy = (version, weakref.ref(found))
         return Away(found, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _copy(self, tensor: torch.Tensor) -> Copy:
+        if self._streams is None:
+            return Copy(tensor, self.far, self.ledger)
+        copy = StreamCopy(tensor, self.far, self.ledger, self._streams, self._last() if self._last else None)
+        self._last = weakref.ref(copy)
+        return copy
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != self.device.type:
@@ -121,6 +193,14 @@ class Offload:
     def _has_room(self, num_bytes: int) -> bool:
         taken = self.far.used_by_kind[KIND] + num_bytes
         return (self.room_bytes is None or taken <= self.room_bytes) and self.far.has_room(num_bytes)
+
+
+def _release(far: Tier, data: torch.Tensor, uses: list[DeviceCopy]) -> None:
+    """Releases a far buffer with the copies that still use it. Near memory that they fill is freed after this: its next user
+    is a kernel that the current stream runs after them."""
+    far.release(data, uses)
+    for copy in uses:
+        copy.order()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -110,7 +110,7 @@ class BlockStore:
             raise StateError(f"block {key} exists already")
         block, fences = Block(key, numel, dtype, derived, fixed, codes), []
         buffer = self._allocate(tier, block, fences)
-        self.wait(fences)
+        self.wait(fences, tier)
         self._add_copy(block, tier, buffer)
         self.blocks[key] = block
         self.kinds[key[0]] = None
@@ -119,11 +119,11 @@ class BlockStore:
     def ensure(self, key: Key, tier: str) -> torch.Tensor:
         """The block's buffer in that tier, near or far, copied there if it is not; other copies stay valid.
 
-        Waits for all background work on this block: the caller may write into the buffer.
+        Waits for all background work on this block: the caller may write into the buffer, near on the current stream.
         """
         block = self._bring(key, tier)
         if block.pending:
-            self._settle_block(block)
+            self._settle_block(block, tier)
         return block.copies[tier]
 
     def work(self, name: str, keys: Sequence[Key], tier: str,
@@ -151,7 +151,7 @@ class BlockStore:
                 timed = self._timed("compute", name, 0, job)
                 handle = self.links.update(when_there)
             else:
-                self.wait(before)
+                self.wait(before, tier)
                 job()
         for key in keys:
             self.mark_written(key, tier)
@@ -403,42 +403,50 @@ class BlockStore:
             else:
                 self.links.copy(buffer, data)
 
-        timed = self._timed(way, f"{block.key[0]} {block.key[1]}", num_bytes, carry)
-
-        def carry_after_others() -> None:
-            for handle in before:
-                handle.wait()
-            timed()
-
+        record = self._recorder(way, f"{block.key[0]} {block.key[1]}", num_bytes)
         self.ledger.add(way, num_bytes, for_next_step)
         with nullcontext() if self.links.asynchronous else self._waiting():
-            block.pending.append(self.links.submit(source, tier, carry_after_others, num_bytes))
+            block.pending.append(self.links.submit(source, tier, carry, num_bytes, before, record))
         self._add_copy(block, tier, buffer)
+
+    def _recorder(self, lane: str, name: str, num_bytes: int) -> Callable[[float, float], None]:
+        """Returns a function that writes a copy's begin and end, times of the links' clock, into the profile."""
+        profile = self.profile
+        if profile is None:
+            return lambda begin, end: None
+        return lambda begin, end: profile.span(lane, name, profile.at(begin), profile.at(end), bytes=num_bytes)
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
         """The job, which then also writes its time into the profile."""
-        profile = self.profile
-        if profile is None:
-            return job
+        record = self._recorder(lane, name, num_bytes)
 
         def timed() -> None:
-            begin = profile.now()
+            begin = self.links.now()
             job()
-            profile.span(lane, name, begin, profile.now(), bytes=num_bytes)
+            record(begin, self.links.now())
 
         return timed
 
-    def _settle_block(self, block: Block) -> None:
-        """Waits for all background work on a block."""
+    def _settle_block(self, block: Block, tier: str = FAR) -> None:
+        """Waits for all background work on a block, as `wait` does."""
         pending, block.pending = block.pending, []
-        self.wait(pending)
+        self.wait(pending, tier)
+        if tier == NEAR:    # a GPU's stream waits: the host may still have to
+            block.pending = [handle for handle in pending if not handle.done]
 
-    def wait(self, handles: Sequence[Handle]) -> None:
-        """Waits for copies, and adds the seconds to the ledger."""
+    def wait(self, handles: Sequence[Handle], tier: str = FAR) -> None:
+        """Waits for copies, and adds the seconds to the ledger. tier: in which the copied bytes are used. In a GPU's near
+        its current stream waits, and the seconds are added later."""
         if handles:
             with self._waiting():
-                for handle in handles:
-                    handle.wait()
+                if tier == NEAR:
+                    self.links.order(handles, self._add_waited)
+                else:
+                    for handle in handles:
+                        handle.wait()
+
+    def _add_waited(self, seconds: float) -> None:
+        self.ledger.copy_waited_s += seconds
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -3,6 +3,8 @@
 A link between two tiers moves one copy at a time, so one worker a link suffices. Copies run in the order in which they were
 submitted: a read that is submitted after a write of the same place reads what was written. A copy must release the GIL while
 it moves bytes (torch's copy_, os.preadv and os.pwritev do), else it does not overlap with computation.
+
+On a GPU a job only issues its copy to a stream, and returns it as a DeviceCopy. The copy ends when the device says so.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ import weakref
 from collections.abc import Callable
 
 from pstar.errors import StateError
+from pstar.memory.device_stream import DeviceCopy
+
+Job = Callable[[], object]
+"""Copies, or issues a copy to a stream and returns it as a DeviceCopy."""
 
 EXIT_WAIT_S = 60.0
 """How long the exit of a process waits for the copy under way."""
@@ -23,17 +29,23 @@ EXIT_WAIT_S = 60.0
 class Handle:
     """A copy that was submitted."""
 
-    def __init__(self, copy_queue: CopyQueue, job: Callable[[], None]):
+    def __init__(self, copy_queue: CopyQueue, job: Job):
         self._copy_queue = copy_queue    # keeps the queue alive: a collected queue would drop this copy
-        self._job: Callable[[], None] | None = job
-        self._ended = threading.Event()
+        self._job: Job | None = job
+        self._job_ended = threading.Event()
+        self._on_device: DeviceCopy | None = None
         self._error: BaseException | None = None
         self._told = False
 
     @property
+    def issued(self) -> bool:
+        """Whether the job has ended: on a GPU the copy may not have begun."""
+        return self._job_ended.is_set()
+
+    @property
     def done(self) -> bool:
         """Whether the copy has ended, with or without an error."""
-        return self._ended.is_set()
+        return self.issued and (self._on_device is None or self._on_device.done)
 
     def wait(self) -> None:
         """Returns when the copy is done; raises its error, on every call. A copy may itself wait only for copies that were
@@ -43,19 +55,36 @@ class Handle:
         a fork of the one that carries it out.
         """
         self._wait_for_end()
+        self._raise_error()
+
+    def order(self) -> None:
+        """Lets work that is queued on the current stream from now on run after the copy; waits only until it is issued. A
+        copy without a device is waited for. Raises as `wait` does."""
+        self._wait_for_job()
+        if self._on_device is not None:
+            self._on_device.order()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         self._told = True
         if self._error is not None:
             raise self._error
 
-    def _wait_for_end(self) -> None:
-        if not self.done and self._copy_queue.pid != os.getpid():
+    def _wait_for_job(self) -> None:
+        if not self.issued and self._copy_queue.pid != os.getpid():
             raise StateError(f"copy queue {self._copy_queue.name}: this process was forked while its parent copied")
-        self._ended.wait()
+        self._job_ended.wait()
+
+    def _wait_for_end(self) -> None:
+        self._wait_for_job()
+        if self._on_device is not None:
+            self._on_device.wait()
 
     def _run(self) -> BaseException | None:
         """Runs the job and drops its tensors, before any wait returns. Returns the job's error or None."""
         try:
-            self._job()
+            result = self._job()
+            self._on_device = result if isinstance(result, DeviceCopy) else None
         except BaseException as error:
             return error
         finally:
@@ -63,7 +92,7 @@ class Handle:
 
     def _end(self, error: BaseException | None) -> None:
         self._job, self._error = None, error
-        self._ended.set()
+        self._job_ended.set()
 
     @property
     def _owes_error(self) -> bool:
@@ -95,15 +124,25 @@ class CopyQueue:
         """Seconds spent copying, including the waits of a simulated link."""
         return self._worker.busy_s
 
-    def submit(self, job: Callable[[], None], num_bytes: int = 0) -> Handle:
-        """Runs job after all earlier ones. Its error is kept for wait or drain, even if the job runs at once."""
+    def add_busy(self, seconds: float) -> None:
+        """Counts the seconds of a copy on a device, which its job does not know."""
+        self._worker.busy_s += seconds
+
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs have ended."""
+        return all(handle.issued for handle in self._open)
+
+    def submit(self, job: Job, num_bytes: int = 0, at_once: bool = False) -> Handle:
+        """Runs job after all earlier ones; at_once: on this thread, for a queue that is idle. Its error is kept for wait or
+        drain, even if the job runs at once."""
         if not self._stop.alive or self.pid != os.getpid():
             reason = "it was made before a fork, make queues after it" if self._stop.alive else "it is closed"
             raise StateError(f"copy queue {self.name} takes no more copies: {reason}")
         handle = Handle(self, job)
         del job    # only the handle keeps it now, and drops it when it has run
         self._open = [each for each in self._open if not each.done or each._owes_error] + [handle]
-        if self.asynchronous:
+        if self.asynchronous and not at_once:
             self._worker.start(f"pstar copy queue {self.name}")
             self._worker.jobs.put((num_bytes, handle))
         else:
@@ -179,5 +218,6 @@ class _Worker:
         end = begin + num_bytes / self.bytes_per_s if self.bytes_per_s else begin
         while (left := end - time.perf_counter()) > 0 and not self.stopping.is_set():
             self.stopping.wait(left)
-        self.busy_s += time.perf_counter() - begin
+        if handle._on_device is None:
+            self.busy_s += time.perf_counter() - begin
         handle._end(error)

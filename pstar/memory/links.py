@@ -1,12 +1,13 @@
 """The copy queues of an engine: one for each link between tiers (to near, from near, the disk), and one for updates."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from pstar.memory.copy_queue import CopyQueue, Handle
+from pstar.memory.device_stream import CopyStream, DeviceCopy, EventTimes, Record
 from pstar.memory.tier import DISK, NEAR
 
 
@@ -18,10 +19,8 @@ class Links:
     Args:
         asynchronous: copies overlap with computation; False: each copy is finished in submit.
         bytes_per_s: simulates links of this speed between near and far, each direction separately.
-        device: near's device. On a GPU the workers to and from near each have a stream. A copy waits for all work that was
-            queued on the current stream before it was submitted: its source is written then, and its target no longer read.
-            The worker itself waits, for the work and for the copy, so that the profile's times are those of the copy. It
-            sleeps meanwhile and leaves its core to the host's Adam.
+        device: near's device. On a GPU copies to and from near are issued to two streams (device_stream.py) and not waited
+            for. The caller issues a copy itself, if no job of the host is before it; else the link's worker does.
     """
 
     def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None):
@@ -30,8 +29,11 @@ class Links:
         self._disk = CopyQueue("disk", asynchronous)
         self._update = CopyQueue("update")
         self.asynchronous, self.simulated = asynchronous, bytes_per_s is not None
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._streams = {queue: torch.cuda.Stream(self._device) for queue in (self._in, self._out)} if self._device else {}
+        self._streams: dict[CopyQueue, CopyStream] = {}
+        if asynchronous and device is not None and device.type == "cuda":
+            self._streams = {queue: CopyStream(device, self.now) for queue in (self._in, self._out)}
+            self._waits = EventTimes(device, self.now)
+            self._device = device
 
     now = staticmethod(time.perf_counter)
 
@@ -43,47 +45,82 @@ class Links:
         second team, in a worker, the process has more OpenMP threads than the machine has cores. From then on OpenMP lets
         the model's threads sleep between any two operators: 1,000 times a step, measured as 7 % of it.
         """
-        if self._streams:    # on a worker's stream; without non_blocking torch would wait in a loop, which takes a core
-            target.copy_(source, non_blocking=True)
-            then()
-            copied = torch.cuda.Event(blocking=True)
-            copied.record()
-            copied.synchronize()
-            return
-        if self.asynchronous and target.device.type == source.device.type == "cpu":
+        if self.asynchronous and target.device.type == source.device.type == "cpu" and not self._streams:
             np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())    # releases the GIL
         else:
-            target.copy_(source)
+            target.copy_(source, non_blocking=bool(self._streams))
         then()
 
-    def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int) -> Handle:
-        """Queues a copy of num_bytes between two tiers, behind the earlier ones of the same link."""
+    def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int, before: Sequence[Handle] = (),
+               record: Record = lambda begin, end: None) -> Handle:
+        """Queues a copy of num_bytes between two tiers, behind the earlier ones of the same link and the copies `before`.
+
+        job: calls `copy`, or reads or writes the disk. record: receives the times at which the copy begins and ends.
+        """
         queue = self._disk if DISK in (source, target) else self._in if target == NEAR else self._out
         if queue in self._streams:
-            job = self._on_stream(queue, job)
-        return queue.submit(job, num_bytes)
+            return self._issue(queue, job, num_bytes, before, record)
+
+        def run() -> None:
+            for handle in before:
+                handle.wait()
+            begin = self.now()
+            job()
+            record(begin, self.now())
+
+        return queue.submit(run, num_bytes)
+
+    def _issue(self, queue: CopyQueue, job: Callable[[], object], num_bytes: int, before: Sequence[Handle],
+               record: Record) -> Handle:
+        stream = self._streams[queue]
+        given = stream.given()
+
+        def timed(begin: float, end: float) -> None:
+            queue.add_busy(end - begin)
+            record(begin, end)
+
+        def run() -> DeviceCopy:
+            return stream.issue(given, before, job, timed)
+
+        self.report_times()
+        at_once = not self.simulated and queue.idle and all(handle.issued for handle in before)
+        return queue.submit(run, num_bytes, at_once)
+
+    def order(self, handles: Sequence[Handle], waited: Callable[[float], None]) -> None:
+        """Lets near's later work run after copies. On a GPU its current stream waits, not this thread.
+
+        waited: receives the seconds that the stream has waited, at some later call of this object. Raises a copy's error.
+        """
+        if not self._streams or all(handle.done for handle in handles):
+            for handle in handles:
+                handle.order()
+            return
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record(torch.cuda.current_stream(self._device))
+        for handle in handles:
+            handle.order()
+        ended.record(torch.cuda.current_stream(self._device))
+        self._waits.add(began, ended, lambda begin, end: waited(end - begin))
 
     def update(self, job: Callable[[], object]) -> Handle:
         """Queues an update on the host, behind the earlier ones."""
         return self._update.submit(job)
 
-    def _on_stream(self, queue: CopyQueue, job: Callable[[], object]) -> Callable[[], None]:
-        given = torch.cuda.Event(blocking=True)
-        given.record(torch.cuda.current_stream(self._device))
-
-        def on_stream() -> None:
-            given.synchronize()
-            with torch.cuda.device(self._device), torch.cuda.stream(self._streams[queue]):
-                job()
-
-        return on_stream
+    def report_times(self) -> None:
+        """Reports the times of the copies and waits on a GPU that have ended."""
+        if self._streams:
+            for stream in self._streams.values():
+                stream.times.report()
+            self._waits.report()
 
     def drain(self) -> None:
         """Waits for all copies; raises the first error that no wait has raised yet."""
         for queue in (self._in, self._out, self._disk, self._update):
             queue.drain()
+        self.report_times()
 
     def close(self) -> None:
         """Waits for all copies and ends the workers."""
         for queue in (self._in, self._out, self._disk, self._update):
             queue.close()
+        self.report_times()

@@ -5,17 +5,20 @@ the user gives: budget, evictions and copies are the same, only the memory is an
 checked after every operation, in production too.
 """
 
+import contextlib
 import ctypes
 import mmap
+import operator
 import os
 import re
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from pstar.errors import BudgetError, ConfigError, StateError
+from pstar.errors import BudgetError, ConfigError, PstarError, StateError
 
 NEAR, FAR, DISK = "near", "far", "disk"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -106,6 +109,9 @@ class Fence(Protocol):
 
     def wait(self) -> None: ...
 
+    def order(self) -> None:
+        """Lets later work of the current stream wait, not this thread; on the host it waits."""
+
 
 class Tier:
     """One arena. Released buffers are kept for the next allocation of the same size, inside the budget.
@@ -131,6 +137,7 @@ class Tier:
         self.used_by_kind: Counter[str] = Counter()
         self._idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]] = defaultdict(list)
         self._taken: dict[int, tuple[torch.Tensor, str]] = {}    # by address of the buffer
+        weakref.finalize(self, _wait_for_all, self._idle, self._wait).atexit = False
 
     @property
     def reserved_bytes(self) -> int:
@@ -176,7 +183,7 @@ class Tier:
             if fences is not None:
                 fences.extend(pending)
             else:
-                _wait_for(pending)
+                self._wait_for(pending)
         else:
             self._shrink_idle(num_bytes)
             buffer = self._new_buffer(num_bytes)
@@ -203,7 +210,7 @@ class Tier:
             self._idle[buffer.nbytes].append((buffer, tuple(fences)))
             self.idle_bytes += buffer.nbytes
         else:
-            _wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep memory alive
+            self._wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep it
         self._check()
 
     @staticmethod
@@ -229,8 +236,19 @@ class Tier:
         for size in list(self._idle):    # the garbage collector may release an activation's buffer meanwhile
             buffers = self._idle[size]
             while buffers and self.reserved_bytes + num_bytes > bound:
-                _wait_for(buffers.pop()[1])
+                buffer, fences = buffers.pop()
+                self._wait_for(fences)
+                del buffer    # only now: a copy on a stream does not keep memory alive
                 self.idle_bytes -= size
+
+    def _wait_for(self, fences: Sequence[Fence]) -> None:
+        for fence in fences:
+            self._wait(fence)
+
+    @property
+    def _wait(self) -> Callable[[Fence], None]:
+        """Memory of a GPU that is freed goes to later work of the current stream, which waits in place of this thread."""
+        return operator.methodcaller("order" if self.name == NEAR else "wait")
 
     def _check(self) -> None:
         if self.used_bytes < 0 or (self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes):
@@ -238,9 +256,13 @@ class Tier:
                              f"the budget is {self.budget_bytes}")
 
 
-def _wait_for(fences: Sequence[Fence]) -> None:
-    for fence in fences:
-        fence.wait()
+def _wait_for_all(idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]], wait: Callable[[Fence], None]) -> None:
+    """A tier's end: no copy may use its memory any more."""
+    for buffers in idle.values():
+        for _, fences in buffers:
+            for fence in fences:
+                with contextlib.suppress(PstarError):    # that copy was dropped, at the end of its queue
+                    wait(fence)
 
 
 def parse_bytes(text: str | int, whole_bytes: int) -> int:

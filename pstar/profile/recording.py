@@ -149,7 +149,11 @@ class Profile:
 
     def now(self) -> float:
         """Seconds since the profile's start."""
-        return time.perf_counter() - self._origin
+        return self.at(time.perf_counter())
+
+    def at(self, perf_counter_s: float) -> float:
+        """Seconds from the profile's start to a time of time.perf_counter."""
+        return perf_counter_s - self._origin
 
     def span(self, lane: str, name: str, begin: float, end: float, **args: Any) -> None:
         """Reports work from begin to end, times of `now`. lane: one of LANES; args are shown with the span.

@@ -43,11 +43,12 @@ PSTAR_ROWS = {
 # The same inside a folder. Files of a folder do not import from its face, __init__.
 FOLDER_ROWS = {
     "pstar/chunks": {
-        "activation_offload": 0,
+        "activation_streams": 0,
         "borrowed": 0,
         "peak_watch": 0,
         "unit": 0,
         "update_tiers": 0,
+        "activation_offload": 1,
         "parameters": 1,
         "room": 1,
         "gradients": 2,

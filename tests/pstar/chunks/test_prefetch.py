@@ -47,7 +47,7 @@ def test_a_buffer_that_nobody_reads_is_taken_before_one_that_is_being_copied():
     class Copy:
         waited = False
 
-        def wait(self):
+        def order(self):
             self.waited = True
 
     tier, first, second = Tier(NEAR, torch.device("cpu"), 1000), Copy(), Copy()
@@ -65,12 +65,12 @@ def hold_back(model, num: int) -> list[tuple[str, int]]:
     events, passes = [], threading.Semaphore(len(model.layout.groups) - num)
     submit, begin, touch = model._store.links.submit, model._store._begin, model._chunks.touch_update
 
-    def submits(source, target, job, num_bytes):
+    def submits(source, target, job, num_bytes, *more):
         def when_it_may():
             assert passes.acquire(timeout=HANGS_S)
             job()
 
-        return submit(source, target, when_it_may if source == NEAR else job, num_bytes)
+        return submit(source, target, when_it_may if source == NEAR else job, num_bytes, *more)
 
     def begins(block, tier, *more):
         if tier == NEAR:

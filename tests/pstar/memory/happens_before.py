@@ -11,13 +11,14 @@ Who acts, and what orders the actions:
     thread      its operations on host memory, one after the other
     stream      kernels and copies, after all that the thread had done when it issued them; `synchronize` and a copy that
                 blocks order the thread after the stream; `Event` orders streams and threads
-    CopyQueue   a job runs after its submission; `Handle.wait` returns, and `Handle.done` is true, after the job
+    CopyQueue   a job runs after its submission; a wait for it, and `Handle.done`, order the thread after the job, and events
+                after a copy that the job issued
 
 An operation that reads or writes a buffer of near belongs to the current stream, every other one to the thread. A buffer
 that a tier drops returns to the allocator, which may give it to any later kernel of the compute stream: that is a write.
 
-The recorder is more careful than a GPU in one way: reading a number (`tensor.item()`) orders nothing here. It does not see
-memory outside of the tiers (activations), reuse inside the allocator, and code that asks for a tensor's device type.
+The recorder is more careful than a GPU in one way: reading a number (`tensor.item()`) orders nothing here. Of the memory
+outside of tiers it sees only offloaded activations. It does not see code that asks for a tensor's device type.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pstar.kernels.cpu
-from pstar.memory import links
+from pstar.chunks import activation_streams
+from pstar.chunks.activation_offload import Offload
+from pstar.chunks.activation_streams import ActivationStreams
+from pstar.memory import device_stream, links
 from pstar.memory import tier as tier_module
 from pstar.memory.copy_queue import Handle
 from pstar.memory.disk import DiskTier
@@ -173,6 +177,26 @@ class Recorder:
                 reuser.follow(self.compute.actor.clock)
             self._access(reuser, buffer, True, "the tier dropped the buffer")
 
+    def new_activation(self, tensor: torch.Tensor) -> None:
+        """Near memory outside of the tiers. A kernel of the compute stream may have used it last, for whoever had it before.
+        It is freed with its storage, and then belongs to later kernels of that stream."""
+        storage = tensor.untyped_storage()
+        with self._lock:
+            if storage.data_ptr() in self._buffers:
+                return
+            self._buffers[storage.data_ptr()] = record = Buffer(NEAR)
+            self.compute.actor.follow(self.thread.act())
+            self._access(self.compute.actor, record, True, "the last kernel")
+            self.compute.actor.act()
+        weakref.finalize(storage, self._freed, storage.data_ptr(), record).atexit = False
+
+    def _freed(self, address: int, buffer: Buffer) -> None:
+        with self._lock:
+            if self._buffers.get(address) is buffer:
+                del self._buffers[address]
+            self.compute.actor.follow(self.thread.act())
+            self._access(self.compute.actor, buffer, True, "an activation's memory was freed")
+
     def find(self, value: Any) -> set[int]:
         """Addresses of the tiers' buffers in which tensors of `value` have their bytes."""
         storages = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(value)
@@ -185,13 +209,13 @@ class Recorder:
             buffers = [(self._buffers[address], address in written) for address in sorted(touched)]
             tiers = {buffer.tier for buffer, _ in buffers}
             actor = self.thread
-            if NEAR in tiers:
+            if NEAR in tiers or self.stream is not self.compute:
                 actor = self.stream.actor
                 actor.follow(self.thread.act())
             for buffer, writes in buffers:
                 self._access(actor, buffer, writes, what)
             done = actor.act()
-            if NEAR in tiers and len(tiers) > 1 and blocks:
+            if actor is not self.thread and len(tiers) > 1 and blocks:
                 self.thread.follow(done)
 
     def _access(self, actor: Actor, buffer: Buffer, writes: bool, what: str) -> None:
@@ -240,6 +264,14 @@ class Event:
     def synchronize(self) -> None:
         self.recorder.thread_follows(self.clock)
 
+    def query(self) -> bool:
+        """The device is as late as it may be: the event has passed only if the thread has waited for it."""
+        clock = self.recorder.thread.clock
+        return all(clock.get(number, 0) >= count for number, count in self.clock.items())
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
 
 class Watch(TorchDispatchMode):
     """Tells the recorder of every operation of torch in this thread, in backward too."""
@@ -261,7 +293,7 @@ class Watch(TorchDispatchMode):
 
 
 class _Cuda:
-    """torch.cuda, as far as pstar/memory/links.py uses it."""
+    """torch.cuda, as far as pstar/memory uses it for copies."""
 
     def __init__(self, recorder: Recorder):
         self.Stream = lambda device: Stream(recorder, device)
@@ -291,7 +323,8 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
         original = getattr(owner, name)
         patches.setattr(owner, name, lambda *args, **keys: wrapper(original, *args, **keys))
 
-    patches.setattr(links, "torch", _Torch(recorder))
+    for module in (links, device_stream, activation_streams):
+        patches.setattr(module, "torch", _Torch(recorder))
     patches.setattr(tier_module, "OWN_USES", tier_module.OWN_USES + 1)    # the recorder keeps a reference, too
     patches.setattr(pstar.kernels.cpu, "library", lambda: None)    # Adam in operations of torch, which Watch sees
 
@@ -310,6 +343,21 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
             recorder.operation(f"{doing} the disk", touched, touched if call is os.preadv else set(), True)
         original(tier, call, doing, extent, tensor)
 
+    def make_offload(original: Callable, self: Offload, *args: Any) -> None:
+        original(self, *args)
+        self._streams = ActivationStreams(_Device())
+
+    def leave(original: Callable, self: ActivationStreams, target: torch.Tensor, source: torch.Tensor, *more: Any) -> Any:
+        recorder.new_activation(source)
+        return original(self, target, source, *more)
+
+    def bring_back(original: Callable, self: ActivationStreams, target: torch.Tensor, *more: Any) -> Any:
+        recorder.new_activation(target)
+        return original(self, target, *more)
+
+    wrap(Offload, "__init__", make_offload)
+    wrap(ActivationStreams, "leave", leave)
+    wrap(ActivationStreams, "bring_back", bring_back)
     wrap(links.Links, "__init__", make_links)
     wrap(Tier, "_new_buffer", new_buffer)
     wrap(DiskTier, "_transfer", transfer)
@@ -324,7 +372,8 @@ def _order_threads(patches: pytest.MonkeyPatch, wrap: Callable, recorder: Record
 
     def run(original: Callable, handle: Handle) -> BaseException | None:
         recorder.thread_follows(handle.begin_clock)
-        with Watch(recorder) if handle._copy_queue.asynchronous else contextlib.nullcontext():
+        in_worker = threading.current_thread() is handle._copy_queue._worker.thread    # other threads have their own Watch
+        with Watch(recorder) if in_worker else contextlib.nullcontext():
             error = original(handle)
         recorder.job_ended()
         return error
@@ -340,7 +389,7 @@ def _order_threads(patches: pytest.MonkeyPatch, wrap: Callable, recorder: Record
     wrap(Handle, "__init__", submitted)
     wrap(Handle, "_run", run)
     wrap(Handle, "_end", end)
-    wrap(Handle, "_wait_for_end", waited)
+    wrap(Handle, "_wait_for_job", waited)
     is_done = Handle.done.fget
 
     def done(handle: Handle) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import textwrap
@@ -16,15 +17,19 @@ import pytest
 import torch
 
 import pstar
-from pstar.chunks import gradients, unshard
-from pstar.memory import block_store, links, tier
+from pstar.chunks import activation_offload, activation_streams, gradients, unshard
+from pstar.memory import block_store, copy_queue, device_stream, links, tier
+from pstar.schedule.schedule import Schedule
 from tests import toy
+from tests.pstar.chunks import test_activations
 from tests.pstar.chunks.test_frozen import WIDTH, Six
 from tests.pstar.memory.happens_before import Recorder
+from tests.pstar.memory.test_tiers import Views
 from tests.pstar.test_placement import build, combinations
 
 STEPS = 4
-FILES = (block_store, links, tier, unshard, gradients)
+CPU = torch.device("cpu")
+FILES = (block_store, copy_queue, device_stream, links, tier, unshard, gradients, activation_offload, activation_streams)
 """The files that wait for copies, for a stream or for a collective."""
 
 
@@ -73,6 +78,28 @@ def test_codes_of_frozen_matrices_make_no_race(bits):
     assert recorder.races == [] and recorder.accesses > 400
 
 
+def empty_store() -> block_store.BlockStore:
+    """Inside a Recorder."""
+    near, far = (tier.Tier(name, CPU) for name in (tier.NEAR, tier.FAR))
+    return block_store.BlockStore(near, far, tier.Ledger(), Schedule("lru"), Views(), links=links.Links())
+
+
+def record_activations() -> tuple[Recorder, list[float], int]:
+    """(the recorder, the losses, bytes that went to far) of a model whose blocks' inputs wait in far."""
+    with Recorder() as recorder:
+        model, optimizer = test_activations.build(False)
+        losses, moved = test_activations.train(model, optimizer)
+        del model, optimizer
+        gc.collect()    # graphs in reference cycles: their end is recorded too
+    return recorder, losses, moved["near to far"]
+
+
+def test_offloaded_activations_make_no_race():
+    recorder, losses, num_bytes = record_activations()
+    assert recorder.races == [] and recorder.accesses > 400
+    assert losses == test_activations.plain(False, 1)[0] and num_bytes > 0
+
+
 # ---------------------------------------------------------------------------------------------- each wait is needed
 
 @dataclass(frozen=True)
@@ -94,34 +121,71 @@ STREAM = (("near_budget", "50%"), ("far_states", "stream"))
 DISK = (("near_budget", "30%"), ("disk", "30%"))
 TWICE = (("near_budget", "min"), ("gradient_accumulation_steps", 2))
 Store, Links, Tier = block_store.BlockStore, links.Links, tier.Tier
+CopyStream, DeviceCopy, Handle = device_stream.CopyStream, device_stream.DeviceCopy, copy_queue.Handle
 WAITS = (
-    Wait(Links, "_on_stream", "given.synchronize()", "pass"),
-    Wait(Links, "copy", "copied.synchronize()", "pass"),
-    Wait(Store, "create", "self.wait(fences)", "pass", STREAM),
-    Wait(Store, "ensure", "self._settle_block(block)", "pass"),
+    Wait(CopyStream, "given", "event.record(torch.cuda.current_stream(self.device))", "pass"),
+    Wait(CopyStream, "issue", "self._stream.wait_event(given)", "pass"),
+    Wait(CopyStream, "issue", "each.order()", "pass", DISK),
+    Wait(CopyStream, "issue", "ended.record()", "pass"),
+    Wait(DeviceCopy, "order", "torch.cuda.current_stream(self._device).wait_event(self._ended)", "pass"),
+    Wait(DeviceCopy, "wait", "self._ended.synchronize()", "pass"),
+    Wait(Handle, "wait", "self._wait_for_end()", "pass", TWICE),
+    Wait(Handle, "order", "self._wait_for_job()", "pass", DISK),
+    Wait(Handle, "order", "self._on_device.order()", "pass"),
+    Wait(Handle, "_wait_for_end", "self._on_device.wait()", "pass"),
+    Wait(Links, "submit", "handle.wait()", "pass", DISK),
+    Wait(Links, "order", "    handle.order()\n    ended.record", "    pass\n    ended.record"),
+    Wait(Store, "create", "self.wait(fences, tier)", "pass", STREAM),
+    Wait(Store, "ensure", "self._settle_block(block, tier)", "pass"),
+    Wait(Store, "_settle_block", "self.wait(pending, tier)", "pass"),
+    Wait(Store, "wait", "self.links.order(handles, self._add_waited)", "pass"),
     Wait(Store, "work", "each.wait()", "pass", TWICE),
-    Wait(Store, "work", "self.wait(before)", "pass", STREAM),
+    Wait(Store, "work", "self.wait(before, tier)", "pass", STREAM),
     Wait(Store, "work", "self._block(key).pending.append(handle)", "pass", TWICE),
     Wait(Store, "_begin", "(*block.pending, *fences)", "fences", DISK),
     Wait(Store, "_begin", "(*block.pending, *fences)", "tuple(block.pending)", STREAM),
-    Wait(Store, "_begin", "handle.wait()", "pass", DISK),
     Wait(Store, "_begin", "block.pending.append(self.links", "(self.links"),
     Wait(Store, "_drop_copy", "self.tiers[tier].release(buffer, block.pending,", "self.tiers[tier].release(buffer, (),"),
     Wait(Tier, "allocate", "fences.extend(pending)", "pass"),
+    Wait(Tier, "_shrink_idle", "self._wait_for(fences)", "pass", STREAM),
+    Wait(Tier, "_wait_for", "fence.order() if", "None if", STREAM),
 )
+
+Leaving, Streams = activation_streams.Leaving, activation_streams.ActivationStreams
+StreamCopy = activation_offload.StreamCopy
+ACTIVATIONS = (
+    Wait(Leaving, "let_go", "self.copy.order()", "pass"),
+    Wait(Streams, "leave", "self._out.given()", "torch.cuda.Event()"),
+    Wait(Streams, "bring_back", "self.let_go()", "pass"),
+    Wait(Streams, "bring_back", "self._in.given()", "torch.cuda.Event()"),
+    Wait(StreamCopy, "bring_back", "self._uses[-1].order()", "pass"),
+)
+"""Of activations in far, with the settings of record_activations."""
+
+SHARED_FAR = (
+    Wait(Streams, "leave", "before, lambda", "(), lambda"),
+    Wait(StreamCopy, "_allocate", "data, self._uses)", "data, ())"),
+)
+"""Of far buffers that chunks and activations use in turn."""
+
+UNUSED_COPY = Wait(Store, "_settle_block", "[handle for handle in pending if not handle.done]", "[]")
+"""Training does not show it: a gradient's copy to far orders the host after all that the stream did with its parameter."""
 
 OTHERS = {
     "store.finish((kind, index))": "orders the sums of squares for the norm, which are in no tier",
     "self._settle_block(self._block(key))": "that is BlockStore.finish",
     "self.wait([self.links.submit(source_tier, target_tier, job, source.nbytes)])": "only a simulated link needs it",
     "self._settle_block(block)": "the second one is before an extent is released, for which the disk tier waits as well",
-    "self.wait(pending)": "that is _settle_block",
-    "handle.wait()": "the second one is in BlockStore.wait",
-    "_wait_for(pending)": "for users who give no list of fences: test_tiers.py",
-    "_wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep memory alive":
-        "a copy under way keeps its buffer, but the ledger counts it as free: test_tiers.py",
-    "_wait_for(buffers.pop()[1])": "as the line above",
-    "fence.wait()": "that is _wait_for",
+    "self._wait_for(pending)": "for users who give no list of fences: test_tiers.py",
+    "self._wait_for(fences)    # the tier forgets the buffer now": "test_tiers.py",
+    "self._origin.synchronize()": "times only",
+    "copy.order()": "the end of a graph that never used what was brought back ahead",
+    "copy.wait()": "the end of a process",
+    "self._wait_for_job()": "the second one is in Handle._wait_for_end",
+    "handle.order()": "the first one in Links.order: these copies have ended",
+    "self._job_ended.wait()": "that is Handle._wait_for_job",
+    "handle._wait_for_end()": "drain and close",
+    "self.stopping.wait(left)": "only a simulated link needs it",
     "self.gather.wait()": "a collective",
     "self.handle.wait()": "a collective: tests/pstar/test_mutations_ranks.py",
     "self._gather(unit).wait()": "a collective",
@@ -148,10 +212,49 @@ def test_a_removed_wait_is_a_race(wait, tmp_path, monkeypatch):
     assert recorder.races
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients were not finite")
+@pytest.mark.parametrize("wait", ACTIVATIONS, ids=str)
+def test_a_removed_wait_of_activations_is_a_race(wait, monkeypatch):
+    mutate(monkeypatch, wait)
+    assert record_activations()[0].races
+
+
+@pytest.mark.parametrize("wait", [None, *SHARED_FAR], ids=str)
+def test_chunks_and_activations_use_a_far_buffer_in_turn(wait, monkeypatch):
+    if wait is not None:
+        mutate(monkeypatch, wait)
+    key, numel = ("param", 0), activation_offload.LEAST_BYTES // 4
+    with Recorder() as recorder:
+        store = empty_store()
+        offload = activation_offload.Offload(store.tiers[tier.FAR], store.ledger, CPU)
+        store.create(key, numel, torch.float32, tier.FAR).zero_()
+        store.load_ahead(key, tier.NEAR, 1.0)
+        store.drop(key)
+        away = offload.pack(torch.ones(numel).mul(2))    # into the far buffer that the copy to near reads
+        assert away.unpack().sum() == 2 * numel
+        del away
+        store.create(key, numel, torch.float32, tier.FAR).zero_()    # by the host, where the activation was
+    assert bool(recorder.races) == (wait is not None)
+
+
+@pytest.mark.parametrize("wait", [None, UNUSED_COPY], ids=["kept", "removed"])
+def test_the_host_writes_after_a_copy_to_near_that_only_the_stream_has_waited_for(wait, monkeypatch):
+    if wait is not None:
+        mutate(monkeypatch, wait)
+    key = ("param", 0)
+    with Recorder() as recorder:
+        store = empty_store()
+        store.create(key, 10, torch.float32, tier.FAR).zero_()
+        store.ensure(key, tier.NEAR).sum()
+        store.ensure(key, tier.FAR).fill_(1.0)
+    assert bool(recorder.races) == (wait is not None)
+
+
 def test_each_wait_is_in_the_list():
     """A new wait needs a mutation, or a reason."""
-    waits = re.compile(r"\.wait\(|synchronize\(|_settle_block\(|_wait_for\(|pending\.append|fences\.extend|store\.finish\(")
-    known = [wait.line for wait in WAITS] + list(OTHERS)
+    waits = re.compile(r"\.wait\(|wait_event|synchronize\(|order\(\)|links.order|_wait_for_end\(|_settle_block\(|_wait_for\("
+                       r"|pending\.append|fences\.extend|store\.finish\(")
+    known = [wait.line for wait in (*WAITS, *ACTIVATIONS, *SHARED_FAR, UNUSED_COPY)] + list(OTHERS)
     for module in FILES:
         for line in inspect.getsource(module).splitlines():
             if waits.search(line) and not line.strip().startswith("def "):

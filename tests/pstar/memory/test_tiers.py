@@ -282,22 +282,26 @@ def test_the_profile_shows_a_copy_without_its_wait_for_earlier_copies():
 
 
 class Fence:
-    """A copy that counts who waits for it."""
+    """A copy that writes down who follows it: this thread (wait) or the current stream (order)."""
 
     def __init__(self):
-        self.waits = 0
+        self.calls = []
 
     def wait(self) -> None:
-        self.waits += 1
+        self.calls.append("wait")
+
+    def order(self) -> None:
+        self.calls.append("order")
 
 
-def test_memory_that_a_tier_gives_away_has_no_copy_under_way():
-    tier, taken, forgotten, freed = Tier(NEAR, CPU, 1000), Fence(), Fence(), Fence()
+@pytest.mark.parametrize("name, call", [(NEAR, "order"), (FAR, "wait")])
+def test_memory_that_a_tier_gives_away_has_no_copy_under_way(name, call):
+    tier, taken, forgotten, freed = Tier(name, CPU, 1000), Fence(), Fence(), Fence()
     tier.release(tier.allocate(100, torch.float32, "param"), [taken])
     tier.allocate(100, torch.float32, "param")
-    assert taken.waits == 1, "the user of a buffer gave no list, so the tier waits for it"
+    assert taken.calls == [call], "the user of a buffer gave no list, so the tier waits for it"
     tier.release(tier.allocate(50, torch.float32, "param"), [forgotten], keep=False)
-    assert forgotten.waits == 1, "the tier forgets this buffer"
+    assert forgotten.calls == [call], "the tier forgets this buffer"
     tier.release(tier.allocate(60, torch.float32, "param"), [freed])
     tier.allocate(120, torch.float32, "param")
-    assert freed.waits == 1, "the idle buffer gave way to another size"
+    assert freed.calls == [call], "the idle buffer gave way to another size"
