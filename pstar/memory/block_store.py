@@ -217,6 +217,21 @@ class BlockStore:
             with self._waiting():
                 self._timed(way, "piece", source.nbytes, lambda: target.copy_(source))()
 
+    def copy_near(self, target: torch.Tensor, key: Key) -> None:
+        """Copies a block's fastest copy into a buffer in near, of the same bytes, for later work of the current stream. On a
+        GPU this stream waits for the copy, and this thread does not."""
+        with self.pinned(key):
+            tier, source = self.peek(key)
+        if tier == NEAR or not self.links.on_device:
+            self.copy(target, source, tier, NEAR)
+            return
+        way, num_bytes = f"{tier} to {NEAR}", source.nbytes
+        self.ledger.add(way, num_bytes)
+        handle = self.links.submit(tier, NEAR, lambda: self.links.copy(target, source), num_bytes,
+                                   record=self._recorder(way, "piece", num_bytes))
+        self.blocks[key].pending.append(handle)
+        self.wait([handle], NEAR)
+
     def mark_written(self, key: Key, tier: str) -> None:
         """The copy in that tier was changed: drops all other copies, which are out of date."""
         block = self._block(key)
