@@ -53,6 +53,22 @@ class Gather:
         self.pin.unpin()
 
 
+def copy_near(store: BlockStore, target: torch.Tensor, key: Key) -> None:
+    """Copies a block's fastest copy into a buffer in near, of the same bytes, for later work of the current stream. On a GPU
+    this stream waits for the copy, and this thread does not."""
+    with store.pinned(key):
+        tier, source = store.peek(key)
+    if tier == NEAR or not store.links.on_device:
+        store.copy(target, source, tier, NEAR)
+        return
+    way, num_bytes = f"{tier} to {NEAR}", source.nbytes
+    store.ledger.add(way, num_bytes)
+    handle = store.links.submit(tier, NEAR, lambda: store.links.copy(target, source), num_bytes,
+                                record=store.recorder(way, "piece", num_bytes))
+    store.blocks[key].pending.append(handle)
+    store.wait([handle], NEAR)
+
+
 class Unsharding:
     """Unshards units into near.
 
@@ -103,10 +119,10 @@ class Unsharding:
         """Begins to fill data, a unit's elements or their codes, from all ranks; key: of the block of this rank's piece."""
         rank = self.collectives.rank
         if spec.owner is None:
-            self.store.copy_near(data.view(self.units.layout.num_ranks, -1)[rank], key)
+            copy_near(self.store, data.view(self.units.layout.num_ranks, -1)[rank], key)
             return self.collectives.all_gather(data)
         if spec.owner == rank:
-            self.store.copy_near(data, key)
+            copy_near(self.store, data, key)
         return self.collectives.broadcast(data, spec.owner)
 
     def drop_gathered(self, group: int) -> None:

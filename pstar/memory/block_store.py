@@ -217,21 +217,6 @@ class BlockStore:
             with self._waiting():
                 self._timed(way, "piece", source.nbytes, lambda: target.copy_(source))()
 
-    def copy_near(self, target: torch.Tensor, key: Key) -> None:
-        """Copies a block's fastest copy into a buffer in near, of the same bytes, for later work of the current stream. On a
-        GPU this stream waits for the copy, and this thread does not."""
-        with self.pinned(key):
-            tier, source = self.peek(key)
-        if tier == NEAR or not self.links.on_device:
-            self.copy(target, source, tier, NEAR)
-            return
-        way, num_bytes = f"{tier} to {NEAR}", source.nbytes
-        self.ledger.add(way, num_bytes)
-        handle = self.links.submit(tier, NEAR, lambda: self.links.copy(target, source), num_bytes,
-                                   record=self._recorder(way, "piece", num_bytes))
-        self.blocks[key].pending.append(handle)
-        self.wait([handle], NEAR)
-
     def mark_written(self, key: Key, tier: str) -> None:
         """The copy in that tier was changed: drops all other copies, which are out of date."""
         block = self._block(key)
@@ -418,13 +403,13 @@ class BlockStore:
             else:
                 self.links.copy(buffer, data)
 
-        record = self._recorder(way, f"{block.key[0]} {block.key[1]}", num_bytes)
+        record = self.recorder(way, f"{block.key[0]} {block.key[1]}", num_bytes)
         self.ledger.add(way, num_bytes, for_next_step)
         with nullcontext() if self.links.asynchronous else self._waiting():
             block.pending.append(self.links.submit(source, tier, carry, num_bytes, before, record))
         self._add_copy(block, tier, buffer)
 
-    def _recorder(self, lane: str, name: str, num_bytes: int) -> Callable[[float, float], None]:
+    def recorder(self, lane: str, name: str, num_bytes: int) -> Callable[[float, float], None]:
         """Returns a function that writes a copy's begin and end, times of the links' clock, into the profile."""
         profile = self.profile
         if profile is None:
@@ -433,7 +418,7 @@ class BlockStore:
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
         """The job, which then also writes its time into the profile."""
-        record = self._recorder(lane, name, num_bytes)
+        record = self.recorder(lane, name, num_bytes)
 
         def timed() -> None:
             begin = self.links.now()

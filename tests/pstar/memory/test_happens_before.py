@@ -12,6 +12,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_offloaded_activations_make_no_race():
 class Wait:
     """A line of pstar that orders accesses, what the mutation puts in its place, and settings that show the race."""
 
-    where: type
+    where: Any
     method: str
     line: str
     without: str
@@ -251,8 +252,8 @@ def test_the_host_writes_after_a_copy_to_near_that_only_the_stream_has_waited_fo
 
 
 PIECE = (
-    Wait(Store, "copy_near", "self.wait([handle], NEAR)", "pass"),
-    Wait(Store, "copy_near", "self.blocks[key].pending.append(handle)", "pass"),
+    Wait(unshard, "copy_near", "store.wait([handle], NEAR)", "pass"),
+    Wait(unshard, "copy_near", "store.blocks[key].pending.append(handle)", "pass"),
 )
 """Of a rank's own piece, which is copied into the buffer of a gather."""
 
@@ -266,7 +267,7 @@ def test_a_piece_is_near_before_its_gather_and_leaves_before_the_host_writes_it(
         store = empty_store()
         store.create(own, 10, torch.float32, tier.FAR).fill_(1.0)
         data = store.create(gathered, 20, torch.float32, tier.NEAR, derived=True)
-        store.copy_near(data[:10], own)
+        unshard.copy_near(store, data[:10], own)
         data.sum()    # as the collective reads it
         store.ensure(own, tier.FAR).fill_(2.0)
     assert bool(recorder.races) == (wait is not None)
