@@ -17,7 +17,7 @@ from pstar.comm.collective_log import CollectiveLog
 from pstar.comm.collectives import Collectives, Handle
 from pstar.kernels import BlockCodes
 from pstar.layout.layout import Unit
-from pstar.memory.block import Block
+from pstar.memory.block import Block, Key
 from pstar.memory.block_store import BlockStore, Pending
 from pstar.memory.tier import NEAR
 
@@ -51,6 +51,22 @@ class Gather:
         self.handle.wait()
         self.unit.move(Bytes.GATHERED)
         self.pin.unpin()
+
+
+def copy_near(store: BlockStore, target: torch.Tensor, key: Key) -> None:
+    """Copies a block's fastest copy into a buffer in near, of the same bytes, for later work of the current stream. On a GPU
+    this stream waits for the copy, and this thread does not."""
+    with store.pinned(key):
+        tier, source = store.peek(key)
+    if tier == NEAR or not store.links.on_device:
+        store.copy(target, source, tier, NEAR)
+        return
+    way, num_bytes = f"{tier} to {NEAR}", source.nbytes
+    store.ledger.add(way, num_bytes)
+    handle = store.links.submit(tier, NEAR, lambda: store.links.copy(target, source), num_bytes,
+                                record=store.recorder(way, "piece", num_bytes))
+    store.blocks[key].pending.append(handle)
+    store.wait([handle], NEAR)
 
 
 class Unsharding:
@@ -93,21 +109,20 @@ class Unsharding:
         spec, key = unit.spec, ("param", unit.spec.group)
         self.log.gather(spec.index)
         data = self.store.create(unit.key, spec.elems, self.parameters.dtype, NEAR, derived=True)
-        with self.store.pinned(unit.key):
-            tier, own = self.store.peek(key)
         codes = self.store.blocks[key].codes
-        if codes is None:
-            return self._collect(spec, data, own, tier)
-        return Decoding(self._collect(spec, codes.tail(data), own, tier), codes, data)
+        with self.store.pinned(unit.key):    # this rank's piece may need room on its way
+            if codes is None:
+                return self._collect(spec, data, key)
+            return Decoding(self._collect(spec, codes.tail(data), key), codes, data)
 
-    def _collect(self, spec: Unit, data: torch.Tensor, own: torch.Tensor, tier: str) -> Handle:
-        """Begins to fill data, a unit's elements or their codes, from all ranks; own: this rank's part, in a tier."""
+    def _collect(self, spec: Unit, data: torch.Tensor, key: Key) -> Handle:
+        """Begins to fill data, a unit's elements or their codes, from all ranks; key: of the block of this rank's piece."""
         rank = self.collectives.rank
         if spec.owner is None:
-            self.store.copy(data.view(self.units.layout.num_ranks, -1)[rank], own, tier, NEAR)
+            copy_near(self.store, data.view(self.units.layout.num_ranks, -1)[rank], key)
             return self.collectives.all_gather(data)
         if spec.owner == rank:
-            self.store.copy(data, own, tier, NEAR)
+            copy_near(self.store, data, key)
         return self.collectives.broadcast(data, spec.owner)
 
     def drop_gathered(self, group: int) -> None:

@@ -403,13 +403,13 @@ class BlockStore:
             else:
                 self.links.copy(buffer, data)
 
-        record = self._recorder(way, f"{block.key[0]} {block.key[1]}", num_bytes)
+        record = self.recorder(way, f"{block.key[0]} {block.key[1]}", num_bytes)
         self.ledger.add(way, num_bytes, for_next_step)
         with nullcontext() if self.links.asynchronous else self._waiting():
             block.pending.append(self.links.submit(source, tier, carry, num_bytes, before, record))
         self._add_copy(block, tier, buffer)
 
-    def _recorder(self, lane: str, name: str, num_bytes: int) -> Callable[[float, float], None]:
+    def recorder(self, lane: str, name: str, num_bytes: int) -> Callable[[float, float], None]:
         """Returns a function that writes a copy's begin and end, times of the links' clock, into the profile."""
         profile = self.profile
         if profile is None:
@@ -418,7 +418,7 @@ class BlockStore:
 
     def _timed(self, lane: str, name: str, num_bytes: int, job: Callable[[], object]) -> Callable[[], object]:
         """The job, which then also writes its time into the profile."""
-        record = self._recorder(lane, name, num_bytes)
+        record = self.recorder(lane, name, num_bytes)
 
         def timed() -> None:
             begin = self.links.now()

@@ -38,6 +38,11 @@ class Links:
 
     now = staticmethod(time.perf_counter)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether copies to and from near run on streams of a GPU."""
+        return bool(self._streams)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, then: Callable[[], object] = lambda: None) -> None:
         """Copies a buffer to one of the same size and dtype, then calls `then`, whose kernels run behind the copy; called by
         jobs.

@@ -12,6 +12,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_offloaded_activations_make_no_race():
 class Wait:
     """A line of pstar that orders accesses, what the mutation puts in its place, and settings that show the race."""
 
-    where: type
+    where: Any
     method: str
     line: str
     without: str
@@ -255,11 +256,34 @@ def test_the_host_writes_after_a_copy_to_near_that_only_the_stream_has_waited_fo
     assert bool(recorder.races) == (wait is not None)
 
 
+PIECE = (
+    Wait(unshard, "copy_near", "store.wait([handle], NEAR)", "pass"),
+    Wait(unshard, "copy_near", "store.blocks[key].pending.append(handle)", "pass"),
+)
+"""Of a rank's own piece, which is copied into the buffer of a gather."""
+
+
+@pytest.mark.parametrize("wait", [None, *PIECE], ids=str)
+def test_a_piece_is_near_before_its_gather_and_leaves_before_the_host_writes_it(wait, monkeypatch):
+    if wait is not None:
+        mutate(monkeypatch, wait)
+    own, gathered = ("param", 0), ("gathered", 0)
+    with Recorder() as recorder:
+        store = empty_store()
+        store.create(own, 10, torch.float32, tier.FAR).fill_(1.0)
+        data = store.create(gathered, 20, torch.float32, tier.NEAR, derived=True)
+        unshard.copy_near(store, data[:10], own)
+        data.sum()    # as the collective reads it
+        store.ensure(own, tier.FAR).fill_(2.0)
+    assert bool(recorder.races) == (wait is not None)
+    assert store.ledger.moved_bytes["far to near"] == 40
+
+
 def test_each_wait_is_in_the_list():
     """A new wait needs a mutation, or a reason."""
     waits = re.compile(r"\.wait\(|wait_event|synchronize\(|order\(\)|links.order|_wait_for_end\(|_settle_block\(|_wait_for\("
                        r"|pending\.append|fences\.extend|store\.finish\(")
-    known = [wait.line for wait in (*WAITS, *ACTIVATIONS, *SHARED_FAR, UNUSED_COPY)] + list(OTHERS)
+    known = [wait.line for wait in (*WAITS, *ACTIVATIONS, *SHARED_FAR, *PIECE, UNUSED_COPY)] + list(OTHERS)
     for module in FILES:
         for line in inspect.getsource(module).splitlines():
             if waits.search(line) and not line.strip().startswith("def "):
