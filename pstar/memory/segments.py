@@ -34,7 +34,7 @@ def grow_segments() -> bool:
 
 def reserved_bytes(device: torch.device) -> int | None:
     """The most bytes of a GPU that torch's allocator has held, used or not; None without a GPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
 
 
 class Reserved:

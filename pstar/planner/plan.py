@@ -234,5 +234,5 @@ def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str |
     if config.use_cpu_embedding:
         compute_embeddings_far(module, torch.device("cpu"))
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return Plan(module, config, num_ranks, page_bytes=far_page_bytes(torch.device(device)))
