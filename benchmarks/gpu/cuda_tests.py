@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/cuda_tests.py
 
-Files are found by their mark, a line with `skipif(` and `not torch.cuda.is_available()`. Status 1 if a test fails, or if none
-passes on a GPU.
+Files are found by their mark, a line with `skipif(` and `not torch.cuda.is_available()`. Status 1 if a test fails, or if
+none passes on a GPU.
 """
 
 from __future__ import annotations
