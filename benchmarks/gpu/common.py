@@ -1,4 +1,7 @@
-"""What the programs of this folder share: the line on a machine without a GPU, and the facts on each page."""
+"""What the programs of this folder share: the line on a machine without a GPU, and the facts on each page.
+
+torch is imported late: run.sh does not need it for toys on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import ctypes
 import signal
 import warnings
 
-import torch
 from facts import num_cores, versions, when_and_how
 
 
 def has_gpu() -> bool:
     """True if torch can use a GPU. Prints nothing: a CUDA build of torch warns if there is no driver."""
+    import torch
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.cuda.is_available()
@@ -33,11 +37,15 @@ def check_device(parser: argparse.ArgumentParser, device: str, instead: str) -> 
 
 def name_of(device: str) -> str:
     """The device in words."""
+    import torch
+
     return torch.cuda.get_device_name() if device == "cuda" else f"{num_cores()} cores of a CPU, no GPU"
 
 
 def facts_of(script: str, argv: list[str]) -> list[tuple[str, str]]:
     """(name, fact) of versions, date and command. The folder of the results is a path of one machine, so it is left out."""
+    import torch
+
     shown = list(argv)
     if "--results" in shown:
         at = shown.index("--results")

@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/cuda_tests.py
 
-Files are found by their mark, `skipif(not torch.cuda.is_available()`. Status 1 if a test fails, or if none passes on a GPU.
+Files are found by their mark, a line with `skipif(` and `not torch.cuda.is_available()`. Status 1 if a test fails, or if
+none passes on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from command_line import parser_of  # noqa: E402
 from common import check_device, facts_of, name_of  # noqa: E402
 from facts import bullets  # noqa: E402
 
-NEEDS_CUDA = re.compile(r"skipif\(\s*not torch\.\w+\.is_available\(\)")
+NEEDS_CUDA = re.compile(r"skipif\([^\n]*\bnot torch\.\w+\.is_available\(\)")
 MORE = ("tests/pstar/kernels/test_nvrtc.py",)
 """Files that need NVRTC, which torch's CUDA build brings."""
 RESULTS = ("passed", "failed", "skipped")

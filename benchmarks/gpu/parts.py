@@ -48,7 +48,7 @@ def steps(device: str, toy: bool, folder: Path) -> list[Step]:
         size = ("--billions", f"{billions:g}", "--batch", str(batch), "--only", only)
         return "models.py", *size, "--until-it-fails", *flags, *few
 
-    found = [step("tests", 2, "cuda_tests.py"), step("equal", 1.5, "equal.py"), step("adam", 1, "adam.py")]
+    found = [step("tests", 4, "cuda_tests.py"), step("equal", 1.5, "equal.py"), step("adam", 1, "adam.py")]
     for billions, batch, only, minutes in MODELS:
         name = f"models-{billions:g}-{only.replace(',', '-')}"
         found.append(step(name, minutes, *model(billions, batch, only)))

@@ -145,7 +145,8 @@ def carry_out(step: Step, memory: Memory, limit_s: float) -> str:
 
 def hidden(text: str) -> str:
     """Without the paths of this machine."""
-    return text.replace(str(REPO), ".").replace(str(Path.home()), "~")
+    home = Path.home()
+    return text.replace(str(REPO), ".").replace(str(home), "~" if home.name else str(home))
 
 
 def publish(folder: Path, results: Path | None) -> None:

@@ -194,6 +194,9 @@ def test_all_files_with_tests_that_need_cuda_are_found():
     assert {"tests/pstar/kernels/test_adam_cuda.py", "tests/pstar/memory/test_activation_peak.py",
             "tests/pstar/kernels/test_nvrtc.py"} <= set(found)
     assert all((REPO / file).exists() for file in found)
+    marked = {str(path.relative_to(REPO)) for path in (REPO / "tests").rglob("test_*.py") if path != Path(__file__)
+              and re.search(r"mark\.skipif\([^\n]*is_available\(\)", path.read_text(encoding="utf-8"))}
+    assert marked <= set(found)
 
 
 def test_failed_and_skipped_tests_are_counted(tmp_path):
