@@ -128,7 +128,9 @@ inline void NearMemory::release(void *p) {
 
 // Rounds up to a power of two and keeps what is freed, as torch's allocator of page-locked memory does.
 struct PinnedMemory final : c10::Allocator {
+    static void nothing(void *) {}
     c10::DataPtr allocate(size_t num_bytes) override {
+        if (!num_bytes) return {nullptr, nullptr, &nothing, c10::Device(c10::kCPU)};
         Lock lock(mutex);
         size_t size = 1;
         while (size < num_bytes) size *= 2;

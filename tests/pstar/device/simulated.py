@@ -35,6 +35,10 @@ COUNTS = ("kernels", "copies_in", "copies_out", "copies_inside", "waits", "pinne
 PROPERTIES = types.SimpleNamespace(name="simulated", total_memory=2**30)
 
 
+class DeviceContext(contextlib.nullcontext):
+    """torch.cuda.device; a class, because torch asks for it by isinstance."""
+
+
 class Unavailable(Exception):
     """The device cannot be built here; the message says why."""
 
@@ -129,13 +133,15 @@ def load(library: Path) -> Device:
     for name, value in _of_torch_cuda(torch, device).items():
         setattr(torch.cuda, name, value)
     torch.accelerator.empty_host_cache = lambda: None    # torch calls it in libtorch_cuda
+    torch.empty(0, pin_memory=True)    # torch initialises the device, as torch.cuda.init does; else nothing counts as pinned
     return device
 
 
 def _of_torch_cuda(torch: types.ModuleType, device: Device) -> dict[str, Any]:
     """What torch.cuda lacks in a torch built for CPUs; torch.accelerator asks the library by itself."""
     here, accelerator = torch.device("cuda", 0), torch.accelerator
-    runtime = types.SimpleNamespace(cudaHostRegister=device.host_register, cudaHostUnregister=device.host_unregister)
+    runtime = types.SimpleNamespace(cudaHostRegister=device.host_register, cudaHostUnregister=device.host_unregister,
+                                    cudaGetErrorString=lambda status: "simulated error")
 
     @contextlib.contextmanager
     def on_stream(stream: Any) -> Any:
@@ -145,7 +151,7 @@ def _of_torch_cuda(torch: types.ModuleType, device: Device) -> dict[str, Any]:
     return {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
         "init": lambda: None, "_lazy_init": lambda: None, "cudart": lambda: runtime,
-        "current_device": lambda: 0, "set_device": lambda device: None, "device": lambda device: contextlib.nullcontext(),
+        "current_device": lambda: 0, "set_device": lambda device: None, "device": DeviceContext,
         "synchronize": lambda device=None: accelerator.synchronize(0), "empty_cache": lambda: None,
         "Stream": lambda device=None, **options: torch.Stream(here),
         "Event": lambda enable_timing=False, blocking=False, interprocess=False: torch.Event(
@@ -155,6 +161,9 @@ def _of_torch_cuda(torch: types.ModuleType, device: Device) -> dict[str, Any]:
         "memory_reserved": lambda device=None: accelerator.memory_allocated(0),    # freed memory is not kept
         "memory_allocated": lambda device=None: accelerator.memory_allocated(0),
         "max_memory_allocated": lambda device=None: accelerator.max_memory_allocated(0),
+        "mem_get_info": lambda device=None: accelerator.get_memory_info(0),
+        "memory_reserved": lambda device=None: accelerator.memory_allocated(0),
+        "max_memory_reserved": lambda device=None: accelerator.max_memory_allocated(0),
         "reset_peak_memory_stats": lambda device=None: accelerator.reset_peak_memory_stats(0),
         "get_device_properties": lambda device=None: PROPERTIES, "get_device_capability": lambda device=None: (9, 0),
         # The device draws random numbers from the host's generator, in the order of the program.

@@ -10,10 +10,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 
 namespace device {
@@ -79,5 +81,17 @@ inline void wait_until(long id, long position) {
 }
 inline void wait_for(long id) { wait_until(id, end_of(id)); }
 
-struct Event { long stream, position; };
+// An event is a task that notes the time.
+struct Event {
+    long stream, position;
+    std::shared_ptr<double> at_ms;
+};
+inline Event event_on(long id) {
+    Lock lock(mutex);
+    auto at_ms = std::make_shared<double>(0);
+    give(id, [at_ms] {
+        *at_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    });
+    return {id, end_of(id), at_ms};
+}
 }    // namespace device
