@@ -43,6 +43,11 @@ LEFT_OUT = {
     "LiveBytes counts host memory only": (
         f"{ACTIVATION_PEAK}::test_of_an_engine_a_step_is_counted_and_no_number_changes",
         f"{ACTIVATION_PEAK}::test_compiled_modules_stay_compiled"),
+    "it counts bytes by hand, without a device's whole pages and aligned slots": (
+        "tests/pstar/test_engine.py::test_bytes_per_parameter_to_the_byte",
+        "tests/pstar/test_engine.py::test_a_budget_too_small_names_the_module_and_the_smallest_that_would_do"),
+    "AllocatorPeak is not exact while chunks move: the room for chunks differs a little": (
+        "tests/pstar/test_placement.py::test_looking_ahead_moves_nothing_more[{'near_memory'",),
     "it watches the program's thread, and backward on a device has a thread of its own": (
         "tests/pstar/chunks/test_step.py::test_the_way_of_one_parameter_is_told_in_the_order_of_the_calls",),
     "the device has no fused attention: other tensors are saved for backward": (
@@ -56,7 +61,7 @@ ENGINE = ("tests/pstar/test_engine.py", "tests/pstar/optim/test_state_bits.py")
 CHUNKS = ("tests/pstar/chunks/test_activations.py", "tests/pstar/chunks/test_prefetch.py",
           "tests/pstar/chunks/test_step.py", "tests/pstar/chunks/test_stays.py")
 MEMORY = ("tests/pstar/memory/test_tiers.py", "tests/pstar/memory/test_copy_queue.py", ACTIVATION_PEAK)
-STREAMS = "near_filled or near_memory or looking_ahead or streamed"
+STREAMS = "near_filled or near_memory or streamed"
 PROGRAMS = (
     Program("the device itself", (INSIDE.format("device"),), 11),
     Program("code for accelerators", (INSIDE.format("engine"),), 7),
