@@ -50,25 +50,21 @@ LEFT_OUT = {
         "tests/pstar/test_placement.py::test_looking_ahead_moves_nothing_more[{'near_memory'",),
     "it watches the program's thread, and backward on a device has a thread of its own": (
         "tests/pstar/chunks/test_step.py::test_the_way_of_one_parameter_is_told_in_the_order_of_the_calls",),
-    "the device has no fused attention: other tensors are saved for backward": (
-        "tests/pstar/chunks/test_activations.py::"
-        "test_a_storage_goes_once_and_comes_once_however_many_views_of_it_are_saved",),
 }
 """Tests of the CPU that cannot hold on a device, by the reason."""
 
 PLACEMENT = ("tests/pstar/test_placement.py",)
 ENGINE = ("tests/pstar/test_engine.py", "tests/pstar/optim/test_state_bits.py")
-CHUNKS = ("tests/pstar/chunks/test_activations.py", "tests/pstar/chunks/test_prefetch.py",
-          "tests/pstar/chunks/test_step.py", "tests/pstar/chunks/test_stays.py")
+CHUNKS = ("tests/pstar/chunks/test_prefetch.py", "tests/pstar/chunks/test_step.py", "tests/pstar/chunks/test_stays.py")
 MEMORY = ("tests/pstar/memory/test_tiers.py", "tests/pstar/memory/test_copy_queue.py", ACTIVATION_PEAK)
 STREAMS = "near_filled or near_memory or streamed"
 PROGRAMS = (
     Program("the device itself", (INSIDE.format("device"),), 11),
-    Program("code for accelerators", (INSIDE.format("engine"),), 7),
+    Program("code for accelerators", (INSIDE.format("engine"),), 10),
     Program("counts of a step", (INSIDE.format("counts"),), 3),
     Program("each wait removed", (INSIDE.format("mutations"),), 13),
     Program("engine, all streams late", ENGINE, 70),
-    Program("chunks, all streams late", CHUNKS, 46),
+    Program("chunks, all streams late", CHUNKS, 20),
     Program("memory, all streams late", MEMORY, 40),
     Program("placement, all streams late", PLACEMENT, 30, select="never_changes_a_number"),
     Program("placement, the default stream late", PLACEMENT, 15, "default", STREAMS),
