@@ -55,7 +55,8 @@ LEFT_OUT = {
 
 PLACEMENT = ("tests/pstar/test_placement.py",)
 ENGINE = ("tests/pstar/test_engine.py", "tests/pstar/optim/test_state_bits.py")
-CHUNKS = ("tests/pstar/chunks/test_prefetch.py", "tests/pstar/chunks/test_step.py", "tests/pstar/chunks/test_stays.py")
+CHUNKS = ("tests/pstar/chunks/test_step.py", "tests/pstar/chunks/test_stays.py")
+"""Without test_prefetch.py, which holds copies back in the worker's thread: on a device the program issues them itself."""
 MEMORY = ("tests/pstar/memory/test_tiers.py", "tests/pstar/memory/test_copy_queue.py", ACTIVATION_PEAK)
 STREAMS = "near_filled or near_memory or streamed"
 PROGRAMS = (
@@ -64,7 +65,7 @@ PROGRAMS = (
     Program("counts of a step", (INSIDE.format("counts"),), 3),
     Program("each wait removed", (INSIDE.format("mutations"),), 13),
     Program("engine, all streams late", ENGINE, 70),
-    Program("chunks, all streams late", CHUNKS, 20),
+    Program("chunks, all streams late", CHUNKS, 8),
     Program("memory, all streams late", MEMORY, 40),
     Program("placement, all streams late", PLACEMENT, 30, select="never_changes_a_number"),
     Program("placement, the default stream late", PLACEMENT, 15, "default", STREAMS),
@@ -90,7 +91,7 @@ def test_on_the_simulated_device(program: Program, library, tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "tests.pstar.device.plugin", "-p", "no:cacheprovider", "-p", "no:xdist",
                "-q", "--tb=short", "--show-capture=no", "-m", "not deep", "-k", program.select,
                *(f"--deselect={name}" for name in left_out), *program.files]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=10 * HANGS_S)
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=2 * HANGS_S)
     assert report.exists(), run.stdout[-3000:] + run.stderr[-3000:]
     outcomes = Counter(json.loads(report.read_text()).values())
     assert run.returncode == 0 and outcomes["failed"] == 0, run.stdout[-6000:]
