@@ -38,7 +38,7 @@ LIMITS = {
     "pinned bytes": 1_130_496,
 }
 """Of one step, after the trace is known. A device wait: the program's thread waits for a stream, an event or a number. A
-handle wait: it waits for a copy, done or not; no copy ends before somebody waits for it, because the streams are late. Python
+handle wait: it waits for a copy, done or not; no copy ends before somebody waits for it, for the streams are late. Python
 calls: of pstar's functions, in the program's thread. Pinned bytes: at the end, rounded to whole pages by the engine."""
 
 

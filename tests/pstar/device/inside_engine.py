@@ -17,6 +17,7 @@ from pstar.memory.links import Links
 from pstar.memory.tier import FAR
 from pstar.planner.speeds import measure_here
 from tests import toy
+from tests.pstar.chunks import test_activations as acts
 from tests.pstar.device.simulated import PROPERTIES, Device
 
 STEPS = 4
@@ -84,6 +85,23 @@ def test_out_of_memory_says_what_to_do(device: Device):
     with pytest.raises(pstar.BudgetError, match="cuda:0: out of memory .* give a smaller near_budget"):
         toy.train(model, optimizer, 1)
     device.total_bytes(PROPERTIES.total_memory)
+
+
+@pytest.mark.parametrize("default, others", [(True, False), (False, True), (True, True)])
+def test_activations_that_wait_in_far_change_no_number(default, others, device: Device):
+    expected, _ = acts.plain(None, 1)
+    device.late(default, others)
+    model, optimizer = acts.build(None, near_budget="min", offload_activations=True)
+    losses = []
+    for step in range(acts.STEPS):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = model(acts.tokens(10 * step))
+        model.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    device.late(True, True)
+    assert losses == expected and model.far.peak_bytes > model.far.used_bytes
 
 
 def test_links_of_a_device_copy_on_streams_of_their_own():
