@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from pstar.errors import StateError
@@ -119,7 +120,7 @@ class CopyQueue:
     def __init__(self, name: str, asynchronous: bool = True, bytes_per_s: float | None = None):
         self.name, self.asynchronous, self.pid = name, asynchronous, os.getpid()
         self._worker = _Worker(bytes_per_s)
-        self._open: list[Handle] = []        # copies under way, and copies whose error was not raised yet
+        self._open: deque[Handle] = deque()    # copies under way, and copies whose error was not raised yet
         # Runs at the exit of the process or when the queue is collected, whichever comes first.
         self._stop = weakref.finalize(self, self._worker.stop)
 
@@ -135,7 +136,7 @@ class CopyQueue:
     @property
     def idle(self) -> bool:
         """Whether all jobs have ended."""
-        return all(handle.issued for handle in self._open)
+        return not self._open or self._open[-1].issued
 
     def submit(self, job: Job, num_bytes: int = 0, at_once: bool = False) -> Handle:
         """Runs job after all earlier ones; at_once: on this thread, for a queue that is idle. Its error is kept for wait or
@@ -145,7 +146,9 @@ class CopyQueue:
             raise StateError(f"copy queue {self.name} takes no more copies: {reason}")
         handle = Handle(self, job)
         del job    # only the handle keeps it now, and drops it when it has run
-        self._open = [each for each in self._open if not each.done or each._owes_error] + [handle]
+        while self._open and self._open[0].done and not self._open[0]._owes_error:    # they end in their order
+            self._open.popleft()
+        self._open.append(handle)
         if self.asynchronous and not at_once:
             self._worker.start(f"pstar copy queue {self.name}")
             self._worker.jobs.put((num_bytes, handle))
@@ -157,9 +160,9 @@ class CopyQueue:
 
     def drain(self) -> None:
         """Waits for all copies; then raises the first error that no wait has raised yet."""
-        for handle in self._open:
+        for handle in list(self._open):
             handle._wait_for_end()
-        ended, self._open = self._open, []
+        ended, self._open = self._open, deque()
         errors = [handle for handle in ended if handle._owes_error]
         for handle in errors:
             handle._told = True
@@ -169,12 +172,12 @@ class CopyQueue:
     def close(self) -> None:
         """Waits for all copies and ends the thread; does not raise the copies' errors. A second call has no effect."""
         if self.pid == os.getpid():
-            for handle in self._open:
+            for handle in list(self._open):
                 handle._wait_for_end()
             self._stop()
             if self._worker.thread is not None:
                 self._worker.thread.join()
-        self._open = []
+        self._open.clear()
 
 
 class _Worker:

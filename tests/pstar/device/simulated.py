@@ -161,8 +161,6 @@ def _of_torch_cuda(torch: types.ModuleType, device: Device) -> dict[str, Any]:
         "memory_reserved": lambda device=None: accelerator.memory_allocated(0),    # freed memory is not kept
         "memory_allocated": lambda device=None: accelerator.memory_allocated(0),
         "max_memory_allocated": lambda device=None: accelerator.max_memory_allocated(0),
-        "mem_get_info": lambda device=None: accelerator.get_memory_info(0),
-        "memory_reserved": lambda device=None: accelerator.memory_allocated(0),
         "max_memory_reserved": lambda device=None: accelerator.max_memory_allocated(0),
         "reset_peak_memory_stats": lambda device=None: accelerator.reset_peak_memory_stats(0),
         "get_device_properties": lambda device=None: PROPERTIES, "get_device_capability": lambda device=None: (9, 0),
