@@ -305,24 +305,30 @@ class _Cuda:
 
 
 class _Device:
+    """What an engine under a recorder takes for its GPU. Finalizers of its copies may run after the recorder has ended."""
+
     type = "cuda"
+
+    def __init__(self, recorder: Recorder):
+        self.module = _Cuda(recorder)
+
+
+_module_of = accelerator.module_of
+accelerator.module_of = lambda device: device.module if isinstance(device, _Device) else _module_of(device)
 
 
 def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
     """Puts the recorder between pstar and torch. Nothing of pstar's order of operations changes."""
-    cuda = _Cuda(recorder)
-
     def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         patches.setattr(owner, name, lambda *args, **keys: wrapper(original, *args, **keys))
 
-    patches.setattr(accelerator, "module_of", lambda device: cuda)
     patches.setattr(tier_module, "OWN_USES", tier_module.OWN_USES + 1)    # the recorder keeps a reference, too
     patches.setattr(pstar.kernels.cpu, "library", lambda: None)    # Adam in operations of torch, which Watch sees
 
     def make_links(original: Callable, self: links.Links, asynchronous: bool = True, bytes_per_s: float | None = None,
                    device: object = None) -> None:
-        original(self, asynchronous, bytes_per_s, _Device())
+        original(self, asynchronous, bytes_per_s, _Device(recorder))
 
     def new_buffer(original: Callable, tier: Tier, num_bytes: int) -> torch.Tensor:
         buffer = original(tier, num_bytes)
@@ -337,7 +343,7 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
 
     def make_offload(original: Callable, self: Offload, *args: Any) -> None:
         original(self, *args)
-        self._streams = ActivationStreams(_Device())
+        self._streams = ActivationStreams(_Device(recorder))
 
     def leave(original: Callable, self: ActivationStreams, target: torch.Tensor, source: torch.Tensor, *more: Any) -> Any:
         recorder.new_activation(source)
@@ -376,7 +382,7 @@ def _order_threads(patches: pytest.MonkeyPatch, wrap: Callable, recorder: Record
 
     def waited(original: Callable, handle: Handle) -> None:
         original(handle)
-        recorder.thread_follows(handle.end_clock)
+        recorder.thread_follows(getattr(handle, "end_clock", {}))    # without: of an earlier test's engine, collected now
 
     wrap(Handle, "__init__", submitted)
     wrap(Handle, "_run", run)
@@ -387,7 +393,7 @@ def _order_threads(patches: pytest.MonkeyPatch, wrap: Callable, recorder: Record
     def done(handle: Handle) -> bool:
         if not is_done(handle):
             return False
-        recorder.thread_follows(handle.end_clock)
+        recorder.thread_follows(getattr(handle, "end_clock", {}))
         return True
 
     patches.setattr(Handle, "done", property(done))
