@@ -21,8 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 import torch  # noqa: E402
-from command_line import parser_of  # noqa: E402
-from common import check_device, facts_of, name_of  # noqa: E402
+from common import check_device, facts_of, gpu_parser, name_of, write_page  # noqa: E402
 from facts import bullets  # noqa: E402
 from turns import in_turns  # noqa: E402
 
@@ -133,14 +132,11 @@ def table(found: Contenders, times: dict[str, list[tuple[float, float]]], numel:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
-    parser = parser_of("adam.py", __doc__)
+    parser = gpu_parser("adam.py", __doc__, "small arrays")
     parser.add_argument("--numel", type=int, help="elements (default: 200 million, with --quick 20 thousand)")
     parser.add_argument("--chunks", type=int, default=8, help="runs that one launch updates (default: 8)")
     parser.add_argument("--rounds", type=int, default=20, help="(default: 20)")
     parser.add_argument("--calls", type=int, default=10, help="calls that are timed together (default: 10)")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda or cpu (default: cuda)")
-    parser.add_argument("--quick", action="store_true", help="small arrays")
-    parser.add_argument("--results", type=Path, default=HERE.parent / "results", help="where to write")
     options = parser.parse_args(argv)
     options.numel = options.numel or (20_000 if options.quick else 200_000_000)
     for name in ("numel", "chunks", "rounds", "calls"):
@@ -169,9 +165,7 @@ def main(argv: list[str]) -> int:
              ("bits", agrees), ("pinned host memory, one large copy", copies or "not on a CPU"),
              ("device", name_of(options.device)), *facts_of("adam.py", argv)]  # fmt: skip
     text = "\n".join(["# Adam on a GPU", "", *bullets(facts), "", *table(found, times, options.numel), ""])
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "gpu_adam.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    write_page(options.results, "gpu_adam.md", text)
     return int("differ" in agrees)
 
 

@@ -10,8 +10,12 @@ import contextlib
 import ctypes
 import signal
 import warnings
+from pathlib import Path
 
+from command_line import parser_of
 from facts import num_cores, versions, when_and_how
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def has_gpu() -> bool:
@@ -27,6 +31,22 @@ def end_with_parent() -> None:
     """This process is killed when its parent ends, also if that is killed: else it would keep the GPU. Linux only."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG of <sys/prctl.h>
+
+
+def gpu_parser(script: str, description: str | None, quick: str) -> argparse.ArgumentParser:
+    """A benchmark's parser with the flags that run.sh gives to every step; quick: the help of --quick."""
+    parser = parser_of(script, description)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda or cpu (default: cuda)")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
+    return parser
+
+
+def write_page(folder: Path, name: str, text: str) -> None:
+    """Writes a page into a folder, which is made if it is missing, and prints the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text, encoding="utf-8")
+    print(text, end="")
 
 
 def check_device(parser: argparse.ArgumentParser, device: str, instead: str) -> None:

@@ -21,8 +21,7 @@ from xml.etree import ElementTree
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO)]
-from command_line import parser_of  # noqa: E402
-from common import check_device, facts_of, name_of  # noqa: E402
+from common import check_device, facts_of, gpu_parser, name_of, write_page  # noqa: E402
 from facts import bullets  # noqa: E402
 
 NEEDS_CUDA = re.compile(r"skipif\([^\n]*\bnot torch\.\w+\.is_available\(\)")
@@ -65,10 +64,7 @@ def page(counts: dict[str, Counter], failed: list[str], device: str, argv: list[
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = parser_of("cuda_tests.py", __doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda or cpu (default: cuda)")
-    parser.add_argument("--quick", action="store_true", help="accepted as by the other programs: it changes nothing")
-    parser.add_argument("--results", type=Path, default=HERE.parent / "results", help="where to write")
+    parser = gpu_parser("cuda_tests.py", __doc__, "accepted as by the other programs: it changes nothing")
     options = parser.parse_args(argv)
     check_device(parser, options.device, "--device cpu")
     return options
@@ -86,10 +82,8 @@ def main(argv: list[str]) -> int:
         if not report.exists():
             return 1
         counts, failed = rows(report)
-    options.results.mkdir(parents=True, exist_ok=True)
     text = page(counts, failed, options.device, argv)
-    (options.results / "gpu_tests.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    write_page(options.results, "gpu_tests.md", text)
     on_a_gpu = options.device == "cuda"
     return int(status != 0 or (on_a_gpu and not any(count["passed"] for count in counts.values())))
 

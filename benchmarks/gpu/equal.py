@@ -18,8 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")    # read when CUDA starts; else cuBLAS may add in another order
 import torch  # noqa: E402
-from command_line import parser_of  # noqa: E402
-from common import check_device, facts_of, name_of  # noqa: E402
+from common import check_device, facts_of, gpu_parser, name_of, write_page  # noqa: E402
 from facts import bullets  # noqa: E402
 
 MODEL = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 256, "vocab_size": 21128}
@@ -85,10 +84,7 @@ def compare(shape: dict[str, int], device: torch.device) -> tuple[list[str], int
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = parser_of("equal.py", __doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda or cpu (default: cuda)")
-    parser.add_argument("--quick", action="store_true", help="a toy model")
-    parser.add_argument("--results", type=Path, default=HERE.parent / "results", help="where to write")
+    parser = gpu_parser("equal.py", __doc__, "a toy model")
     options = parser.parse_args(argv)
     check_device(parser, options.device, "--quick --device cpu")
     return options
@@ -112,9 +108,7 @@ def main(argv: list[str]) -> int:
                       "Losses and weights are compared bit for bit with the first row of the same precision.", "",
                       "| precision | where the memory is | chunks near, MiB | copied, MiB a step | s a step | last loss "
                       "| losses | weights |", "|---|---|---:|---:|---:|---:|---|---|", *lines, ""])
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "gpu_equal.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    write_page(options.results, "gpu_equal.md", text)
     return int(wrong > 0)
 
 

@@ -38,7 +38,9 @@ class Leaving:
 
 
 class ActivationStreams:
-    """Args:
+    """The streams on which activations move, one in each direction.
+
+    Args:
         device: the GPU.
     """
 
