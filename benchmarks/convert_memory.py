@@ -1,10 +1,11 @@
 """Peak memory of a conversion (python -m gpt2_chinese.corpora convert) does not depend on the size of its input.
 
-bash benchmarks/convert_memory.sh                     # 10 MB and 500 MB of each format: about four minutes, 1.5 GB of disk
+bash benchmarks/convert_memory.sh                     # 50 MB, 500 MB and 2 GB of each format: ten minutes, 4.5 GB of disk
+bash benchmarks/convert_memory.sh --megabytes 50 500 --formats json-lines
 bash benchmarks/convert_memory.sh --quick             # 2 MB and 8 MB of one format, to see that it runs
 
 The inputs are random combinations of the shipped corpus's sentences, so that almost no item is a duplicate.
-Each conversion runs in a separate process; its peak is the kernel's count for that process (ru_maxrss).
+The peak of a conversion is the sum of the kernel's counts (VmHWM) for its processes.
 """
 
 from __future__ import annotations
@@ -15,28 +16,27 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from command_line import parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
+from process_tree import run_and_watch
 
 HERE = Path(__file__).resolve().parent
 MB = 10**6
 FORMATS = ("json-lines", "array-json", "clue-text", "lines.gz")
-SIZES = {"full": (10, 500), "quick": (2, 8)}
 
 
 class Run(NamedTuple):
-    """One conversion: bytes of text read, peak bytes of memory, seconds, items kept."""
+    """One conversion: bytes of text read, peak bytes of memory, processes, seconds, items kept."""
 
     text_bytes: int
     peak_bytes: int
+    processes: int
     seconds: float
     kept: int
 
@@ -84,15 +84,9 @@ def measure(form: str, num_bytes: int) -> Run:
         text_bytes = write_input(input_path, form, num_bytes)
         command = [sys.executable, "-m", "gpt2_chinese.corpora", "convert", str(input_path), "--output", str(output),
                    "--max-length", "1000", "--format", form.removesuffix(".gz")]  # fmt: skip
-        begin = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(HERE.parent)})
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - begin
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(f"error: the conversion of {num_bytes} bytes of {form} ended with status {process.returncode}")
+        _, seconds, peak, processes = run_and_watch(command, os.environ | {"PYTHONPATH": str(HERE.parent)})
         kept = json.loads((output / "report.json").read_text(encoding="utf-8"))["kept"]
-        return Run(text_bytes, usage.ru_maxrss * 1024, seconds, kept)
+        return Run(text_bytes, peak, processes, seconds, kept)
 
 
 def report(results: dict[str, list[Run]], argv: list[str]) -> str:
@@ -101,19 +95,19 @@ def report(results: dict[str, list[Run]], argv: list[str]) -> str:
         "# Memory of a conversion", "",
         "- work: `python -m gpt2_chinese.corpora convert`; it drops duplicates and splits items above 1000 characters; "
         "the inputs are random sentences of the shipped corpus",
-        f"- machine: {num_cores()} cores ({processor()}); one is used",
+        f"- machine: {num_cores()} cores ({processor()})",
         f"- versions: {versions()}",
         *bullets(when_and_how("convert_memory.sh", argv)), "",
-        "Peak: resident memory of the whole process (ru_maxrss). Growth: the peak against that of the smallest input.", "",
-        "| format | input MB | items kept | peak MiB | growth MiB | seconds | MB a minute |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "Peak: resident memory of all processes together (VmHWM). Growth: the peak against that of the smallest input.", "",
+        "| format | input MB | items kept | processes | peak MiB | growth MiB | seconds | MB a minute |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for form, runs in results.items():
         for run in runs:
             growth = (run.peak_bytes - runs[0].peak_bytes) / 2**20
             size = run.text_bytes / MB
-            lines.append(f"| {form} | {size:,.1f} | {run.kept:,} | {run.peak_bytes / 2**20:,.1f} | {growth:+,.1f} | "
-                         f"{run.seconds:,.1f} | {size / run.seconds * 60:,.0f} |")  # fmt: skip
+            lines.append(f"| {form} | {size:,.1f} | {run.kept:,} | {run.processes} | {run.peak_bytes / 2**20:,.1f} | "
+                         f"{growth:+,.1f} | {run.seconds:,.1f} | {size / run.seconds * 60:,.0f} |")  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -121,15 +115,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("convert_memory.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="small inputs of one format")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 500, 2000], metavar="MB",
+                        help="sizes of the inputs (default: 50 500 2000)")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS, help="which formats (default: all)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write (default: results/)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.megabytes[0] < 1 or sorted(set(options.megabytes)) != options.megabytes:
+        parser.error("--megabytes must be numbers above 0, the smallest first")
+    return options
 
 
 def main(argv: list[str]) -> int:
     """Measures and writes."""
     options = parse(argv)
-    sizes = SIZES["quick" if options.quick else "full"]
-    forms = FORMATS[:1] if options.quick else FORMATS
+    sizes = [2, 8] if options.quick else options.megabytes
+    forms = FORMATS[:1] if options.quick else options.formats
     results = {form: [measure(form, size * MB) for size in sizes] for form in forms}
     page = report(results, argv)
     options.results.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,10 @@ def main() -> None:
     if not 0 <= arguments.percent <= 100:
         parser.error(f"--percent must be from 0 to 100, not {arguments.percent:g}")
     for folder in (arguments.train, arguments.valid):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            parser.error(f"{folder} cannot be made: {getattr(error, 'strerror', None) or error}; give another folder")
     for file in arguments.files:
         try:
             items = json.loads(file.read_text(encoding="utf-8-sig"))

@@ -8,21 +8,31 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import orjson
+except ModuleNotFoundError:  # a machine with a GPU and nothing of ours: its benchmarks read small corpora
+    orjson = None
+
 from gpt2_chinese.errors import UserError
-from gpt2_chinese.files import kind, reason
+from gpt2_chinese.files import display, kind, reason
 
 _PIECE_BYTES = 1 << 20
 _BLANK = " \t\r\n"
-_CONVERTIBLE = {".jsonl", ".ndjson", ".txt", ".text", ".gz", ".tgz", ".tar", ".zip"}
+_CONVERTIBLE = {".jsonl", ".ndjson", ".txt", ".text", ".gz", ".tgz", ".tar", ".zip", ".parquet", ".arrow"}
 
 
-def _how_to_convert(path: Path) -> str:
-    return f"convert it first with `python -m gpt2_chinese.corpora convert {shlex.quote(str(path))} --output FOLDER`"
 _LARGEST_ITEM = 1 << 24  # characters; a longer item means a missing quotation mark, and must not fill the memory
 
 
+def _how_to_convert(path: Path) -> str:
+    """The command for a fresh shell, which has no environment on its PATH."""
+    python = shlex.quote(str(display(Path(__file__).resolve().parents[1] / "scripts/python.sh")))
+    given = shlex.quote(str(path))
+    return f"convert it first with `bash {python} -m gpt2_chinese.corpora convert {given} --output FOLDER`"
+
+
 def corpus_files(path: Path | str) -> list[Path]:
-    """The files of a corpus, in order of their names.
+    """The files of a corpus, in order of their names: of a folder, or, if it has none of its own, of its sub-folders.
 
     Raises:
         UserError: no such path, a pipe or a device, or a folder without `*.json` files.
@@ -35,7 +45,10 @@ def corpus_files(path: Path | str) -> list[Path]:
         return [path]
     if found == "missing":
         raise UserError(f"corpus {path} does not exist: give an array-JSON file or a folder of them")
+    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        raise UserError(f"corpus folder {path} is a data set of Hugging Face: {_how_to_convert(path)}")
     files = sorted(file for file in path.glob("*.json") if file.is_file())
+    files = files or sorted(file for file in path.glob("*/*.json") if file.is_file())
     if not files and any(file.suffix.lower() in _CONVERTIBLE for file in path.rglob("*")):
         raise UserError(f"corpus folder {path} holds no .json file: {_how_to_convert(path)}")
     if not files:
@@ -82,10 +95,16 @@ def read_file(file: Path) -> Iterator[str]:
     if reader.take() != "[":
         begins = reader.excerpt(back=1)
         raise UserError(f"{file} is not a JSON array of strings: it begins with {begins!r}; {_advice(file, begins)}")
-    item = 0
+    item, tried = 0, ""
     while True:
-        item += 1
         reader.skip_blank()
+        if reader.text is not tried:  # once for each window
+            tried = reader.text
+            many = _many_items(reader)
+            item += len(many)
+            yield from many
+            reader.skip_blank()
+        item += 1
         if reader.peek() == "]" and item == 1:
             reader.take()
             break
@@ -125,6 +144,25 @@ def read_file(file: Path) -> Iterator[str]:
     reader.skip_blank()
     if reader.peek():
         raise UserError(f"{file}: something follows the array: {reader.excerpt()!r}; a file holds one array")
+
+
+def _many_items(reader: JsonWindow) -> list[str]:
+    """Reads the items of the window up to its last string that a comma follows, and moves past this comma.
+
+    Returns nothing, and moves nowhere, where orjson finds anything but strings there: then items are read one by one, which
+    names the wrong one. A comma inside the last string does no harm either: then the text before it is no valid array.
+    """
+    end = reader.text.rfind('",', reader.position) + 1
+    if not end or orjson is None:
+        return []
+    try:
+        items = orjson.loads(f"[{reader.text[reader.position : end]}]")
+    except orjson.JSONDecodeError:
+        return []
+    if set(map(type, items)) != {str}:
+        return []
+    reader.position = end + 1
+    return items
 
 
 def _advice(file: Path, begins: str, otherwise: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command."""
     parser = OneLineParser(
         prog="python -m gpt2_chinese.tokens",
-        description="Tokenises a corpus ahead of a run. After a kill the same command resumes where it stopped.",
+        description="Tokenises a corpus ahead of a run. On all cores; after Ctrl-C or a kill the same command resumes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     root = Path(__file__).resolve().parents[1]
@@ -26,7 +27,11 @@ def main(argv: list[str] | None = None) -> None:
     with exit_on_user_error():
         arguments = parser.parse_args(argv)
         begin = time.perf_counter()
-        tokens = load_tokens(arguments.corpus, arguments.vocab, arguments.vocab_profile)
+        try:
+            tokens = load_tokens(arguments.corpus, arguments.vocab, arguments.vocab_profile)
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command resumes with what is not done", file=sys.stderr)
+            raise SystemExit(130) from None
         seconds = time.perf_counter() - begin
         megabytes = sum(file.stat().st_size for file in corpus_files(arguments.corpus)) / 1e6
         print(f"{len(tokens):,} tokens of {tokens.documents:,} documents, {tokens.characters:,} characters")

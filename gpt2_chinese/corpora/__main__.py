@@ -2,10 +2,12 @@
 
     python -m gpt2_chinese.corpora convert wiki_zh.zip --output mine/wiki
     python -m gpt2_chinese.corpora convert news2016zh_train.json novels/ --output mine/mix --max-length 2000
+    python -m gpt2_chinese.corpora convert wikipedia/data saved_dataset/ --output mine/hub
     bash chapters/00_single/train.sh --train-data mine/wiki/train --valid-data mine/wiki/valid
 
-Inputs are files, folders and archives (.zip .gz .tar.gz); memory use does not grow with their size. The output folder
-is complete or absent.
+Inputs are files, folders and archives (.zip .gz .tar.gz); memory use does not grow with their size. Folders may hold
+parquet and arrow files, as a data set cloned from the Hugging Face hub or written by save_to_disk. The output folder is
+complete or absent.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, help: str, default: Any = None, **more: Any) -> None:
         command.add_argument(name, help=help if default is None else f"{help} (default: {default})", default=default, **more)
 
-    command.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, folders, .zip, .gz, .tar.gz")
+    command.add_argument("inputs", nargs="+", type=Path, metavar="INPUT",
+                         help="files, folders, .zip, .gz, .tar.gz, .parquet, .arrow")  # fmt: skip
     add("--output", "the folder to make: train/, valid/, report.json", required=True, type=Path)
     command.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion left in --output")
     add("--format", "what the inputs are; auto looks at the first 50 lines", "auto", choices=("auto", *ALL_FORMATS))
     add("--encoding", "encoding of text and JSON", "utf-8", choices=ENCODINGS)
-    add("--field", "json-lines: the field that holds the text (default: text, else content)")
+    add("--field", "json-lines, parquet, arrow: the field with the text (default: text, else content)")
     add("--join", "clue-text, paragraphs: text put between joined lines (default: a line break; nothing in paragraphs)")
     add("--star", "webtext2019zh: keep answers with at least K stars", 3, type=_number(int, 0), metavar="K")
     command.add_argument("--both", action="store_true", help="translation2019zh: a line of Chinese, then one of English")

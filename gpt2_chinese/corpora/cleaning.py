@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,8 +62,13 @@ def split_long(text: str, longest: int) -> Iterator[str]:
 
 
 def content_hash(text: str) -> bytes:
-    """SHA-256 of a text, 32 bytes; the same everywhere and for ever."""
+    """SHA-256 of a text, 32 bytes; the same on every machine, now and later."""
     return hashlib.sha256(text.encode("utf-8")).digest()
+
+
+def seen_number(digest: bytes) -> int:
+    """The 8 bytes of a content_hash by which Seen knows a text."""
+    return int.from_bytes(digest[8:16], "big", signed=True)
 
 
 def is_validation(digest: bytes, share: float) -> bool:
@@ -83,13 +88,23 @@ class Seen:
         self._table = sqlite3.connect(path, isolation_level=None)
         for line in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -2048"):
             self._table.execute(f"PRAGMA {line}")
-        self._table.execute("CREATE TABLE seen (digest INTEGER PRIMARY KEY)")
+        self._table.execute("CREATE TABLE seen (number INTEGER PRIMARY KEY, place INTEGER)")
         self._table.execute("BEGIN")
+        self._count = 0
 
-    def add(self, digest: bytes) -> bool:
-        """Adds a text by its content_hash; False when the table has the text already."""
-        number = int.from_bytes(digest[8:16], "big", signed=True)
-        return self._table.execute("INSERT OR IGNORE INTO seen VALUES (?)", (number,)).rowcount == 1
+    def add(self, numbers: Sequence[int]) -> list[bool]:
+        """Adds texts by their seen_number; False for each text that was added before, also at an earlier place of the list.
+
+        A number keeps the place at which it was added first. So the table is asked only if a number is missing among those
+        that were new, which is rare.
+        """
+        first, self._count = self._count, self._count + len(numbers)
+        rows = sorted(zip(numbers, range(first, self._count), strict=True))
+        new = self._table.executemany("INSERT OR IGNORE INTO seen VALUES (?, ?)", rows).rowcount
+        if new == len(numbers):
+            return [True] * new
+        find = "SELECT place FROM seen WHERE number = ?"
+        return [self._table.execute(find, (number,)).fetchone()[0] == place for place, number in enumerate(numbers, first)]
 
     def close(self) -> None:
         """Closes the file; the caller deletes it."""

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_chinese.corpora.cleaning import Seen, clean, content_hash, is_validation, split_long
+from gpt2_chinese.corpora.cleaning import Seen
+from gpt2_chinese.corpora.columnar import check_reader
 from gpt2_chinese.corpora.detect import TEXT_FORMATS, Decision, Head, detect, layout, take_head
 from gpt2_chinese.corpora.formats import (
     Item,
     block_items,
     decoded,
-    json_lines,
     json_values,
     line_items,
     paragraph_items,
+    record_lines,
     whole_item,
 )
 from gpt2_chinese.corpora.output import PARTS, OutputFolder, Shards
-from gpt2_chinese.corpora.records import BadRecord, Choices, LeftOut, record_texts
+from gpt2_chinese.corpora.prepare import Prepared, Rules, Stretch, batches, value_size
+from gpt2_chinese.corpora.processes import prepared_by, prepared_here
+from gpt2_chinese.corpora.records import Choices, record_format
 from gpt2_chinese.corpora.report import Report
 from gpt2_chinese.corpora.sources import Source, input_files, open_sources, shown
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.progress import ByteProgress
+from gpt2_chinese.workers import num_cores
 
 ENCODINGS = ("utf-8", "gb18030", "big5", "utf-16")
-BROKEN_SHARE = 0.1  # an item is dropped if a broken encoding cost it more than this share of its characters
+PARALLEL_BYTES = 1 << 25  # smaller inputs are converted before other processes have started
+MOST_PROCESSES = 4  # this process, which reads and writes, keeps no more of them busy
+_CHARACTERS_AT_ONCE = 1 << 17
+_ITEMS_AT_ONCE = 500
 
 
 class Conversion:
@@ -47,10 +56,19 @@ class Conversion:
         """Reads all files and writes the shards. Raises UserError."""
         progress = ByteProgress(sum(file.stat().st_size for _, file in files), "converting")
         max_bytes = int(self.options.max_unpacked_gb * 2**30)
+        rules = Rules(self.choices, self.options.min_length, self.options.max_length, self.options.too_long,
+                      self.options.valid_share)  # fmt: skip
+        total = sum(file.stat().st_size for _, file in files)
+        cores = min(num_cores(), MOST_PROCESSES) if total >= PARALLEL_BYTES else 1
         try:
-            for source in open_sources(files, progress.add, self.report.leave_out, max_bytes):
-                for item in self._items(source):
-                    self._count_and_keep(source.name, item)
+            stretches = (stretch for source in open_sources(files, progress.add, self.report.leave_out, max_bytes)
+                         for stretch in self._stretches(source))  # fmt: skip
+            some = batches(stretches, _CHARACTERS_AT_ONCE)
+            results = prepared_by(cores, some, rules) if cores > 1 else prepared_here(some, rules)
+            with contextlib.closing(results):
+                for batch, found in results:
+                    for stretch, prepared in zip(batch, found, strict=True):
+                        self._count_and_keep(stretch.name, prepared)
         finally:
             progress.close()
             if self.seen is not None:
@@ -59,36 +77,49 @@ class Conversion:
         for shards in self.shards.values():
             shards.close()
 
-    def _items(self, source: Source) -> Iterator[Item]:
-        """The items of one text, by its format; for JSON, the value of an item is a list of texts."""
+    def _stretches(self, source: Source) -> Iterator[Stretch]:
+        """The items of one text, at most _ITEMS_AT_ONCE and about _CHARACTERS_AT_ONCE at a time."""
+        form, raw, items = self._items(source)
+        some: list[Item] = []
+        size, failure = 0, None
+        while True:
+            try:
+                item = next(items, None)
+            except UserError as error:  # raised after what was read before it is counted
+                item, failure = None, error
+            if item is not None:
+                some.append(item)
+                size += value_size(item.value)
+            if some and (item is None or len(some) == _ITEMS_AT_ONCE or size >= _CHARACTERS_AT_ONCE):
+                yield Stretch(source.name, form, raw, list(zip(*some, strict=True)))
+                some, size = [], 0
+            if failure is not None:
+                raise failure
+            if item is None:
+                return
+
+    def _items(self, source: Source) -> tuple[str, bool, Iterator[Item]]:
+        """The items of one text, by its format, before the form and the mark that a Stretch has."""
         self.report.texts += 1
+        if source.table is not None:
+            return self._decide_columns(source), False, source.table.records(self.choices.field)
         head, pieces = take_head(decoded(source.read, self.options.encoding))
         _check_encoding(source.name, head, self.options.encoding)
         decision = self._decide(source, head)
         join = {} if self.options.join is None else {"join": self.options.join}
         if decision is None:
-            return iter(())
+            return "", False, iter(())
         if decision.format == "lines":
-            return line_items(pieces)
+            return "", False, line_items(pieces)
         if decision.format == "clue-text":
-            return block_items(pieces, **join)
+            return "", False, block_items(pieces, **join)
         if decision.format == "paragraphs":
-            return paragraph_items(pieces, **join)
+            return "", False, paragraph_items(pieces, **join)
         if decision.format == "file":
-            return whole_item(pieces)
-        records = json_lines(pieces) if layout(head) in ("lines", "") else json_values(pieces, source.name)
-        return (self._with_format(item, decision.format) for item in records)
-
-    def _with_format(self, item: Item, form: str) -> Item:
-        """Turns the record of an item into a list of texts; an error becomes the item's problem or rule."""
-        if item.problem:
-            return item
-        try:
-            return item._replace(value=record_texts(form, item.value, self.choices))
-        except (BadRecord, LeftOut) as error:
-            excerpt = json.dumps(item.value, ensure_ascii=False)[:30]
-            left_out = isinstance(error, LeftOut)
-            return Item(item.where, excerpt, **{"rule" if left_out else "problem": str(error)})
+            return "", False, whole_item(pieces)
+        if layout(head) in ("lines", ""):
+            return decision.format, True, record_lines(pieces)
+        return decision.format, False, json_values(pieces, source.name)
 
     def _decide(self, source: Source, head: Head) -> Decision | None:
         """The format of a text: --format, else what the first text of its group shows, printed once."""
@@ -107,52 +138,74 @@ class Conversion:
             print(f"{source.name}: {decision.format} ({decision.why}{other})", flush=True)
         return self.decisions[source.group]
 
-    def _count_and_keep(self, name: str, item: Item) -> None:
-        place = f"{name}:{item.where}"
-        if item.rule:
-            self.report.read += 1
-            self.report.drop(item.rule, place, item.value)
-        elif item.problem:
-            self.report.bad(place, item.problem, item.value)
-            if self.report.unreadable.count > self.options.max_bad:
-                raise UserError(
-                    f"more than {self.options.max_bad} items cannot be read, the last is {place}, it {item.problem}: "
-                    f"{shown(item.value)!r}; raise --max-bad, or give the right --format"
-                )
-        else:
-            for text in item.value if isinstance(item.value, list) else [item.value]:
-                self.report.read += 1
-                self._keep(place, text)
+    def _decide_columns(self, source: Source) -> str:
+        """The format of a file with columns: --format, else what its columns are called. Raises UserError."""
+        form, names = self.options.format, source.table.names
+        if form in TEXT_FORMATS:
+            raise UserError(f"--format {form} is for text, but {source.name} has columns: leave --format out")
+        if self.choices.field:
+            form = "json-lines" if form == "auto" else form
+            if self.choices.field not in names:
+                raise UserError(f"{source.name} has no column {self.choices.field!r} (--field), but {_few(names)}")
+        elif form == "auto":
+            form = record_format(dict.fromkeys(names), False)
+            if form is None:
+                raise UserError(f"{source.name} has columns of no known format ({_few(names)}): name the text by --field")
+        if source.group not in self.decisions:
+            self.decisions[source.group] = Decision(form, f"columns {_few(names)}")
+            self.report.formats[source.name] = f"{form} (columns {_few(names)})"
+            print(f"{source.name}: {form} (columns {_few(names)})", flush=True)
+        return form
 
-    def _keep(self, place: str, raw: str) -> None:
-        """Cleans one text, and writes it unless a rule drops it."""
-        options, report = self.options, self.report
-        text, control, broken = clean(raw)
-        report.control += control
-        report.broken += broken
-        if broken > BROKEN_SHARE * (len(text) + broken):
-            return report.drop("broken encoding", place, text)
-        if not text:
-            return report.drop("empty", place, text)
-        report.lengths.add(len(text))
-        if len(text) < options.min_length:
-            return report.drop("too short (--min-length)", place, text)
-        digest = content_hash(text)
-        if self.seen is not None and not self.seen.add(digest):
-            return report.drop("duplicate (--dedup)", place, text)
-        # all pieces of one text go to one part, so that no validation text is a neighbour of training text
-        shards = self.shards["valid" if is_validation(digest, options.valid_share) else "train"]
-        if not options.max_length or len(text) <= options.max_length:
-            shards.add(text)
-            report.keep(text)
-        elif options.too_long == "drop":
-            report.drop("too long (--max-length)", place, text)
+    def _count_and_keep(self, name: str, found: Prepared) -> None:
+        """Counts texts of one source, and writes those that no rule drops."""
+        report = self.report
+        numbers = [number for number in found.numbers if number is not None]
+        fresh = [True] * len(numbers) if self.seen is None else self.seen.add(numbers)
+        report.control += sum(found.control)
+        report.broken += sum(found.broken)
+        report.lengths.add(filter(None, found.lengths))
+        if len(fresh) < len(found.wheres) or not all(fresh) or any(found.late):
+            found = self._without_dropped(name, found, iter(fresh))
         else:
-            report.cut += 1
-            for piece in split_long(text, options.max_length):
-                shards.add(piece)
-                report.keep(piece)
-        return None
+            report.read += len(fresh)
+        longest = self.options.max_length
+        report.cut += sum(length > longest for length in found.lengths) if longest else 0
+        for part, shards in self.shards.items():
+            chosen = [valid == (part == "valid") for valid in found.valid]
+            lines = list(itertools.chain.from_iterable(itertools.compress(found.lines, chosen)))
+            shards.extend(lines, sum(map(sum, itertools.compress(found.pieces, chosen))))
+        report.keep(list(itertools.chain.from_iterable(found.lines)), sum(map(sum, found.pieces)))
+
+    def _without_dropped(self, name: str, found: Prepared, fresh: Iterator[bool]) -> Prepared:
+        """Counts each text that is dropped and cannot be read. Returns the others. Raises UserError after too many."""
+        report, kept = self.report, []
+        for row in zip(*found, strict=True):
+            one = Prepared(*row)  # here each field is that of one text
+            place = f"{name}:{one.wheres}"
+            if one.problems:
+                self._bad(place, one.problems, one.excerpts)
+                continue
+            report.read += 1
+            rule = one.rules or ("" if next(fresh) else "duplicate (--dedup)") or one.late
+            if rule:
+                report.drop(rule, place, one.excerpts)
+            else:
+                kept.append(row)
+        return Prepared(*zip(*kept, strict=True))
+
+    def _bad(self, place: str, problem: str, excerpt: str) -> None:
+        """Counts an item that cannot be read. Raises UserError after too many."""
+        self.report.bad(place, problem, excerpt)
+        if self.report.unreadable.count > self.options.max_bad:
+            raise UserError(
+                f"more than {self.options.max_bad} items cannot be read, the last is {place}, it {problem}: "
+                f"{shown(excerpt)!r}; raise --max-bad, or give the right --format"
+            )
+
+
+def _few(names: list[str]) -> str:
+    return shown(", ".join(names))[:80]
 
 
 def _check_encoding(name: str, head: Head, encoding: str) -> None:
@@ -166,6 +219,7 @@ def _check_encoding(name: str, head: Head, encoding: str) -> None:
 def convert(options: argparse.Namespace) -> None:
     """The command `convert`. Raises UserError."""
     files, left_out = input_files(options.inputs)
+    check_reader([shown(file) for _, file in files])
     vocabulary = None
     if options.vocab:
         from gpt2_chinese.vocabulary.vocabulary import Vocabulary

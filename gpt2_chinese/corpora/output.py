@@ -11,7 +11,6 @@ killed conversion leaves that folder; the next conversion to the same OUTPUT emp
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +18,7 @@ from typing import BinaryIO
 from durable.files import flush
 from durable.folders import put_in_place, remove
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import reason
 
 PARTS = ("train", "valid")
 OURS = {*PARTS, "report.json"}
@@ -38,7 +38,10 @@ class OutputFolder:
         self.staging = self.final.with_name(f".{self.final.name}.converting")
         self.old = self.final.with_name(f".{self.final.name}.old")
         self._check(overwrite)
-        self.staging.mkdir(parents=True, exist_ok=True)
+        try:
+            self.staging.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--output {final} cannot be written: {reason(error)}; give another folder") from None
         self._lock = os.open(self.staging, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,9 +91,8 @@ class Shards:
         self._stream: BinaryIO | None = None
         self._written = 0
 
-    def add(self, text: str) -> None:
-        """Writes an item."""
-        line = json.dumps(text, ensure_ascii=False).encode("utf-8")
+    def add(self, line: bytes, characters: int) -> None:
+        """Writes an item: a text as JSON, and the number of its characters."""
         if self._stream is not None and self._written + len(line) > self.shard_bytes:
             self.close()
         if self._stream is None:
@@ -101,7 +103,21 @@ class Shards:
         self._stream.write((b",\n" if self._written else b"[\n") + line)
         self._written += len(line) + 2
         self.items += 1
-        self.characters += len(text)
+        self.characters += characters
+
+    def extend(self, lines: list[bytes], characters: int) -> None:
+        """Writes items, with the number of their characters in all; in one piece where they fit into the open file."""
+        size = sum(map(len, lines)) + 2 * len(lines)
+        if not lines:
+            return
+        if self._stream is None or self._written + size > self.shard_bytes:
+            for line in lines:
+                self.add(line, 0)
+        else:
+            self._stream.write(b",\n" + b",\n".join(lines))
+            self._written += size
+            self.items += len(lines)
+        self.characters += characters
 
     def close(self) -> None:
         """Completes the open file, if there is one."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from gpt2_chinese.corpora.sources import shown
 
@@ -44,11 +46,12 @@ class Lengths:
         self.items: Counter[int] = Counter()
         self.characters: Counter[int] = Counter()
 
-    def add(self, characters: int) -> None:
-        """Counts an item of this length."""
-        digits = characters.bit_length()
-        self.items[digits] += 1
-        self.characters[digits] += characters
+    def add(self, lengths: Iterable[int]) -> None:
+        """Counts items of these lengths."""
+        for characters, items in Counter(lengths).items():
+            digits = characters.bit_length()
+            self.items[digits] += items
+            self.characters[digits] += characters * items
 
     def rows(self) -> list[dict[str, Any]]:
         """Items by length, from <= length < to, and the share of items and of characters with lengths below `to`."""
@@ -82,9 +85,10 @@ class Tokens:
 
     def finish(self) -> None:
         """Counts the items that wait."""
-        for ids in self._vocabulary.encode_documents(self._waiting) if self._waiting else ():
-            self.count += len(ids) - 2
-            self.unknown += ids.count(self._vocabulary.unk_id)
+        ids = self._vocabulary.document_ids(self._waiting)
+        self.count += len(ids) - 2 * len(self._waiting)
+        if self._vocabulary.unk_id is not None:
+            self.unknown += int((ids == self._vocabulary.unk_id).sum())
         self._waiting = []
 
     def unknown_rate(self) -> float:
@@ -136,12 +140,13 @@ class Report:
         """From now on the tokens of kept items are counted with this vocabulary; None counts none."""
         self.tokens = None if vocabulary is None else Tokens(vocabulary)
 
-    def keep(self, text: str) -> None:
-        """Counts an item that was written."""
-        self.kept += 1
-        self.characters += len(text)
+    def keep(self, lines: Sequence[bytes], characters: int) -> None:
+        """Counts items that were written: texts as JSON, and the number of their characters in all."""
+        self.kept += len(lines)
+        self.characters += characters
         if self.tokens is not None:
-            self.tokens.add(text)
+            for line in lines:
+                self.tokens.add(orjson.loads(line))
 
     def finish(self, shards: dict[str, Shards]) -> None:
         """Copies the counts of the shards, after the tokens of the last items are counted."""

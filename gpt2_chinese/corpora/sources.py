@@ -1,4 +1,4 @@
-"""Opens a corpus (files, folders, .zip, .gz, .tar.gz) as streams of bytes, in constant memory.
+"""Opens a corpus (files, folders, .zip, .gz, .tar.gz, .parquet, .arrow) as streams of bytes, in constant memory.
 
 Nothing is unpacked to disk. The first bytes of an archive decide its type, not its name. One line refuses each of: members
 with absolute or `../` paths, links and devices, archives inside archives, encrypted or damaged ones, decompression bombs.
@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
+from gpt2_chinese.corpora import columnar
 from gpt2_chinese.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".text", ".json", ".jsonl", ".ndjson")
 ARCHIVE_SUFFIXES = (".gz", ".tgz", ".tar", ".zip")
+SUFFIXES = TEXT_SUFFIXES + ARCHIVE_SUFFIXES + columnar.SUFFIXES
 
 # Text shrinks 3 to 10 times; deflate reaches 1032 times. Data that unpacks to more than BOMB_RATIO times is no text.
 BOMB_RATIO = 100
@@ -66,12 +68,14 @@ class Source(NamedTuple):
         group: (input, suffix); the format is decided once for all texts of a group.
         alone: False where the input may hold more than one text.
         read: returns at most n bytes, b"" at the end; raises UserError when reading fails.
+        table: the file, if it has columns instead of text.
     """
 
     name: str
     group: tuple[str, str]
     alone: bool
     read: Callable[[int], bytes]
+    table: columnar.Table | None = None
 
 
 def shown(name: object) -> str:
@@ -100,12 +104,12 @@ def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]
             for file in (Path(folder, name) for name in sorted(names)):
                 if file.name.startswith(".") or not file.is_file():
                     continue
-                if file.suffix.lower() in TEXT_SUFFIXES + ARCHIVE_SUFFIXES:
+                if file.suffix.lower() in SUFFIXES and not columnar.belongs_to_datasets(file):
                     files.append((given, file))
                 else:
                     left_out.append(shown(file))
         if len(files) == before:
-            expected = " ".join(TEXT_SUFFIXES + ARCHIVE_SUFFIXES)
+            expected = " ".join(SUFFIXES)
             raise UserError(f"folder {shown(given)} holds no file to convert: their names must end in {expected}")
     return files, left_out
 
@@ -134,7 +138,11 @@ def open_sources(
         with stream:
             first = _guarded(name, stream.peek)(512)
             kind = _kind(first)
-            if kind == "zip":
+            if columns := columnar.kind_of(first, name):
+                group = (str(given), file.suffix.lower())
+                yield Source(name, group, alone, stream.read, columnar.Table(stream, columns, name))
+                progress(max(0, os.fstat(stream.fileno()).st_size - stream.raw.count))  # columns that nobody read
+            elif kind == "zip":
                 yield from _zip_members(stream, given, name, leave_out, max_bytes)
             elif kind == "gzip":
                 yield from _gzip_members(stream, given, name, alone, leave_out, max_bytes)

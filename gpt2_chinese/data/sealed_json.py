@@ -26,7 +26,7 @@ def sealed(content: dict[str, Any]) -> bytes:
 
 
 def unsealed(data: bytes) -> dict[str, Any] | None:
-    """What was sealed, or None where one bit is another."""
+    """Returns the sealed value, or None if any bit differs."""
     try:
         content = json.loads(data)["content"]
         return content if sealed(content) == data else None

@@ -31,7 +31,6 @@ from gpt2_chinese.data.token_shards import tokenise
 from gpt2_chinese.errors import UserError, notice
 from gpt2_chinese.locks import open_lock, try_lock, wait_for_lock
 from gpt2_chinese.vocabulary.profiles import VocabularyFile, read_vocabulary
-from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
 FORMAT = "gpt2_chinese tokens 2"
 CACHE_VARIABLE = "GPT2_CHINESE_CACHE"
@@ -117,9 +116,9 @@ def load_tokens(corpus: Path | str, vocab: Path | str, profile: str = "auto") ->
             return cached
     path = cache_folder() / name
     try:  # also if a cache exists: removes the parts that a process left which was killed after its last write
-        with _locked_folder(path.with_suffix(".parts")) as folder:
+        with _locked_folder(path.with_suffix(".parts")) as (folder, lock):
             found = _open(path)  # another process may have made the cache while this process waited
-            return _build(path, folder, corpus, vocabulary) if found is None else found
+            return _build(path, folder, corpus, vocabulary, lock) if found is None else found
     except OSError as error:
         if (cached := _open(path)) is not None:
             return cached
@@ -140,10 +139,10 @@ def _open(path: Path) -> Tokens | None:
         return None
 
 
-def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyFile) -> Tokens:
-    """Makes the cache at `path`, its parts in `folder`, to which no other process writes. Raises UserError."""
+def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyFile, lock: int) -> Tokens:
+    """Makes the cache at `path`, its parts in `folder`, which the open `lock` protects. Raises UserError."""
     dtype = np.dtype(np.uint16 if len(vocabulary.entries) <= 1 << 16 else np.uint32)
-    header = tokenise(folder, path.stem, corpus, Vocabulary(vocabulary), dtype)
+    header = tokenise(folder, path.stem, corpus, vocabulary, dtype, lock)
     if cache_key(corpus, vocabulary) != path.stem:
         raise UserError(f"the corpus {corpus} was changed while it was read: start again")
     os.replace(folder / "whole.bin", path)
@@ -154,8 +153,11 @@ def _build(path: Path, folder: Path, corpus: Path | str, vocabulary: VocabularyF
 
 
 @contextlib.contextmanager
-def _locked_folder(folder: Path) -> Iterator[Path]:
-    """Makes a folder under a lock, and removes it at the end; a killed process leaves the folder and frees the lock."""
+def _locked_folder(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Makes a folder under a lock, and removes it at the end; a killed process leaves the folder and frees the lock.
+
+    Yields the folder and the open lock.
+    """
     handle = open_lock(folder.with_suffix(".lock"))
     try:
         if not try_lock(handle):
@@ -166,7 +168,7 @@ def _locked_folder(folder: Path) -> Iterator[Path]:
             # where users share a cache, each may resume what another user's killed process has begun
             folder.chmod(folder.parent.stat().st_mode & 0o777)
         try:
-            yield folder
+            yield folder, handle
         except UserError:
             shutil.rmtree(folder)  # the corrected corpus will have a cache of another name
             raise

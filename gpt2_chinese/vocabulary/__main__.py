@@ -11,6 +11,7 @@ from pathlib import Path
 
 from durable.files import replacing
 from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
+from gpt2_chinese.files import check_output_file
 from gpt2_chinese.vocabulary.fit import describe, measure
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, PROFILES
 from gpt2_chinese.vocabulary.training import KINDS, train, train_bpe
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> None:
         if (arguments.kind == "bpe") != (arguments.output.suffix == ".json"):
             wanted = "a tokenizer.json" if arguments.kind == "bpe" else "a vocab.txt"
             raise UserError(f"--output {arguments.output}: --kind {arguments.kind} makes {wanted}, name it so")
+        check_output_file(arguments.output, "--output", in_new_folder=True)
         if arguments.kind == "bpe":
             text = train_bpe(arguments.corpus, arguments.size)
         else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,18 @@ class VocabularyFile:
     def facts(self) -> dict[str, str]:
         """What a checkpoint records about the vocabulary, to compare it with the vocabulary of a later run."""
         return {"profile": self.profile, "layout": self.layout, "sha256": self.digest}
+
+
+COMMON = "今天气的一是"  # characters that every vocabulary of Chinese text has
+
+
+def knows_chinese(entries: Iterable[str]) -> bool:
+    """True if one of COMMON is an entry, as it is or as the three bytes of byte-level BPE; not so with English text."""
+    plain = [byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}  # as GPT-2
+    wanted = {*COMMON, *("".join(letters[byte] for byte in character.encode()) for character in COMMON)}
+    return not wanted.isdisjoint(entries)
 
 
 def read_vocabulary(path: Path | str, profile: str = "auto") -> VocabularyFile:

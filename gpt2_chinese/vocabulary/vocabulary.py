@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,10 @@ from gpt2_chinese.errors import library_errors
 from gpt2_chinese.vocabulary.profiles import BEGIN, END, OWN, PROFILE_KEY, VocabularyFile, read_vocabulary
 
 if TYPE_CHECKING:
+    import numpy as np
     from tokenizers import Encoding, Tokenizer
+
+    from gpt2_chinese.vocabulary.fast_wordpiece import FastWordPiece
 
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -68,6 +72,7 @@ class Vocabulary:
         self.special_ids = {ids[token] for token in special if token in ids}
         # WordPiece's decoder puts a blank between any two words; blanks of other decoders belong to the text
         decoder = (file.content or {}).get("decoder")
+        self._fast: FastWordPiece | bool | None = None  # made at first use
         self._blanks = file.profile != OWN or (isinstance(decoder, dict) and decoder.get("type") == "WordPiece")
 
     @classmethod
@@ -88,6 +93,23 @@ class Vocabulary:
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Encodes many documents on all cores: ids, with the marks at both ends."""
         return [[self.begin_id, *encoding.ids, self.end_id] for encoding in self.encodings(texts)]
+
+    def document_ids(self, texts: list[str]) -> np.ndarray:
+        """The ids of encode_documents, all documents one after the other: (count,) uint32. Much faster for a vocab.txt."""
+        import numpy as np
+
+        if self._fast is None:
+            self._fast = self._make_fast()
+        if self._fast:
+            with library_errors(_CANNOT):
+                return self._fast.encode_documents(texts).astype(np.uint32)
+        return np.fromiter(chain.from_iterable(self.encode_documents(texts)), np.uint32)
+
+    def _make_fast(self) -> FastWordPiece | bool:
+        """The table for this vocabulary; False where its rules look at more than one character."""
+        from gpt2_chinese.vocabulary.fast_wordpiece import FastWordPiece, is_covered
+
+        return is_covered(self._tokenizer) and FastWordPiece(self._tokenizer, self.begin_id, self.end_id)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of the beginning of a document: the begin mark, then the text."""

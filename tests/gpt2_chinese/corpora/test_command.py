@@ -206,7 +206,8 @@ def test_bad_items_are_passed_over_up_to_the_limit(tmp_path: Path, capsys) -> No
 def test_the_reader_of_the_chapters_names_the_command(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "in" / name, '{"text": "一"}\n')
     for given in (path, path.parent):
-        with pytest.raises(UserError, match=f"python -m gpt2_chinese.corpora convert {given} --output FOLDER"):
+        command = f"bash .*scripts/python.sh -m gpt2_chinese.corpora convert {given} --output FOLDER"
+        with pytest.raises(UserError, match=command):
             list(read_paragraphs(given))
     for content in ('{"text": "一"}', '[{"text": "一"}]'):
         with pytest.raises(UserError, match="gpt2_chinese.corpora convert"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpt2_chinese.corpora import formats
-from gpt2_chinese.corpora.cleaning import Seen, clean, content_hash, is_validation, split_long
+from gpt2_chinese.corpora.cleaning import Seen, clean, content_hash, is_validation, seen_number, split_long
 from gpt2_chinese.corpora.detect import Head, detect, layout, take_head
 from gpt2_chinese.corpora.formats import Item, block_items, decoded, json_lines, json_values, line_items, paragraph_items
 from gpt2_chinese.corpora.records import BadRecord, Choices, LeftOut, record_texts
@@ -274,8 +274,10 @@ def test_copies_are_found_in_little_memory(tmp_path) -> None:
     news = []
 
     def add_all() -> None:
-        seen = Seen(tmp_path / f"seen{len(news)}")
-        news.append(sum(seen.add(content_hash(str(i % 30_000))) for i in range(60_000)))
+        seen, new = Seen(tmp_path / f"seen{len(news)}"), 0
+        for begin in range(0, 60_000, 500):
+            new += sum(seen.add([seen_number(content_hash(str(i % 30_000))) for i in range(begin, begin + 500)]))
+        news.append(new)
         seen.close()
 
     assert peak_bytes(add_all) < 100_000

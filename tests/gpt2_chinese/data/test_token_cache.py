@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from gpt2_chinese.data import sealed_json as sealed_module
-from gpt2_chinese.data import token_shards
+from gpt2_chinese.data import token_parts, token_shards
 from gpt2_chinese.data.sealed_json import block_digests, file_digests, sealed, unsealed
 from gpt2_chinese.data.token_cache import load_tokens
 from gpt2_chinese.errors import UserError
@@ -98,13 +98,13 @@ def test_blocks_of_a_stream_are_those_of_the_file(tmp_path: Path, monkeypatch: p
 def test_a_part_that_does_not_match_is_made_again_and_the_others_are_not(
     cache: Path, corpus: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_shards, "PART_CHARACTERS", 300)
-    monkeypatch.setattr(token_shards, "_CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr(token_parts, "PART_CHARACTERS", 300)
+    monkeypatch.setattr(token_parts, "_CHARACTERS_AT_ONCE", 100)
     load_tokens(corpus, vocab)
     wanted = content(cache)
     made: list[int] = []
-    real = token_shards._make
-    monkeypatch.setattr(token_shards, "_make", lambda *given: made.append(given[2]) or real(*given))
+    real = token_parts._make
+    monkeypatch.setattr(token_parts, "_make", lambda *given: made.append(int(given[0].stem[6:])) or real(*given))
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -119,7 +119,7 @@ def test_a_part_that_does_not_match_is_made_again_and_the_others_are_not(
         (parts,) = cache.glob("*.parts")
         num_parts = len(list(parts.glob("0*.bin")))
         assert num_parts > 4 and parts.suffix == ".parts"
-        target = parts / ("000002.json" if harm == "json" else "000002.bin")
+        target = parts / ("00000-000002.json" if harm == "json" else "00000-000002.bin")
         if harm == "missing":
             target.unlink()
         elif harm != "none":
@@ -168,10 +168,10 @@ def environment(cache: Path) -> dict[str, str]:
 EVERY_KILL = """
 import os, shutil, sys
 from pathlib import Path
-from gpt2_chinese.data import token_shards
+from gpt2_chinese.data import token_parts
 from gpt2_chinese import tokens
 from tests.gpt2_chinese.killed import killed_before
-token_shards.PART_CHARACTERS, token_shards._CHARACTERS_AT_ONCE = 600, 200
+token_parts.PART_CHARACTERS, token_parts._CHARACTERS_AT_ONCE = 600, 200
 corpus, folder = sys.argv[1], Path(sys.argv[2])
 
 def content():
@@ -278,8 +278,8 @@ def test_in_a_shared_cache_any_user_continues_files_that_another_left(
 ) -> None:
     """Checks modes, and replaces files without write permission by links: the tests may run as root, who may write to
     all."""
-    monkeypatch.setattr(token_shards, "PART_CHARACTERS", 300)
-    monkeypatch.setattr(token_shards, "_CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr(token_parts, "PART_CHARACTERS", 300)
+    monkeypatch.setattr(token_parts, "_CHARACTERS_AT_ONCE", 100)
     cache.mkdir()
     cache.chmod(0o1777)
 
@@ -297,10 +297,10 @@ def test_in_a_shared_cache_any_user_continues_files_that_another_left(
     assert (parts.stat().st_mode & 0o777, lock.stat().st_mode & 0o777) == (0o777, 0o666)
     others = tmp_path / "others"
     others.write_text("not to be written")
-    for name in ("whole.bin", "000000.bin.tmp", "000000.json.tmp"):
+    for name in ("whole.bin", "00000-000000.bin.tmp", "00000-000000.json.tmp"):
         (parts / name).unlink(missing_ok=True)
         (parts / name).symlink_to(others)
-    (parts / "000000.bin").unlink()
+    (parts / "00000-000000.bin").unlink()
     load_tokens(corpus, vocab)
     assert others.read_text() == "not to be written" and not parts.exists()
 

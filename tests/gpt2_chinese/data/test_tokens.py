@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpt2_chinese import corpus as corpus_module
 from gpt2_chinese.corpus import read_paragraphs
@@ -147,6 +150,55 @@ def test_a_corpus_that_is_no_array_of_strings_is_named(tmp_path: Path, content: 
     with pytest.raises(UserError) as error:
         list(read_paragraphs(file))
     assert line in str(error.value) and str(file) in str(error.value)
+
+
+def read_all(file: Path) -> tuple[list[str], str]:
+    """The items up to an error, and the error."""
+    items: list[str] = []
+    try:
+        for item in corpus_module.read_file(file):
+            items.append(item)
+    except UserError as error:
+        return items, str(error)
+    return items, ""
+
+
+TOKENS = ['"', '"天"', '"a\\"', '\\"', ",", '",', '","', " ", "\n", "]", "[", "\\",
+          "\\u00e9", '"\\ud83d"', '"\\ud83d\\ude00"', "1", "null",
+          "{}", '"\t"', "中文。", "\u2028", "\x00", "NaN", '["x"]', '{"a": "b"}']  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(TOKENS) | st.text(max_size=3).map(json.dumps), max_size=12), st.sampled_from((1, 5, 99)))
+def test_windows_of_items_are_the_items_one_by_one_and_so_are_their_errors(tokens: list[str], piece: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "_PIECE_BYTES", piece)
+        file = Path(folder, "x.json")
+        for text in ("[" + "".join(tokens), "[" + ",".join(tokens) + "]", "[" + ", \n".join(tokens) + ', "尾"]'):
+            file.write_text(text, encoding="utf-8", errors="replace")
+            found = read_all(file)
+            with pytest.MonkeyPatch.context() as without:
+                without.setattr(corpus_module, "_many_items", lambda reader: [])
+                assert found == read_all(file)
+
+
+def test_one_item_that_no_window_ends_with_costs_no_second_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window whose last comma after a quotation mark is inside a string is read item by item, and tried once."""
+    items = ["天地"] * 5000 + ['人",。']
+    (tmp_path / "x.json").write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
+    tried = []
+    real = corpus_module._many_items
+    monkeypatch.setattr(corpus_module, "_many_items", lambda reader: tried.append(1) or real(reader))
+    assert list(read_paragraphs(tmp_path)) == items and len(tried) <= 2
+
+
+def test_a_folder_without_files_of_its_own_is_read_from_its_sub_folders(tmp_path: Path) -> None:
+    for name in ("b/2.json", "b/1.json", "a/1.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps([name]))
+    assert list(read_paragraphs(tmp_path)) == ["a/1.json", "b/1.json", "b/2.json"]
+    (tmp_path / "own.json").write_text('["own"]')
+    assert list(read_paragraphs(tmp_path)) == ["own"]
 
 
 def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
