@@ -20,7 +20,8 @@ def evaluate_model(
 
     Args:
         model: returns logits (b, T, V) for inputs (b, T). Where no rank holds all logits, it has a method
-            score(inputs, targets) instead: (3,) float64 on the CPU, summed loss, right guesses, counted tokens.
+            score(inputs, targets) instead: (3,) float64 on the CPU, summed loss, right guesses, counted tokens. A model
+            with a tiled loss is called with (inputs, targets, True) and returns the same, so it makes no whole logits.
         batches: batches of the validation corpus.
         ranks: the ranks that share the work; all of them must call this together.
         precision: precision of the matrix products.
@@ -37,13 +38,13 @@ def evaluate_model(
 def _evaluate(model: Any, batches: Batches, ranks: Ranks, precision: str) -> dict[str, float]:
     import torch
 
-    from gpt2_chinese.data.batches import IGNORED
-    from gpt2_chinese.model.gpt2 import next_token_loss
+    from gpt2_chinese.model.tiled_loss import scores_of
     from gpt2_chinese.run.optim import autocast
 
     training = getattr(model, "training", False)
     if isinstance(model, torch.nn.Module):
         model.eval()
+    tiled = getattr(getattr(model, "module", model), "tiled", False)  # the model or, in an engine, its module
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right guesses, tokens
     try:
         for inputs, targets in batches.eval_batches():
@@ -51,11 +52,11 @@ def _evaluate(model: Any, batches: Batches, ranks: Ranks, precision: str) -> dic
                 totals += model.score(inputs, targets)
                 continue
             with autocast(batches.device, precision):
+                if tiled:
+                    totals += model(inputs, targets, True).cpu()
+                    continue
                 logits = model(inputs)
-            counted = targets != IGNORED
-            totals[0] += next_token_loss(logits, targets, reduction="sum").double().cpu()
-            totals[1] += ((logits.argmax(-1) == targets) & counted).sum().cpu()
-            totals[2] += counted.sum().cpu()
+            totals += scores_of(logits, targets).cpu()
     finally:
         if isinstance(model, torch.nn.Module):
             model.train(training)

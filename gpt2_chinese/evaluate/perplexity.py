@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-KINDS = ("genre", "position", "frequency")
+KINDS = ("genre", "folder", "position", "frequency")
 COLUMNS = ("loss", "perplexity", "bits_per_character", "accuracy", "accuracy_top5", "tokens", "characters")
 
 
@@ -106,19 +107,16 @@ def trained_seq_len(folder: Path) -> int | None:
     return None
 
 
-def evaluate_corpora(a: argparse.Namespace) -> dict[str, Any]:
-    """Evaluates by the flags; returns the content of --json. Raises UserError."""
+def evaluate_corpora(
+    a: argparse.Namespace, folder: Path, model: Any, vocabulary: Any, precision: str, device: Any
+) -> dict[str, Any]:
+    """Evaluates a model by the flags on all corpora; returns the content of --json. Raises UserError."""
     import numpy as np
     import torch
     from tqdm import tqdm
 
-    from gpt2_chinese.checkpoint.trained_model import find_model, load_model, pick_device
     from gpt2_chinese.evaluate.scoring import CLASS_ENDS, Windows, frequency_classes, score
 
-    device = pick_device(a.device)
-    precision = a.precision or ("bf16" if device.type == "cuda" else "fp32")
-    folder = find_model(a.model)
-    model, vocabulary = load_model(folder, device, a.vocab)
     context = model.config.n_positions
     seq_len = a.seq_len or min(trained_seq_len(folder) or context, context)
     if seq_len > context:
@@ -127,7 +125,8 @@ def evaluate_corpora(a: argparse.Namespace) -> dict[str, Any]:
     if stride > seq_len:
         raise UserError(f"--stride {stride} is above the windows' length, --seq-len {seq_len}: tokens would be left out")
 
-    corpora = [read_corpus(path, vocabulary.file, "genre" in a.by) for path in a.corpus]
+    by_file = "genre" in a.by or "folder" in a.by
+    corpora = [read_corpus(path, vocabulary.file, by_file) for path in a.corpus]
     plans = [Windows.of(len(corpus.ids), seq_len, stride) for corpus in corpora]
     everything = np.concatenate([corpus.ids for corpus in corpora]) if "frequency" in a.by else np.empty(0, np.int64)
     classes = frequency_classes(everything, vocabulary.size)
@@ -150,10 +149,12 @@ def evaluate_corpora(a: argparse.Namespace) -> dict[str, Any]:
         "model": str(folder), "corpus": [str(path) for path in a.corpus], "seq_len": seq_len, "stride": stride,
         "precision": precision, "device": str(device), "all": whole,
     }  # fmt: skip
+    files = [name for corpus in corpora for name in corpus.names]
     if "genre" in a.by:
-        names = short_names([name for corpus in corpora for name in corpus.names])
-        rows = zip(names, places.sum(1), characters, strict=True)
+        rows = zip(short_names(files), places.sum(1), characters, strict=True)
         found["by_genre"] = {name: results(sums, count) for name, sums, count in rows}
+    if "folder" in a.by:
+        found["by_folder"] = _by_folder(files, places.sum(1), characters)
     by_position = places.sum(0)
     if "position" in a.by:
         buckets = {f"{f}-{t}" if t > f else str(f): by_position[f : t + 1].sum(0) for f, t in position_buckets(seq_len)}
@@ -164,6 +165,14 @@ def evaluate_corpora(a: argparse.Namespace) -> dict[str, Any]:
         found["by_frequency"] = {name: results(s) for name, s in zip(names, by_class, strict=True) if s[-1]}
     found["loss_by_position"] = [s[0] / s[3] if s[3] else None for s in by_position.tolist()]
     return found
+
+
+def _by_folder(files: list[Path], sums: Tensor, characters: list[int]) -> dict[str, dict[str, Any]]:
+    """The numbers of the files (G, 4) and their characters, added up by folder."""
+    folders = list(dict.fromkeys(file.resolve().parent for file in files))
+    places = [[n for n, file in enumerate(files) if file.resolve().parent == folder] for folder in folders]
+    rows = zip(short_names(folders), places, strict=True)
+    return {name: results(sums[own].sum(0), sum(characters[n] for n in own)) for name, own in rows}
 
 
 HEADINGS = ("loss", "perplexity", "bits/char", "top-1", "top-5", "tokens", "characters")
@@ -177,24 +186,40 @@ def table(found: dict[str, Any]) -> str:
         if rows := found.get(f"by_{kind}"):
             lines.append((f"by {kind}", *[""] * len(HEADINGS)))
             lines += [(f"  {name}", *_cells(row)) for name, row in rows.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
-    return "\n".join(line.rstrip() for line in text)
+    return aligned(lines)
+
+
+def aligned(lines: list[tuple[str, ...]]) -> str:
+    """Rows of cells as text: the first column to the left, the others to the right; Chinese characters are two wide."""
+    def width(text: str) -> int:
+        return len(text) + sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+
+    widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
+
+    def row(line: tuple[str, ...]) -> str:
+        blanks = [" " * (wide - width(cell)) for wide, cell in zip(widths, line, strict=True)]
+        return "  ".join([line[0] + blanks[0], *(blank + cell for blank, cell in zip(blanks[1:], line[1:], strict=True))])
+
+    return "\n".join(row(line).rstrip() for line in lines)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [form.format(row[name]) if name in row else "" for name, form in zip(COLUMNS, FORMATS, strict=True)]
 
 
-def plot(found: dict[str, Any], file: Path) -> None:
-    """Draws the loss by position."""
+def plot(founds: dict[str, dict[str, Any]], file: Path) -> None:
+    """Draws the loss by position of each model."""
     from matplotlib.figure import Figure
 
-    points = [(position, loss) for position, loss in enumerate(found["loss_by_position"]) if loss is not None]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*zip(*points, strict=True), marker="." if len(points) < 20 else "")
-    axes.axhline(found["all"]["loss"], linestyle="--", linewidth=1, color="grey")
+    for name, found in founds.items():
+        points = [(position, loss) for position, loss in enumerate(found["loss_by_position"]) if loss is not None]
+        (line,) = axes.plot(*zip(*points, strict=True), marker="." if len(points) < 20 else "", label=name)
+        color = line.get_color() if len(founds) > 1 else "grey"
+        axes.axhline(found["all"]["loss"], linestyle="--", linewidth=1, color=color)
+    if len(founds) > 1:
+        axes.legend()
     axes.set(xlabel="position in the context", ylabel="loss, nats per token")
     write(file, lambda staging: figure.savefig(staging, format="png", dpi=120), "--plot")
 

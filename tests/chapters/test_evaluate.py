@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -156,6 +158,83 @@ def test_windows_count_each_target_once_with_all_the_context_there_is() -> None:
                 assert all(column >= min(target - 1, seq_len - stride) for target, column in seen)
 
 
+def test_folders_add_up_their_files(runs, corpus: Path, tmp_path: Path) -> None:
+    flags = ("--corpus", corpus, ROOT / "data" / "valid" / "wiki.json", "--by", "genre", "folder")
+    found = evaluated(tmp_path, runs["00_single"].output, *flags)
+    assert list(found["by_genre"]) == ["comments", "news", "wiki"]
+    assert list(found["by_folder"]) == [corpus.name, "valid"] and found["by_folder"]["valid"] == found["by_genre"]["wiki"]
+    both = [found["by_genre"][name] for name in ("comments", "news")]
+    tokens = sum(row["tokens"] for row in both)
+    whole = found["by_folder"][corpus.name]
+    assert whole["tokens"] == tokens and whole["characters"] == sum(row["characters"] for row in both)
+    assert whole["loss"] == pytest.approx(sum(row["loss"] * row["tokens"] for row in both) / tokens)
+
+
+FEW = ("--corpus", GENRES[0], "--choices", "--limit", 5, "--samples", 2, "--length", 12)
+
+
+@pytest.fixture(scope="module")
+def side_by_side(runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, Path]:
+    """What the command found about two models, what it printed, and its folder of TensorBoard."""
+    folder = tmp_path_factory.mktemp("several")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        models = [runs["00_single"].output, runs["00_single"].output / "checkpoints" / "step_000006"]
+        main(["--model", *map(str, models), "--json", str(folder / "found.json"), "--tensorboard", str(folder / "board"),
+              "--by", "genre", *map(str, FEW)])  # fmt: skip
+    return json.loads((folder / "found.json").read_text(encoding="utf-8"))["models"], said.getvalue(), folder / "board"
+
+
+def test_several_models_are_compared_in_one_table(side_by_side, runs, tmp_path: Path) -> None:
+    founds, said, _ = side_by_side
+    assert list(founds) == ["run", "step_000006"]
+    (head, *lines) = [line.split() for line in said.splitlines() if line][1:5]
+    assert head == ["loss", "perplexity", "bits/char", "top-1", "cloze", "inference", "reading", "distinct-1", "distinct-2",
+                    "distinct-3", "repetition-4"]  # fmt: skip
+    for line, (name, found) in zip(lines, founds.items(), strict=False):
+        numbers = [found["choices"][one]["accuracy"] for one in ("cloze", "inference", "reading")]
+        assert line[:2] == [name, f"{found['all']['loss']:.4f}"] and line[5:8] == [f"{number:.1%}" for number in numbers]
+    assert lines[2] == ["guessing", "25.0%", "33.3%", "25.0%"]
+    assert re.search(r"^perplexity by genre +run +step_000006$", said, re.MULTILINE) and "vocabularies differ" not in said
+    alone = evaluated(tmp_path, runs["00_single"].output / "checkpoints" / "step_000006", "--by", "genre", *FEW)
+    assert alone == founds["step_000006"], "a model's numbers do not depend on the others"
+
+
+def test_tensorboard_has_a_run_for_each_model(side_by_side) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    founds, _, board = side_by_side
+    for name, found in founds.items():
+        events = EventAccumulator(str(board / name))
+        events.Reload()
+        expected = {"all/loss": found["all"]["loss"], "choices/cloze/accuracy": found["choices"]["cloze"]["accuracy"],
+                    "samples/distinct_2": found["samples"]["distinct_2"],
+                    "by_genre/comments/perplexity": found["by_genre"]["comments"]["perplexity"]}  # fmt: skip
+        for tag, value in expected.items():
+            assert events.Scalars(f"evaluate/{tag}")[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard keeps float32
+
+
+def test_samples_are_those_of_generate(side_by_side, runs, capsys) -> None:
+    from gpt2_chinese.evaluate.samples import variety
+    from gpt2_chinese.generate.__main__ import main as generate
+    from gpt2_chinese.run.run import PROMPTS
+
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    generate(["--model", str(runs["00_single"].output), "--num", "2", "--length", "12", "--json", *prompts])
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    found = side_by_side[0]["run"]["samples"]
+    assert found == variety(texts) | {"length": 12, "seed": 42} and found["texts"] == 6
+
+
+def test_models_of_other_vocabularies_are_said_to_compare_by_characters_only(runs, tmp_path: Path, capsys) -> None:
+    from gpt2_chinese.evaluate.report import NOT_COMPARABLE, print_several
+
+    found = evaluated(tmp_path, runs["00_single"].output, "--corpus", GENRES[0])
+    capsys.readouterr()
+    print_several({"a": found, "b": found | {"vocabulary": "another"}})
+    assert NOT_COMPARABLE in capsys.readouterr().out
+
+
 def test_names_and_buckets() -> None:
     assert short_names([Path("a/b/x.json"), Path("a/c/x.json")]) == ["b/x", "c/x"]
     assert short_names([Path("a/x.json"), Path("a/y.json")]) == ["x", "y"]
@@ -207,7 +286,16 @@ WRONG = {
     "json in no folder": (["--json", "{t}/none/x.json"], r"--json \S+ cannot be written"),
     "json is a folder": (["--json", "{t}/folder"], r"--json \S+ cannot be written"),
     "broken weights": (["--model", "{t}/nan"], r"the loss of \S+/nan is nan: its weights are broken, or overflow in fp32"),
-    "no GPU": (["--device", "cuda"], r"--device cuda: this machine has no GPU"),
+    "twice": (["--model", "{t}", "{t}"], r"--model names the same model twice"),
+    "choices missing": (["--choices", "{t}/none"], r"--choices \S+/none does not exist: give a file in the form of CHID"),
+    "choices malformed": (["--choices", "{t}/bad.json"], r"bad\.json, line 2: the answer of #idiom# is 9: give a number"),
+    "limit": (["--limit", "3"], r"--limit is for --choices: give --choices, too"),
+    "limit zero": (["--choices", "--limit", "0"], r"--limit must be at least 1, not 0"),
+    "prompt": (["--prompt", "a"], r"--prompt is for --samples: give --samples N, too"),
+    "samples": (["--samples", "-1"], r"--samples must be at least 0, not -1"),
+    "too many samples": (["--samples", "999999999999"], r"--samples must be at most 1000000"),
+    "tensorboard": (["--tensorboard", "{t}/empty.json/x"], r"--tensorboard \S+ cannot be written"),
+    "no GPU": (["--device", "cuda"], r"--device cuda: this machine has no GPU that torch can use; give --device cpu"),
 }
 
 
@@ -218,6 +306,8 @@ def files(runs, tmp_path: Path) -> Path:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.json").write_text("[]")
     (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[MASK]\n")
+    item = '{"content": "a#idiom#", "candidates": ["b", "c"], "answer": %d}\n'
+    (tmp_path / "bad.json").write_text(item % 1 + item % 9)
     shutil.copytree(runs["00_single"].output / "final", tmp_path / "nan")
     weights = load_file(tmp_path / "nan" / "model.safetensors")
     weights["transformer.ln_f.weight"][0] = math.nan
