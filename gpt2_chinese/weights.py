@@ -2,9 +2,11 @@
 
 python -m gpt2_chinese.weights export runs/00_single --output exported
 python -m gpt2_chinese.weights export runs/00_single/checkpoints/step_000200 --output exported --format bin --dtype float16
+python -m gpt2_chinese.weights export runs/07_patrickstar --output exported --max-shard-size 5GB
 
 The export is a folder that transformers reads: weights, config.json, vocabulary, the ids of the begin and end tokens.
-The weights keep their stored dtype unless --dtype names another.
+The weights keep their stored dtype unless --dtype names another. With --max-shard-size they are divided into files
+model-00001-of-0000N.safetensors and an index.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_chinese.checkpoint.final import begin_final, complete_final
+from gpt2_chinese.checkpoint.shards import parse_size, save_shards
 from gpt2_chinese.checkpoint.trained_model import config_and_vocabulary, find_weights, read_weights
-from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
+from gpt2_chinese.errors import OneLineParser, RunError, UserError, exit_on_user_error
+from gpt2_chinese.files import check_output_folder
 from gpt2_chinese.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def export(
     path: Path | str, output: Path | str, form: str = "safetensors", dtype: str | None = None,
-    vocab: Path | str | None = None,
+    vocab: Path | str | None = None, max_shard_size: str | None = None,
 ) -> Path:  # fmt: skip
     """Writes a folder that transformers reads, complete or not at all, and returns its path.
 
@@ -39,13 +43,19 @@ def export(
         form: "safetensors", or "bin" for programs that read nothing else.
         dtype: one of DTYPES; as stored when None.
         vocab: a vocabulary file, where there is none next to the weights.
+        max_shard_size: the most bytes of weights a file, such as "5GB"; one file when None.
 
     Raises:
-        UserError: no model, an output that is not empty, numbers that the dtype cannot hold.
+        UserError: no model, a size that is none, an output that is not empty or has no room, numbers that are not finite
+            or that the dtype cannot hold.
     """
+    output = Path(output)
+    check_output_folder(output, "--output")
     import torch
 
-    output = Path(output)
+    if max_shard_size is not None and form == "bin":
+        raise UserError("--max-shard-size is for --format safetensors: leave one of them out")
+    most = None if max_shard_size is None else parse_size(max_shard_size)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"--output {output} exists already: give a new folder")
     file = find_weights(path)
@@ -60,26 +70,27 @@ def export(
         config.extra |= dict.fromkeys(keys, dtype)
     try:
         staging = begin_final(output, sum(tensor.nbytes for tensor in weights.values()))
-        _save(weights, staging, form)
+        _save(weights, staging, form, most)
         about = {"exported_from": str(path)}
         return complete_final(staging, output, config, vocabulary.file.path, about, vocabulary.profile)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
+    except RunError as error:  # no room on the disk, or a weight that is not finite
+        raise UserError(f"{path} is not exported: {error}") from None
 
 
-def _save(weights: dict[str, Tensor], folder: Path, form: str) -> None:
+def _save(weights: dict[str, Tensor], folder: Path, form: str, most: int | None) -> None:
     import torch
-    from safetensors.torch import save_file
 
-    plain = {}
-    for name, tensor in weights.items():
+    def plain(tensor: Tensor) -> Tensor:
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        plain[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)  # a view would save its base
+        return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)  # a view would save its base
+
     if form == "bin":
-        torch.save({**plain, "lm_head.weight": plain["transformer.wte.weight"]}, folder / "pytorch_model.bin")
+        tensors = {name: plain(tensor) for name, tensor in weights.items()}
+        torch.save({**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}, folder / "pytorch_model.bin")
     else:
-        save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
+        save_shards(weights, folder, most or sum(tensor.nbytes for tensor in weights.values()), plain)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -93,10 +104,12 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--format", default="safetensors", choices=("safetensors", "bin"),
                          help="file format of the weights (default: safetensors)")  # fmt: skip
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as they are stored)")
+    command.add_argument("--max-shard-size", metavar="SIZE",
+                         help="most bytes of weights a file, such as 5GB or 512MiB (default: one file)")  # fmt: skip
     command.add_argument("--vocab", help="vocabulary, where the folder has none")
     with exit_on_user_error():
         a = parser.parse_args(argv)
-        written = export(a.model, a.output, a.format, a.dtype, a.vocab)
+        written = export(a.model, a.output, a.format, a.dtype, a.vocab, a.max_shard_size)
         config = ModelConfig.from_file(written)
         print(f"{written}: {config.num_parameters():,} parameters, vocabulary of {config.vocab_size:,}")
 

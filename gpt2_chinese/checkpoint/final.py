@@ -66,8 +66,8 @@ def complete_final(
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
 
     # `weights export --format bin` writes pytorch_model.bin instead: its weights come from a file, not from a run.
-    if (staging / "model.safetensors").is_file():
-        with safe_open(staging / "model.safetensors", "pt") as file:
+    for written in sorted(staging.glob("model*.safetensors")):
+        with safe_open(written, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 check_finite({name: file.get_tensor(name)})
     vocabulary = Vocabulary.load(vocab, profile)

@@ -53,7 +53,8 @@ def damage(path: Path) -> str | None:
         if wrong := folders.first_damage(path, entries):
             return " ".join(wrong)
         about = "state.json" if "state.json" in entries else "run.json"
-        others = ("pytorch_model.bin", "adapter_model.safetensors")  # of an export for older programs; of an adapter
+        # of an export for older programs, of an adapter, of an export in several files
+        others = ("pytorch_model.bin", "adapter_model.safetensors", "model.safetensors.index.json")
         of_weights = [name for name in entries if name.startswith("parts/") or name in others]
         weights = of_weights[0] if of_weights else "model.safetensors"
         for name in ("config.json", about, weights):

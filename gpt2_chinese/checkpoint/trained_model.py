@@ -13,6 +13,7 @@ from gpt2_chinese.checkpoint.model_state import load_weights
 from gpt2_chinese.checkpoint.sealed_folder import MANIFEST, new_damage
 from gpt2_chinese.checkpoint.step_folder import read_checkpoint
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import reason
 from gpt2_chinese.model.config import ModelConfig
 from gpt2_chinese.vocabulary.profiles import vocabulary_file
 
@@ -37,12 +38,20 @@ def find_weights(path: Path | str) -> Path:
     For a checkpoint that ranks wrote in parts it is parts/.metadata.
 
     Raises:
-        UserError: no trained model at this path.
+        UserError: no trained model at this path, or a path that cannot be read.
     """
     path = Path(path)
-    if path.is_file() and (path.suffix in (".safetensors", ".bin") or path.name in (*WEIGHT_FILES, ".metadata")):
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        more = "give a run, its final/, a checkpoint or a Hugging Face folder"
+        raise UserError(f"no trained model in {path}: {reason(error)}; {more}") from None
+    is_file = path.is_file()
+    if is_file and (path.suffix in (".safetensors", ".bin") or path.name in (*WEIGHT_FILES, ".metadata")):
         return path
-    folder = path.parent if path.is_file() else path
+    folder = path.parent if is_file else path
     names = (*WEIGHT_FILES, f"{PARTS}/.metadata")
     if not any((folder / name).is_file() for name in names):
         if (folder / "final").is_dir():
@@ -149,7 +158,9 @@ def pick_device(name: str) -> torch.device:
 
     found = torch.cuda.is_available()
     if name == "cuda" and not found:
-        raise UserError("--device cuda: this machine has no GPU that torch can use")
+        raise UserError(
+            "--device cuda: this machine has no GPU that torch can use; give --device cpu, or leave --device out"
+        )
     return torch.device("cuda" if found and name != "cpu" else "cpu")
 
 
