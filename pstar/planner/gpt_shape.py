@@ -200,10 +200,18 @@ def find_model(text: str) -> GptShape:
     if text.lower() in named:
         return named[text.lower()]
     parts = text.lower().split("x")
-    if len(parts) in (2, 3) and all(part.isdecimal() for part in parts):
+    if len(parts) in (2, 3) and all(part.isdecimal() and len(part) <= 12 for part in parts):
         layers, hidden, *heads = map(int, parts)
         return GptShape(layers, hidden, heads[0] if heads else hidden // 64 if hidden and hidden % 64 == 0 else 1)
     path = Path(text)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:    # a name too long or with a null character, no permission
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--model {text[:60]}: {reason}; give one of {', '.join(MODELS)}, LAYERSxHIDDEN, or a "
+                          "config.json") from None
     if path.is_dir():
         path /= "config.json"
     if path.suffix != ".json" and not path.exists():
