@@ -5,6 +5,8 @@ This file does not import torch: a wrong configuration is reported before torch 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ class ModelConfig:
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # keys we do not use, kept for the round trip
+    # ids of the marks before and after a document, where attention must not cross them (--documents): of a run, in no file
+    marks: tuple[int, int] | None = None
 
     @property
     def inner(self) -> int:
@@ -48,7 +52,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a `config.json` that `transformers.GPT2LMHeadModel.from_pretrained` reads."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_KEYS}
         fixed = {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -67,7 +71,7 @@ class ModelConfig:
         """
         if not isinstance(content, dict):
             raise UserError(f"{source} is not a JSON object: give a GPT-2 config.json")
-        content = {key: value for key, value in content.items() if key != "extra"}
+        content = {key: value for key, value in content.items() if key not in _NO_KEYS}
         if "n_ctx" in content and "n_positions" not in content:
             content["n_positions"] = content["n_ctx"]
         for key, (allowed, default) in _FIXED.items():
@@ -76,7 +80,7 @@ class ModelConfig:
                 raise UserError(f"{source}: {key} is {_short(value)}, this model has only {_one_of(allowed)}")
         for key in ("architectures", "n_ctx"):
             content.pop(key, None)
-        known = {f.name for f in fields(cls)} - {"extra"}
+        known = {f.name for f in fields(cls)} - _NO_KEYS
         if missing := [name for name in ("n_layer", "n_embd", "n_head", "n_positions") if name not in content]:
             raise UserError(f"{source} lacks {', '.join(missing)}: give a GPT-2 config.json")
         config = cls(**{key: value for key, value in content.items() if key in known})
@@ -117,6 +121,8 @@ class ModelConfig:
         if self.n_embd % self.n_head:
             raise UserError(f"{source}: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
 
+
+_NO_KEYS = {"extra", "marks"}  # fields that no config.json holds
 
 # keys for variants of GPT-2 that this model lacks: (allowed values, value where the key is absent)
 _FIXED: dict[str, tuple[tuple[Any, ...], Any]] = {
@@ -164,13 +170,29 @@ class RunDefaults:
     log_every: int = 1
 
 
-PRESETS: dict[str, ModelConfig] = {
+class Presets(Mapping[str, ModelConfig]):
+    """Models by name. Each look-up returns a copy, so that setting its vocabulary changes no other model of the process."""
+
+    def __init__(self, models: dict[str, ModelConfig]) -> None:
+        self._models = models
+
+    def __getitem__(self, name: str) -> ModelConfig:
+        return deepcopy(self._models[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+
+PRESETS = Presets({
     "tiny": ModelConfig(n_layer=4, n_embd=128, n_head=4, n_positions=128),
     "small": ModelConfig(n_layer=12, n_embd=768, n_head=12, n_positions=1024),
     "medium": ModelConfig(n_layer=24, n_embd=1024, n_head=16, n_positions=1024),
     "large": ModelConfig(n_layer=36, n_embd=1280, n_head=20, n_positions=1024),
     "xl": ModelConfig(n_layer=48, n_embd=1600, n_head=25, n_positions=1024),
-}
+})  # fmt: skip
 
 # 24 divides by 1, 2, 3, 4, 6 and 8 processes; 800 steps of tiny take under four minutes on two cores
 RUN_DEFAULTS: dict[str, RunDefaults] = {

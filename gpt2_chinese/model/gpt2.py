@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.documents import document_mask, document_positions
 
 
 class Conv1D(nn.Module):
@@ -42,13 +43,13 @@ class Attention(nn.Module):
         self.c_proj = Conv1D(config.n_embd, config.n_embd, residual_std(config))
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)"""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); a mask, (B, 1, T, T) bool, says where a position attends. It must be causal."""
         qkv = self.c_attn(x)  # (B, T, 3C)
         shape = (*qkv.shape[:2], self.num_heads, -1)
         q, k, v = (part.view(shape).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # (B, heads, T, C/heads)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -77,9 +78,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)"""
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); the mask as in Attention."""
+        x = x + self.attn(self.ln_1(x), mask=mask)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -94,17 +95,18 @@ class GPT2Model(nn.Module):
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.marks = config.marks  # None: attention crosses documents
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C), the input of the first block."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = document_positions(input_ids, self.marks)
         return self.drop(self.wte(input_ids) + self.wpe(positions))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C)"""
-        x = self.embed(input_ids)
+        x, mask = self.embed(input_ids), document_mask(input_ids, self.marks)
         for block in self.h:
-            x = block(x)
+            x = block(x, mask=mask)
         return self.ln_f(x)
 
 
@@ -121,23 +123,29 @@ class GPT2LMHeadModel(nn.Module):
         # made without storage, then tied: the head draws no random numbers and holds no second copy
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = next_token_loss
+        self.tiled = False  # True: the head computes the loss itself, by tiles (tiled_loss.py)
         self.tie_weights()
 
     def tie_weights(self) -> None:
         """Makes the head's weight the same Parameter object as the embedding's."""
         self.lm_head.weight = self.transformer.wte.weight
 
-    def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None, scores: bool = False) -> Tensor:
         """Logits, or the loss when there are targets.
 
         Args:
             input_ids: (B, T) int64, T at most n_positions.
             targets: (B, T) int64, the id that follows each input; -100 is ignored.
+            scores: with a tiled head and targets, what an evaluation counts instead of the loss.
 
         Returns:
-            logits (B, T, V), or the mean cross-entropy in nats per token, a float32 scalar.
+            logits (B, T, V), or the mean cross-entropy in nats per token, a float32 scalar, or the scores: (3,) float64,
+            summed loss, right guesses, counted tokens.
         """
-        logits = self.lm_head(self.transformer(input_ids))
+        x = self.transformer(input_ids)
+        if self.tiled and targets is not None:
+            return self.lm_head(x, targets, scores)
+        logits = self.lm_head(x)
         return logits if targets is None else self.loss(logits, targets)
 
 

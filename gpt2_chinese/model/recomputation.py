@@ -137,14 +137,14 @@ def fetch(kept: Any) -> Tensor:
 class Segments(nn.ModuleList):
     """The blocks under their old names. During a forward a loop over them gets segments in place of blocks.
 
-    GPT2Model.forward reads `for block in self.h: x = block(x)`, and needs no change.
+    GPT2Model.forward reads `for block in self.h: x = block(x, mask=mask)`, and needs no change.
     """
 
     def __init__(self, blocks: nn.ModuleList, activations: Activations) -> None:
         super().__init__(blocks)
         self.activations = activations
 
-    def __iter__(self) -> Iterator[Callable[[Tensor], Tensor]]:
+    def __iter__(self) -> Iterator[Callable[..., Tensor]]:
         blocks, plan = list(super().__iter__()), self.activations.plan
         if not self.activations.active or not torch.is_grad_enabled():
             return iter(blocks)
@@ -153,11 +153,11 @@ class Segments(nn.ModuleList):
         return iter([Segment([blocks[i] for i in layers], self.activations) for layers in plan.cut(len(blocks))])
 
 
-def run_kept(block: nn.Module, activations: Activations, x: Tensor) -> Tensor:
+def run_kept(block: nn.Module, activations: Activations, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Runs a block that recomputes nothing and keeps its tensors on the host. A tensor that two operations save is there
     twice: attention's result, which c_proj saves as well."""
     with torch.autograd.graph.saved_tensors_hooks(activations.keep, fetch):
-        return block(x)
+        return block(x, mask=mask)
 
 
 class Segment:
@@ -169,9 +169,9 @@ class Segment:
         self.results: list[tuple[Any, ...]] = []  # selective: what the expensive operations returned, kept
         self.answers: dict[int, Tensor] | None = None  # of backward, each given once
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)"""
-        self.input, self.needs_grad = self.activations.keep(x), x.requires_grad
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); the mask of the documents is the same for all blocks, so it is kept as it is."""
+        self.input, self.needs_grad, self.mask = self.activations.keep(x), x.requires_grad, mask
         self.state = State(x.device)
         notes = Notes() if self.activations.plan.selective else None
         num_needed = 0
@@ -184,7 +184,7 @@ class Segment:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self.answer), notes or contextlib.nullcontext():
             for block in self.blocks:
-                x = block(x)
+                x = block(x, mask=mask)
         if notes:  # a result after the last saved tensor is not needed again: that of mlp.c_proj
             self.results = [tuple(map(self.activations.keep, result)) for result in notes.results[:num_needed]]
         return x
@@ -213,13 +213,13 @@ class Segment:
         with contextlib.suppress(_AllFound), torch.enable_grad(), self.state.as_then(), counter, \
              torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), replay:  # fmt: skip
             for block in self.blocks:
-                x = block(x)
+                x = block(x, mask=self.mask)
         if len(found) != self.num_saved:
             raise RuntimeError(f"the second forward saved {len(found)} tensors, the first one {self.num_saved}")
         if self.activations.is_counting:
             self.activations.flops += counter.get_total_flops()
             self.activations.note_recomputed(found)
-        self.input, self.results, self.answers = None, [], dict(enumerate(found))
+        self.input, self.mask, self.results, self.answers = None, None, [], dict(enumerate(found))
 
 
 class _AllFound(Exception):

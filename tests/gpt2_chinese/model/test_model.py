@@ -123,6 +123,11 @@ def test_number_of_parameters_is_the_formulas(preset: str) -> None:
     assert chosen.num_parameters() == sum(p.numel() for p in made.parameters())
 
 
+def test_a_vocabulary_set_in_a_preset_stays_out_of_the_next_one() -> None:
+    PRESETS["tiny"].vocab_size = 7
+    assert PRESETS["tiny"].vocab_size is None
+
+
 @pytest.mark.parametrize("preset, count", [("small", 102_068_736), ("medium", 324_995_072), ("xl", 1_511_004_800)])
 def test_presets_have_the_known_sizes(preset: str, count: int) -> None:
     assert ModelConfig(**{**vars(PRESETS[preset]), "vocab_size": 21128}).num_parameters() == count
