@@ -1,15 +1,17 @@
 """A model whose data exceed near and far together: the rest is on disk.
 
-bash benchmarks/disk_model.sh                         # 500 million parameters, 8 GB of model data; several minutes
+bash benchmarks/disk_model.sh                         # 500 million parameters, 8 GB of model data; three runs in six minutes
 bash benchmarks/disk_model.sh --disk-path /mnt/nvme
 bash benchmarks/disk_model.sh --quick                 # 5 million parameters, budgets in proportion
 
-Three processes, one after the other, train the same GPT on the same random tokens: with everything in host memory (near
-holds all, no bytes move), with near and far alone, and with near, far and disk. Their losses must be the same, bit for bit.
+In each run three processes, one after the other, train the same GPT on the same random tokens: with everything in host
+memory (near holds all, no bytes move), with near and far alone, and with near, far and disk. All losses must be the same,
+bit for bit.
 Blocks are recomputed in backward. The peak is the kernel's count for the whole process (VmHWM), start included. It is
 compared with interpreter + near budget + far budget + activations. Interpreter: the process's memory after training a toy
 model, so that all code is loaded. Activations are counted in the first process (Schedule.known_peaks). Without direct I/O
-written bytes may still be in the page cache; the page says whether the file system has it.
+written bytes may still be in the page cache; the page says whether the file system has it. Seconds: the median of all steps
+of all runs but the first of each process, which is traced.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,7 +73,7 @@ def make_model(size: dict[str, int]) -> Any:
     from gpt2_chinese.model.config import ModelConfig
 
     torch.manual_seed(0)
-    return build_model(SimpleNamespace(model=ModelConfig(**size), activation_checkpointing=True))
+    return build_model(SimpleNamespace(model=ModelConfig(**size), activation_checkpointing=True, loss_tiles="none"))
 
 
 def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
@@ -79,6 +82,7 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
 
     import pstar
     from pstar.layout.budget import model_data_bytes
+    from pstar.planner.disk_traffic import disk_traffic
 
     torch.set_num_threads(num_cores())
     warm_up()
@@ -106,22 +110,27 @@ def train(size: dict[str, int], config: dict, pipe: Connection) -> None:
         "budgets": (model.near.budget_bytes, model.far.budget_bytes),
         "non_model": max(model.schedule.known_peaks(), default=0), "direct": model.disk.direct if model.disk else None,
     }  # fmt: skip
+    if model.disk is not None:
+        found["planned"] = disk_traffic(model.layout, [], model.costs, *found["budgets"], prefetch=model.config.prefetch)
     pipe.send(found)
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------------
 
 
-def report(size: dict[str, int], results: dict[str, dict], others: float, argv: list[str]) -> str:
-    """The page, in Markdown."""
+def report(size: dict[str, int], runs: dict[str, list[dict]], others: float, argv: list[str]) -> str:
+    """The page, in Markdown. runs: what each process of each configuration has sent."""
+    results = {name: each[-1] for name, each in runs.items()}
     first, last = next(iter(results.values())), results["near, far and disk"]
+    seconds = {name: [second for one in each for second in one["seconds"][1:]] for name, each in runs.items()}
+    whole = median(seconds[next(iter(runs))])
     near, far = last["budgets"]
     lines = [
         "# A model larger than memory", "",
         f"- work: GPT-2 of {size['n_layer']} layers, {size['n_embd']} wide, vocabulary {size['vocab_size']}, "
         f"{first['params'] / 1e6:.1f} million parameters in {first['groups']} chunks, {BATCH} x {size['n_positions']} "
         f"random tokens a step, fp32, AdamW, blocks recomputed; {STEPS} steps, "
-        f"one process on {num_cores()} cores ({processor()})",
+        f"{len(runs['near, far and disk'])} run(s), one process on {num_cores()} cores ({processor()})",
         f"- budgets: near {near / MIB:,.0f} MiB, far {far / MIB:,.0f} MiB, of {first['model_data'] / MIB:,.0f} MiB of model "
         f"data; the rest on disk, {'with' if last['direct'] else 'without'} direct I/O",
         f"- versions: {versions()}",
@@ -131,15 +140,19 @@ def report(size: dict[str, int], results: dict[str, dict], others: float, argv: 
         lines += [f"**Others used {others:.1f} of {num_cores()} cores meanwhile**: the seconds mean little.", ""]
     losses = ", ".join(f"{loss:.6f}" for loss in last["losses"])
     lines += [f"Losses of the {STEPS} steps, bitwise the same in all: {losses}.", "",
-              "Seconds of a step until all its copies have ended; the first is traced. MiB.", "",
-              "| | start, s | steps, s | near at most | far at most | disk at most | near in | near out | disk read | "
-              "disk written |", "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+              "Seconds of a step until all its copies have ended: median, least to most. MiB.", "",
+              "| | start, s | a step, s | of memory's | near at most | far at most | disk at most | near in | near out | "
+              "disk read | disk written |", "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for name, each in results.items():
         held = [each["tiers"].get(tier, 0) for tier in ("near", "far", "disk")]
         moved = [each["moved"].get(way, 0) for way in ("far to near", "near to far", "disk to far", "far to disk")]
         cells = " | ".join(f"{num_bytes / MIB:,.0f}" for num_bytes in held + moved)
-        steps = ", ".join(f"{seconds:.2f}" for seconds in each["seconds"])
-        lines.append(f"| {name} | {each['start_s']:.1f} | {steps} | {cells} |")
+        middle = median(seconds[name])
+        step = f"{middle:.2f} ({min(seconds[name]):.2f} to {max(seconds[name]):.2f}) | {middle / whole:.2f}"
+        lines.append(f"| {name} | {each['start_s']:.1f} | {step} | {cells} |")
+    planned = " and ".join(f"{last['planned'][way] / MIB:,.0f} {did}"
+                           for way, did in (("disk to far", "read"), ("far to disk", "written")))
+    lines += ["", f"`pstar plan` predicts {planned} through the disk: the fewest bytes that must move."]
     formula = last["interpreter"] + near + far + first["non_model"]
     lines += ["", "Moved: in the last step. Resident memory of the process with the disk, MiB, by the kernel's count:", "",
               "| interpreter | near budget | far budget | activations | sum | peak of the start | peak | of the sum |",
@@ -155,9 +168,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("disk_model.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, not with near and far alone")
+    parser.add_argument("--runs", type=int, default=3, help="runs of all configurations (default: %(default)s)")
     parser.add_argument("--disk-path", type=Path, help="a folder on a local disk (default: where temporary files go)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
+    if options.runs < 1:
+        parser.error(f"--runs {options.runs}: give at least 1")
     if options.disk_path is not None and not options.disk_path.is_dir():
         parser.error(f"--disk-path {options.disk_path}: there is no such folder")
     if not Path("/proc/self/clear_refs").exists():
@@ -168,19 +184,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Measures and writes; returns 1 if the losses differ."""
     options = parse(argv)
-    size, results = SMALL if options.quick else FULL, {}
+    size, runs = SMALL if options.quick else FULL, {}
     others = 0.0
-    with tempfile.TemporaryDirectory(prefix="disk_model_", dir=options.disk_path) as folder:
-        for name, config in modes(options.quick, folder).items():
-            busy, own, begin = busy_seconds(), children_seconds(), time.perf_counter()
-            results[name] = run(train, [(size, config)])[0]
-            by_others = (busy_seconds() - busy) - (children_seconds() - own)
-            others = max(others, by_others / (time.perf_counter() - begin))
-    losses = {name: each["losses"] for name, each in results.items()}
-    if len({tuple(each) for each in losses.values()}) > 1:
+    for _ in range(1 if options.quick else options.runs):
+        with tempfile.TemporaryDirectory(prefix="disk_model_", dir=options.disk_path) as folder:
+            for name, config in modes(options.quick, folder).items():
+                busy, own, begin = busy_seconds(), children_seconds(), time.perf_counter()
+                runs.setdefault(name, []).append(run(train, [(size, config)])[0])
+                by_others = (busy_seconds() - busy) - (children_seconds() - own)
+                others = max(others, by_others / (time.perf_counter() - begin))
+    losses = {name: [one["losses"] for one in each] for name, each in runs.items()}
+    if len({tuple(one) for each in losses.values() for one in each}) > 1:
         print(f"error: the losses differ: {losses}", file=sys.stderr)
         return 1
-    page = report(size, results, others, argv)
+    page = report(size, runs, others, argv)
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "disk_model.md").write_text(page, encoding="utf-8")
     print(page, end="")

@@ -183,8 +183,9 @@ def contenders() -> list[Contender]:
 # ---- processes -----------------------------------------------------------------------------------------------------------
 
 
-def work(name: str, rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
-    """A rank of a contender: receives numbers of steps, sends (seconds a step, last loss, seconds waited a step)."""
+def work(name: str, listed: Callable[[], list[Contender]], rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
+    """A rank of a contender, one of `listed`: receives numbers of steps, sends (seconds a step, last loss, seconds waited a
+    step)."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
@@ -196,7 +197,7 @@ def work(name: str, rank: int, num_ranks: int, folder: str, pipe: Connection) ->
     dist.init_process_group("gloo", init_method=Path(folder, name).as_uri(), rank=rank, world_size=num_ranks)
     if num_ranks == 1:
         dist.destroy_process_group()
-    step = next(each for each in contenders() if each.name == name).prepare()
+    step = next(each for each in listed() if each.name == name).prepare()
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, MODEL["vocab_size"], (BATCH, LENGTH + 1), generator=generator)
     share = tokens[rank * BATCH // num_ranks : (rank + 1) * BATCH // num_ranks]
@@ -216,12 +217,12 @@ def work(name: str, rank: int, num_ranks: int, folder: str, pipe: Connection) ->
 class Team:
     """The processes of one contender."""
 
-    def __init__(self, contender: Contender, num_ranks: int, folder: str):
+    def __init__(self, contender: Contender, listed: Callable[[], list[Contender]], num_ranks: int, folder: str):
         context = multiprocessing.get_context("spawn")
         self.contender, self.pipes, self.processes = contender, [], []
         num_ranks = 1 if contender.one_process else num_ranks
         for rank in range(num_ranks):
-            process, pipe = started(context, work, contender.name, rank, num_ranks, folder)
+            process, pipe = started(context, work, contender.name, listed, rank, num_ranks, folder)
             self.pipes.append(pipe)
             self.processes.append(process)
 
@@ -258,12 +259,14 @@ def own_seconds(teams: list[Team]) -> float:
     return total
 
 
-def measure(found: list[Contender], num_ranks: int, rounds: int, steps: int) -> float:
-    """Fills seconds and loss of every contender. Returns the number of cores that other programs used meanwhile."""
+def measure(found: list[Contender], num_ranks: int, rounds: int, steps: int,
+            listed: Callable[[], list[Contender]] = contenders) -> float:
+    """Fills seconds and loss of every contender, all of them in `listed`. Returns the number of cores that other programs
+    used meanwhile."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         teams = []
         for contender in found:    # one after the other: some time out if all start at once
-            teams.append(Team(contender, num_ranks, folder))
+            teams.append(Team(contender, listed, num_ranks, folder))
             contender.loss = teams[-1].run(WARM_UP_STEPS)[1]
         busy, own, begin = busy_seconds(), own_seconds(teams), time.perf_counter()
         for team in in_turns(teams, rounds):

@@ -13,9 +13,11 @@ from pstar.engine import Engine, initialize_engine
 from pstar.errors import ArgumentError, BudgetError, CheckpointError, ConfigError, PstarError, StateError
 from pstar.modules.scope import exclude, torch_scope
 from pstar.modules.tiled_linear import TiledLinear, join_tiles, tile_linears
+from pstar.modules.tiled_loss import tiled_loss
 from pstar.optim.hybrid_adam import HybridAdam
+from pstar.optim.lr_schedule import DeepSpeedLR
 from pstar.planner.plan import Plan, plan_engine
 
-__all__ = ["ArgumentError", "BudgetError", "CheckpointError", "Config", "ConfigError", "Engine", "HybridAdam", "Plan",
-           "PstarError", "StateError", "TiledLinear", "exclude", "initialize_engine", "join_tiles", "load_config",
-           "plan_engine", "tile_linears", "torch_scope"]
+__all__ = ["ArgumentError", "BudgetError", "CheckpointError", "Config", "ConfigError", "DeepSpeedLR", "Engine",
+           "HybridAdam", "Plan", "PstarError", "StateError", "TiledLinear", "exclude", "initialize_engine", "join_tiles",
+           "load_config", "plan_engine", "tile_linears", "tiled_loss", "torch_scope"]

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import stat
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from pstar.deepspeed.schedules import check
+from pstar.deepspeed.translate import Note, batches, known, translate
 from pstar.errors import ConfigError
 
 _MOST = 2**63
@@ -64,6 +66,14 @@ class Fp16Config:
 
 
 @dataclass
+class SchedulerConfig:
+    type: str | None = None
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest; null: your loop sets the learning rate."""
+    params: dict = field(default_factory=dict)
+    """The schedule's parameters, with DeepSpeed's names and defaults. Only with a type."""
+
+
+@dataclass
 class MemTracerConfig:
     use_async_mem_monitor: bool = False
     """PatrickStar's key, accepted without effect: the ledger counts bytes as they are taken, so nothing is sampled."""
@@ -85,6 +95,12 @@ class Config:
     """bf16 training; fp32 where neither it nor fp16 is enabled."""
     fp16: Fp16Config = field(default_factory=Fp16Config)
     """fp16 training with a loss scale."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """A learning rate schedule of DeepSpeed. The engine steps it after every update; it is model.lr_scheduler."""
+    train_batch_size: int | None = None
+    """Samples of an optimizer step on all processes: micro-batch x gradient_accumulation_steps x processes, or an error."""
+    train_micro_batch_size_per_gpu: int | None = None
+    """Samples of a micro-step on one process. Your DataLoader makes the batches; this only decides the accumulation."""
     gradient_clipping: float = 0.0
     """Largest global norm of the gradients; 0 for no clipping."""
     gradient_accumulation_steps: int = 1
@@ -109,7 +125,7 @@ class Config:
     """Bytes of the accelerator's memory for chunks: 64MiB, 25% of all model data (frozen_bits does not change it), min (the
     least that works), or auto (40 % of the GPU's free memory; without a GPU, all model data)."""
     far_budget: int | str = "auto"
-    """Bytes of host memory for chunks: 2GiB, 80% of all model data, or auto (no bound)."""
+    """Bytes of host memory for chunks: 2GiB, 80% of all model data, min (the least that works), or auto (no bound)."""
     near_memory: int | str = "auto"
     """Bytes of the accelerator for chunks and activations together, 12GiB for example. The first step measures the bytes of
     activations at each moment; from then on chunks get the rest, at most near_budget. auto: near_budget alone counts."""
@@ -131,8 +147,17 @@ class Config:
     """Copy tensors that backward needs to host memory, if chunks leave room there, and back for backward."""
     overlap_update: bool = False
     """Update groups with states in far during the next forward, in its order; each group is waited for before its use."""
+    speculative_update: bool = False
+    """Update a group with states in far during backward, as soon as its gradients are complete; undo the update if the step
+    is then clipped or skipped (SuperOffload, Lian et al. 2026). No number changes. It pays if few steps are clipped."""
+    speculative_log: int | str = "auto"
+    """Bytes of host memory, beside the far budget, for what these updates overwrite: 2GiB, 25% of all model data, or auto (a
+    quarter of this process's share). When it is full, the other groups are updated after backward."""
     eviction_policy: str = "next_use"
     """next_use (Belady on the traced step, weighted with the bytes that move), lru or fifo."""
+    compile: str | list = "none"
+    """block: torch.compile compiles each element of the model's largest ModuleList, between the engine's hooks; near then
+    holds all parameters of a block at once. Or a list of classes to compile, ["Block"]. none: nothing is compiled."""
     profile: str | None = None
     """A file to write a profile of the first steps to, one for each rank; `pstar trace` draws it."""
     simulated_link: float = 0.0
@@ -147,7 +172,9 @@ class Config:
 
     def __post_init__(self) -> None:
         self.given: frozenset[str] = frozenset()
-        """The keys that were given, dotted; filled by load_config."""
+        """The keys that were given, dotted, after translation; filled by load_config."""
+        self.notes: tuple[Note, ...] = ()
+        """What became of the keys of DeepSpeed and PatrickStar; filled by load_config."""
         if self.optimizer.type not in ("Adam", "AdamW"):
             raise ConfigError(f"optimizer.type is {self.optimizer.type!r}; choose Adam or AdamW")
         if self.optimizer.params.lr < 0 or self.optimizer.params.eps < 0 or self.optimizer.params.weight_decay < 0:
@@ -161,6 +188,13 @@ class Config:
         self._check_fp16()
         if self.gradient_clipping < 0:
             raise ConfigError(f"gradient_clipping is {self.gradient_clipping}; give 0 (off) or a positive norm")
+        if self.scheduler.type is not None:
+            check(self.scheduler.type, self.scheduler.params)
+        elif self.scheduler.params:
+            raise ConfigError("scheduler.params is given without scheduler.type; give the type as well")
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ConfigError(f"{name} is {size}; give at least 1")
         if self.gradient_accumulation_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; give at least 1")
         if self.eviction_policy not in ("next_use", "lru", "fifo"):
@@ -169,11 +203,14 @@ class Config:
             raise ConfigError(f"near_states is {self.near_states!r}; choose margin or fill")
         if self.far_states not in ("auto", "host", "stream"):
             raise ConfigError(f"far_states is {self.far_states!r}; choose auto, host or stream")
+        if self.compile not in ("none", "block") and not _is_list_of_names(self.compile):
+            raise ConfigError(f"compile is {_short(self.compile)}; choose none or block, or give a list of classes")
         self.prefetch = 2 if self.prefetch is True else int(self.prefetch)
         if self.prefetch < 0:
             raise ConfigError(f"prefetch is {self.prefetch}; give 0 (off) or how many moments to look ahead")
         if self.simulated_link < 0:
             raise ConfigError(f"simulated_link is {self.simulated_link}; give 0 (off) or bytes a second")
+        self._check_speculation()
         if self.disk_path is None and self.disk_budget != "auto":
             raise ConfigError("disk_budget is given without disk_path; give the folder as well")
         if self.ownership not in ("whole", "sharded"):
@@ -186,6 +223,31 @@ class Config:
         size = self.default_chunk_size
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"default_chunk_size is {size!r}; give a positive number of elements, or auto")
+
+    def _check_speculation(self) -> None:
+        if not self.speculative_update:
+            if self.speculative_log != "auto":
+                raise ConfigError("speculative_log is given without speculative_update; set that to true as well")
+            return
+        if self.find_unused_parameters:
+            raise ConfigError("speculative_update and find_unused_parameters are both true, but the latter reduces all "
+                              "gradients after backward; choose one")
+        if self.far_states == "stream":
+            raise ConfigError("speculative_update is true and far_states is stream, but only the host updates groups during "
+                              "backward; set far_states to host or auto")
+
+    def for_ranks(self, num_ranks: int) -> "Config":
+        """This configuration with the batch sizes and gradient_accumulation_steps that DeepSpeed's rule gives for a number
+        of processes. Raises ConfigError where the rule does not hold."""
+        if self.train_batch_size is None and self.train_micro_batch_size_per_gpu is None:
+            return self
+        given = "gradient_accumulation_steps" in self.given or self.gradient_accumulation_steps > 1
+        found = batches(self.train_batch_size, self.train_micro_batch_size_per_gpu,
+                        self.gradient_accumulation_steps if given else None, num_ranks)
+        config = replace(self, train_batch_size=found.train, train_micro_batch_size_per_gpu=found.micro,
+                         gradient_accumulation_steps=found.steps)
+        config.given, config.notes = self.given | {"gradient_accumulation_steps"}, self.notes
+        return config
 
     @property
     def precision(self) -> str:
@@ -209,9 +271,10 @@ class Config:
 
 
 def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config:
-    """A checked Config from a dict, a JSON file, or None (all defaults).
+    """A checked Config from a dict, a JSON file, or None (all defaults). Keys of DeepSpeed and PatrickStar are translated.
 
-    Raises ConfigError for an unreadable file, an unknown key (naming the most similar one) and a value of a wrong type.
+    Raises ConfigError for an unreadable file, an unknown key (naming the most similar one), a value of a wrong type, and a
+    key of DeepSpeed or PatrickStar that is refused.
     """
     if isinstance(source, Config):
         return source
@@ -228,11 +291,23 @@ def load_config(source: "dict[str, Any] | str | Path | Config | None") -> Config
     if source is not None and not isinstance(source, dict):
         raise ConfigError(f"{where}: expected a JSON object, found {type(source).__name__}")
     try:
-        config = _build(Config, source or {}, where, "")
+        found = translate(source or {}, _own_keys(Config))
+        config = _build(Config, found.values, where, "")
     except ConfigError as error:  # errors from __post_init__ do not name the file
         raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
-    config.given = frozenset(_dotted(source or {}))
+    config.given, config.notes = frozenset(_dotted(found.values)), tuple(found.notes)
     return config
+
+
+def _own_keys(cls: type, prefix: str = "") -> dict[str, bool]:
+    """Every key of pstar, dotted, and whether it takes text, as auto is; an object's name ends in a dot."""
+    found = {}
+    for name, kind in get_type_hints(cls).items():
+        if is_dataclass(kind):
+            found |= {f"{prefix}{name}.": False} | _own_keys(kind, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = str in (get_args(kind) or (kind,)) and name != "type"
+    return found
 
 
 def _read(path: Path, where: str) -> str:
@@ -262,11 +337,20 @@ def _build(cls: type, values: dict[str, Any], where: str, prefix: str) -> Any:
     arguments = {}
     for key, value in values.items():
         if key not in types:
-            similar = difflib.get_close_matches(key, types, n=1, cutoff=0.4)
-            hint = f"; did you mean '{prefix}{similar[0]}'?" if similar else f"; known keys: {', '.join(types)}"
-            raise ConfigError(f"{where}: unknown key {_short(prefix + key)}{hint}")
+            raise ConfigError(f"{where}: {_unknown(key, value, types, prefix)}")
         arguments[key] = _convert(types[key], value, where, prefix + key)
     return cls(**arguments)
+
+
+def _unknown(key: Any, value: Any, types: dict[str, Any], prefix: str) -> str:
+    """The line about an unknown key. Keys of DeepSpeed's objects are unknown inside the object, whose own name is known."""
+    while key in known(prefix) and isinstance(value, dict) and value:
+        prefix, types = f"{prefix}{key}.", {}
+        key, value = next(iter(value.items()))
+    names = sorted(types.keys() | known(prefix))
+    similar = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
+    hint = f"; did you mean '{prefix}{similar[0]}'?" if similar else f"; known keys: {', '.join(types or names)}"
+    return f"unknown key {_short(f'{prefix}{key}')}{hint}"
 
 
 def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
@@ -289,6 +373,10 @@ def _convert(kind: Any, value: Any, where: str, name: str) -> Any:
         return value
     names = " or ".join(getattr(item, "__name__", str(item)) for item in allowed)
     raise ConfigError(f"{where}: '{name}' must be {names}, found {_short(value)}")
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def _short(value: Any) -> str:

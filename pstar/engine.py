@@ -1,6 +1,7 @@
 """initialize_engine: makes an engine and its optimizer from a model and a configuration."""
 
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from pstar.memory.pages import free_host_bytes, is_out_of_host_memory
 from pstar.memory.pinned import Registration, far_page_bytes, registration_for
 from pstar.memory.segments import Reserved, grow_segments
 from pstar.memory.tier import DISK, FAR, MOVES, NEAR, SAVE_HOST_MEMORY, Ledger, Tier, format_bytes, keep_freed_memory
+from pstar.modules.compiled_blocks import compile_blocks, find_blocks
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.inputs import cast_inputs, shape_of
 from pstar.modules.lazy_init import Recipe, build, storage_key
@@ -37,8 +39,9 @@ from pstar.modules.scope import mode_of
 from pstar.numerics.loss_scaler import LossScaler
 from pstar.numerics.precision import PARAM
 from pstar.optim.chunked_adam import ChunkedAdam
+from pstar.optim.lr_schedule import follow_schedule
 from pstar.optim.unmanaged import OutsideParams
-from pstar.planner.plan import Plan
+from pstar.planner.plan import Plan, check_compiler
 from pstar.planner.speeds import NO_CHOICE, choose_far_states
 from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Schedule
@@ -55,13 +58,14 @@ class Engine(torch.nn.Module):
         layout, ledger, near, far: places in chunks, moved bytes, and the tiers (see memory_table).
         reserved: the bytes that torch's allocator holds near, on a GPU.
         far_states: host or stream; if the configuration says auto, the chosen one.
+        lr_scheduler: the configuration's schedule, stepped after every update that is not skipped; None without one.
     """
 
     def __init__(self, module: torch.nn.Module, plan: Plan, collectives: Collectives, device: torch.device,
                  registration: Registration | None = None):
         super().__init__()
         prepare(device)    # a missing compiler is named here, not in the first backward
-        self.module, self.device, self._plan = module, device, plan
+        self.module, self._plan = module, plan
         config, params = plan.config, dict(module.named_parameters())
         self.near = Tier(NEAR, device, plan.near_budget)
         self.far = Tier(FAR, torch.device("cpu"), plan.far_budget, registration)
@@ -81,7 +85,7 @@ class Engine(torch.nn.Module):
         self._outside = OutsideParams({name: param for name, param in params.items() if name not in in_chunks},
                                       plan.precision, plan.accumulates, collectives, device)
         offload = Offload(self.far, self.ledger, device, plan.activation_room) if config.offload_activations else None
-        self._hooks = Hooks(module, self._chunks, offload, plan.stays_near)
+        self._hooks = Hooks(module, self._chunks, offload, plan.stays_near, find_blocks(module, config.compile))
         self._stages = Stages(config.gradient_accumulation_steps, self._chunks, self._hooks.lender, profile, path)
         self._optimizer: ChunkedAdam | None = None
         self._first_not_finite = FirstNotFinite(module)
@@ -104,6 +108,8 @@ class Engine(torch.nn.Module):
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
         self._hooks.install()
+        self._optimizer.watch_gradients()
+        compile_blocks(self._hooks.blocks)
         in_chunks = set(map(id, self._chunks.params.values()))
         for child in self.modules():
             if any(id(param) in in_chunks for param in child.parameters()):
@@ -111,6 +117,7 @@ class Engine(torch.nn.Module):
                 child.register_load_state_dict_pre_hook(_refuse_state_dict)
                 child.__reduce_ex__ = _refuse_copy    # copy and pickle look it up on the object
         self.ledger.reset()
+        self.lr_scheduler = follow_schedule(self._optimizer, self.config)
         return self._optimizer
 
     def _materialise(self, recipe: Recipe) -> None:
@@ -233,6 +240,7 @@ class Engine(torch.nn.Module):
     def load_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor] | None = None) -> None:
         """Loads gathered tensors, with any number of ranks and any chunk size."""
         load_state(self._optimizer, weights, moments)
+        self._resume_schedule()
 
     def save_checkpoint(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Writes the folder `path`, complete or not at all; every rank calls it and writes its part (sharded.py).
@@ -247,7 +255,13 @@ class Engine(torch.nn.Module):
 
         Raises CheckpointError.
         """
-        return load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()))
+        extra = load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()))
+        self._resume_schedule()
+        return extra
+
+    def _resume_schedule(self) -> None:
+        if self.lr_scheduler is not None:    # the loaded moments know how many updates there were
+            self.lr_scheduler.go_to(max(self._optimizer.steps.values(), default=0))
 
     def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that are in a state_dict of the module: running statistics, for example."""
@@ -269,6 +283,10 @@ class Engine(torch.nn.Module):
     @property
     def config(self) -> Config:
         return self._plan.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.near.device
 
     @property
     def layout(self) -> Layout:
@@ -344,6 +362,10 @@ class Engine(torch.nn.Module):
         rows = self.memory_plan()
         for tier in filter(None, (self.near, self.far, self.disk)):
             rows.append((tier.name, f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most"))
+        if (log := self._chunks.log) is not None:
+            early, used, budget = self._optimizer.speculation, log.tier.peak_bytes, log.tier.budget_bytes
+            rows.append(("update log", f"{format_bytes(used)} at most of {format_bytes(budget)}: {early.begun} updates "
+                                       f"began during backward, {early.undone} were undone"))
         rows += self.reserved.rows()
         rows.append(("Adam", f"{num_near} groups updated near, {len(self.layout.trained) - num_near} far"))
         rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES
@@ -354,12 +376,15 @@ class Engine(torch.nn.Module):
         """This rank's numbers of the last step for a metrics log: bytes, and seconds in which it only waited, for other
         ranks (wait_s) and for copies between tiers (copy_wait_s).
 
-        In fp16 also the loss scale of the NEXT step, and the number of steps skipped so far. On a GPU also the most bytes
-        that torch's allocator has reserved (see pstar.memory.segments).
+        In fp16 also the loss scale of the NEXT step, and the number of steps skipped so far. With speculative_update also
+        the updates that began during backward so far, and those of them that were undone. On a GPU also the most bytes that
+        torch's allocator has reserved (see pstar.memory.segments).
         """
         moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in MOVES}
         scaling = {"loss_scale": self._optimizer.loss_scale, "skipped_steps": self._optimizer.skipped_steps}
         scaling = scaling if self._plan.precision.name == "fp16" else {}
+        if (early := self._optimizer.speculation) is not None:
+            scaling = scaling | {"early_updates": early.begun, "undone_updates": early.undone}
         reserved = self.reserved.look()
         scaling |= {} if reserved is None else {"near_reserved_bytes": reserved}
         return {"near_bytes": self.near.used_bytes, "near_peak_bytes": self.near.peak_bytes,
@@ -395,13 +420,14 @@ def _refuse_copy(protocol: Any) -> Any:
 def _check_host_memory(plan: Plan, collectives: Collectives) -> None:
     """Raises BudgetError on all ranks if the ranks of a machine need more host memory for far than it has left. The system
     would end one of them without a word, and only when its pages are written."""
-    mine = socket.gethostname(), plan.least_far, free_host_bytes()
+    mine = socket.gethostname(), plan.least_far + (plan.log_budget or 0), free_host_bytes()
+    what = "far" if plan.log_budget is None else "far and the log of speculative_update"
     every = collectives.from_all(mine) if collectives.num_ranks > 1 else [mine]
     for host in sorted({name for name, _, _ in every}):
         needs = [need for name, need, _ in every if name == host]
         free = min((free for name, _, free in every if name == host and free is not None), default=None)
         if free is not None and sum(needs) > free:
-            raise BudgetError(f"host memory: {len(needs)} process(es) on {host} need {format_bytes(sum(needs))} for far, "
+            raise BudgetError(f"host memory: {len(needs)} process(es) on {host} need {format_bytes(sum(needs))} for {what}, "
                               f"{format_bytes(free)} are free: {SAVE_HOST_MEMORY}")
 
 
@@ -442,6 +468,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if device is None:
         device = near_device(local_rank)
     device = torch.device(device)
+    check_compiler(config.compile, device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts
     else:
@@ -451,6 +478,10 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger())
+    config = config.for_ranks(collectives.num_ranks)
+    if collectives.rank == 0:
+        for note in config.notes:
+            print(f"pstar: {note}", file=sys.stderr)
     default_near, align_elems = None, ALIGN_ELEMS
     if is_accelerator(device):
         default_near, align_elems = default_near_bytes(collectives.from_all(free_bytes(device))), GPU_ALIGN_ELEMS

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+import pstar
+
 WIDTH = 16
 ROWS = 12
 
@@ -56,6 +58,14 @@ class TiedByProduct(Deep):
 class NeverCalledHead(Deep):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(self.hidden(x), self.head.weight, self.head.bias).square().mean()
+
+
+class TiledLoss(Deep):
+    """Computes a loss over the embedding's rows by tiles, and is a mean over rows like the others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        targets = (x[:, 1].abs() * 9).long()
+        return pstar.tiled_loss(self.hidden(x), self.embed.weight, targets, tiles=2) + super().forward(x)
 
 
 class SlicedTable(Deep):
@@ -303,6 +313,7 @@ def two_forwards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Tensor], torch.Tensor]]] = {
     "F.linear(h, self.embed.weight)": (TiedByLinear, whole),
     "h @ self.embed.weight.T": (TiedByProduct, whole),
+    "pstar.tiled_loss(h, self.embed.weight, targets)": (TiledLoss, whole),
     "F.linear(h, self.head.weight), head never called": (NeverCalledHead, whole),
     "self.table.weight[3:19]": (SlicedTable, whole),
     "a penalty over self.parameters() in forward": (Penalty, whole),

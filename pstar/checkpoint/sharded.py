@@ -320,7 +320,7 @@ def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[
         return last[read][1]
 
     def reader(read: Callable, kind: str, group: int) -> Callable[[Span], torch.Tensor]:
-        return lambda span: piece(read, kind, group)[span.piece_offset : span.piece_offset + span.numel]
+        return lambda span: piece(read, kind, group)[span.part]
 
     for group in chunks.layout.groups:
         for kind in (PARAM,) if group.frozen else NAMES:

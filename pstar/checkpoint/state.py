@@ -121,9 +121,10 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor, sc
 def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor,
                scales: torch.Tensor | None = None) -> None:
     """Puts the values of one span, (span.numel,), into this rank's piece. scales: as in Precision.write_moment."""
+    optimizer.undo_early(group)
     store, precision = optimizer.store, optimizer.precision_of(optimizer.chunks.layout.groups[group])
     kinds = precision.kinds if kind == PARAM else _kinds_of_a_moment(precision, kind)
-    part, values = slice(span.piece_offset, span.piece_offset + span.numel), values.to("cpu", torch.float32)
+    part, values = span.part, values.to("cpu", torch.float32)
     if store.blocks[PARAM, group].fixed:
         codes, copies = store.blocks[PARAM, group].codes, store.fixed_copies((PARAM, group))
         if codes is not None:
@@ -149,6 +150,7 @@ def _kinds_of_a_moment(precision: Precision, kind: str) -> tuple[str, ...]:
 
 def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing. Zeros between parameters."""
+    optimizer.undo_early(group)
     its_group = optimizer.chunks.layout.groups[group]
     precision = optimizer.precision_of(its_group)
     kinds = precision.kinds if kind == PARAM else _kinds_of_a_moment(precision, kind)
@@ -163,13 +165,14 @@ def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
             return data[kind].clone()
         values = torch.zeros(its_group.piece_elems, device=data[kind].device)
         for span in its_group.spans(optimizer.chunks.collectives.rank):
-            part = slice(span.piece_offset, span.piece_offset + span.numel)
+            part = span.part
             values[part] = precision.read_moment(kind, precision.part_of(data, part, span.blocks))
         return values
 
 
 def read_codes(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece of an 8-bit moment as it is stored: codes, uint8, (S,); of SCALES (2 * blocks,). A copy."""
+    optimizer.undo_early(group)
     with optimizer.store.reading([(kind, group)]) as places:
         return places[kind, group][1].clone()
 

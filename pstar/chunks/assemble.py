@@ -3,6 +3,7 @@
 import torch
 
 from pstar.chunks.gradients import Gradients
+from pstar.chunks.kept_gradients import KeptGradients
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.prefetch import Prefetch
@@ -14,6 +15,7 @@ from pstar.chunks.update_tiers import UpdateTiers
 from pstar.comm.collective_log import CollectiveLog
 from pstar.comm.collectives import Collectives
 from pstar.kernels import BlockCodes
+from pstar.memory.block_log import BlockLog
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
@@ -48,11 +50,14 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     log = CollectiveLog(collectives, device)
     unsharding = Unsharding(parameters, store, collectives, log)
     norms = ParameterNorms(layout, list(params), collectives, device)
-    gradients = Gradients(parameters, store, collectives, log, norms, tiers, plan.grad_dtype,
-                          plan.accumulates, config.find_unused_parameters)
-    prefetch = Prefetch(unsharding, store, room, tiers, config.prefetch, plan.grad_dtype)
+    kind = KeptGradients if plan.keeps_gradients else Gradients
+    gradients = kind(parameters, store, collectives, log, norms, tiers, plan.grad_dtype,
+                     plan.accumulates, config.find_unused_parameters)
+    update_log = None if plan.log_budget is None else BlockLog(store, plan.log_budget)
+    num_keys = 0 if plan.stays_near else config.prefetch
+    prefetch = Prefetch(unsharding, store, room, tiers, num_keys, plan.grad_dtype, update_log)
     codes = BlockCodes(config.frozen_bits) if plan.costs.in_codes else None
     for group in layout.groups:
         store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR, fixed=group.frozen,
                      codes=codes if group.coded else None).zero_()
-    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives)
+    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives, update_log)

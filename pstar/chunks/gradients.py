@@ -19,7 +19,7 @@ from pstar.errors import StateError
 from pstar.kernels import store_squared
 from pstar.memory.block import Block, Key
 from pstar.memory.block_store import BlockStore
-from pstar.memory.tier import FAR, NEAR
+from pstar.memory.tier import DISK, FAR, NEAR
 from pstar.numerics.grad_norm import ParameterNorms
 
 
@@ -39,6 +39,8 @@ class Reduction:
 class Gradients:
     """The gradients of the parameters in chunks, on this rank.
 
+    Class attribute `apart`: each gradient is a tensor of its own, in no chunk.
+
     Args:
         parameters: the parameters of these gradients.
         store, collectives: the layers below.
@@ -51,6 +53,8 @@ class Gradients:
             complete.
     """
 
+    apart = False
+
     def __init__(self, parameters: Parameters, store: BlockStore, collectives: Collectives, log: CollectiveLog,
                  norms: ParameterNorms, tiers: UpdateTiers, dtype: torch.dtype, accumulates: bool, reduce_late: bool):
         self.parameters, self.units = parameters, parameters.units
@@ -60,6 +64,8 @@ class Gradients:
         self._may_sum_far = accumulates and self.units.one_rank
         self.completed: list[int] = []
         """The groups of the units that were completed in this step, in order."""
+        self.ready: list[int] = []
+        """Groups whose gradients of this step are complete and reduced; speculative updates take them from here."""
 
     def arrived(self, name: str) -> bool:
         """Whether the parameter got a gradient in this step, on this rank."""
@@ -106,6 +112,8 @@ class Gradients:
         complete = len(unit.summed) == (unit.num_trainable or self._num_trainable(unit))
         if complete and sums_far:
             self._add_far(unit)
+            if last_micro_step:
+                self.ready.append(unit.spec.group)
         elif complete and last_micro_step and not self.reduce_late:
             self._complete(unit)
 
@@ -122,7 +130,8 @@ class Gradients:
         micro, total = ("micro_grad", spec.index), ("grad", spec.index)
         if total not in store:
             self._create_grad(spec.group, FAR)
-        store.send_far(micro)
+        with store.pinned(total):    # else it might leave far for the gradients that are added to it
+            store.send_far(micro)
         names, unit.leaving = unit.leaving, set()
         parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in unit.arrived)
                  for slot in spec.slots if slot.name in names]
@@ -177,9 +186,10 @@ class Gradients:
         self.completed.append(spec.group)
         if self.units.one_rank:
             self.take_norms(spec.group)
-            if self.tiers.states_tier[spec.group] == FAR:
+            if self.tiers.states_tier[spec.group] == FAR and not self._stays_near(spec.group):
                 store.send_far(("grad", spec.group))
                 self._let_go(spec.group)
+            self.ready.append(spec.group)
             return
         store.under_way.finish_reductions()
         self.log.reduce(spec.index)
@@ -218,11 +228,23 @@ class Gradients:
         store.drop(unit.grad_key)
         if spec.owner is None and states_tier == FAR:
             store.send_far(key)
+        if all(each.grads is Grads.REDUCED for each in self.units.of_group[spec.group]):
+            self.ready.append(spec.group)
+
+    def _stays_near(self, group: int) -> bool:
+        """Whether a complete gradient waits near for its update: if far is full, so that another block would be written to
+        disk for it, and near has room for the gradients after it."""
+        near, far = self.store.tiers[NEAR], self.store.tiers[FAR]
+        num_bytes = self.store.blocks["grad", group].num_bytes
+        return DISK in self.store.tiers and not far.has_room(num_bytes) and near.has_room(num_bytes)
 
     def _let_go(self, group: int) -> None:
         """Evicts parameters that will be updated far before their next use: their near copy is of no use any more. The next
-        gradients then get this memory, and need not wait for the gradients before them to leave near."""
+        gradients then get this memory, and need not wait for the gradients before them to leave near. With a disk the near
+        copy stays: where far is short of room, its far copy is dropped."""
         key, store = ("param", group), self.store
+        if DISK in store.tiers:
+            return
         trace, moment, block = store.schedule.trace, store.schedule.moment, store.blocks[key]
         if (trace is not None and self.tiers.update_tier(group) == FAR and FAR in block.copies and not block.pins
                 and trace.next_use(("adam", group), moment) < trace.next_use(key, moment)):
@@ -232,14 +254,39 @@ class Gradients:
         return self.store.create(("grad", group), self.units.layout.groups[group].piece_elems, self.dtype, tier)
 
     def take_norms(self, group: int) -> None:
-        """Sums the squares of a group's gradients, in whichever tier they are."""
+        """Sums the squares of a group's gradients, in whichever tier they are. Gradients on disk are read for it only if
+        nothing has summed their squares before."""
+        if self._may_sum_far:
+            self.store.finish(("grad", group))    # _add_far records squares in the background
+        if self.norms.has_stored(group, self.arrived):
+            self.norms.take(group, None, self.arrived)
+            return
         with self.store.reading([("grad", group)]) as places:
             self.norms.take(group, places["grad", group][1], self.arrived)
+
+    # ---------------------------------------------------------------- an update reads them
+
+    def of(self, group: int) -> bool:
+        """Whether a group has gradients."""
+        return ("grad", group) in self.store
+
+    def blocks(self, group: int) -> list[Key]:
+        """The blocks of a group's gradients."""
+        return [("grad", group)]
+
+    def part(self, group: int, part: slice, buffers: dict[Key, torch.Tensor]) -> torch.Tensor:
+        """The gradients of a part of this rank's piece of a group, (part,); buffers: the group's blocks."""
+        return buffers["grad", group][part]
+
+    def drop(self, group: int) -> None:
+        """Frees a group's gradients after its update: the next group's can use the room."""
+        self.store.drop(("grad", group))
 
     def drop_grads(self) -> None:
         """Forgets all gradients, as zero_grad does."""
         self.store.under_way.finish_pending()
         self.completed.clear()
+        self.ready.clear()
         kinds = (("grad", len(self.units.layout.groups)), ("grad_full", len(self.units.records)),
                  ("micro_grad", len(self.units.records)))
         for kind, number in kinds:

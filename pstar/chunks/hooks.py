@@ -7,8 +7,9 @@ views of a chunk by a handle, so the graph never holds a chunk's memory. When ba
 the handle, and the parameter is acquired. It is released when another node of the graph runs. When its gradient has been
 accumulated, all of its uses are over, and the gradient moves into its chunk.
 
-torch.compile breaks the graph at these hooks (`torch.compiler.disable`). It compiles the code between two hooks, with the
-parameters as inputs, wherever they are at that call. A whole transformer block is never one graph.
+With `compile` in the configuration the hooks of a block acquire all parameters below it, outside of the compiled region
+(modules/compiled_blocks.py). A model that calls torch.compile itself gets smaller graphs: torch.compile breaks the graph at
+these hooks (`torch.compiler.disable`), and compiles the code between two hooks.
 
 The pair is set around each module unless it is in force already, on top of any other pair. Activation checkpointing
 (torch.utils.checkpoint) has its own pair, and its recomputation in backward runs these modules again. Tensors that its pair
@@ -21,16 +22,19 @@ model's step.
 
 import sys
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from pstar.chunks.activation_offload import Away, Offload
 from pstar.chunks.borrowed import Idle, Lender
 from pstar.chunks.step import Chunks
 from pstar.errors import StateError
-from pstar.modules.scope import used_by
+from pstar.modules.compiled_blocks import owners
 
 
 @dataclass(slots=True)    # not frozen: a frozen one takes three times as long to make
@@ -68,14 +72,17 @@ class Hooks:
         offload: copies activations to far until backward; None: they stay in near.
         stay: all parameters stay bound in near (Chunks.bind_all). Only the hooks that take gradients are set then: the graph
             may hold views of chunks, as in a model without pstar.
+        blocks: compiled modules by name; hooks are set on each as a whole, not on the modules inside.
     """
 
-    def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False):
+    def __init__(self, module: torch.nn.Module, chunks: Chunks, offload: Offload | None = None, stay: bool = False,
+                 blocks: Mapping[str, torch.nn.Module] = MappingProxyType({})):
         self.module, self.chunks, self.offload, self.stay = module, chunks, offload, stay
-        self._parameters = chunks.parameters
+        self._parameters, self.blocks = chunks.parameters, blocks
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
+        self._in_block = False    # whether a compiled block runs forward, and activations are measured
         self._pairs: list[AbstractContextManager | None] = []    # for each module in its forward: the pair that it set
         self.lender = Lender(chunks, self._pairs, self._saving, stay)    # lends parameters that no hook here acquires
 
@@ -83,12 +90,16 @@ class Hooks:
         """Sets the hooks on the modules and their parameters; to be called once, when the initial weights are in chunks."""
         params = self.chunks.params
         names = {id(param): name for name, param in params.items()}
-        for child in () if self.stay else self.module.modules():
-            own = tuple(dict.fromkeys(names[id(param)] for param in used_by(child) if id(param) in names))
+        for _, child, used in () if self.stay else owners(self.module, self.blocks):
+            own = tuple(dict.fromkeys(names[id(param)] for param in used if id(param) in names))
             if not own and not any(True for _ in child.children()):
                 continue    # dropout, GELU, ...: no parameters to acquire, and the enclosing module's pair is in force
             child.register_forward_pre_hook(self._before_forward(own), prepend=True)
             child.register_forward_hook(self._after_forward(own), always_call=True)
+        if self.chunks.room.watch is not None:
+            for block in () if self.stay else self.blocks.values():
+                block.register_forward_pre_hook(self._before_block)
+                block.register_forward_hook(self._after_block, prepend=True, always_call=True)
         for name, param in params.items():
             trained = param.requires_grad
             param.requires_grad_(True)    # else torch sets no hook, and a frozen parameter may be thawed (check_frozen)
@@ -120,6 +131,19 @@ class Hooks:
                 self.chunks.release(names)
 
         return release
+
+    @torch.compiler.disable
+    def _before_block(self, module: torch.nn.Module, args: tuple) -> None:
+        self._in_block = True
+
+    @torch.compiler.disable
+    def _after_block(self, module: torch.nn.Module, args: tuple, output: object) -> None:
+        """Counts what a compiled block returns, and in backward its gradients, which its graph returns at once."""
+        self._in_block, count = False, self.chunks.room.watch.count
+        results = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+        count(results)
+        for node in {result.grad_fn for result in results} - {None}:
+            node.register_hook(lambda grads, _: count(grads))
 
     def _after_grad(self, name: str):
         # The garbage collector does not see a parameter's reference to this function. A strong reference to self would be a
@@ -183,6 +207,8 @@ class Hooks:
     def _keep(self, tensor: torch.Tensor) -> Away | Kept:
         """What the graph keeps for a tensor that is no view of a chunk, if no other pair of hooks is in force."""
         away = self.offload.pack(tensor) if self.offload is not None else None
+        if self._in_block and away is None:
+            self.chunks.room.watch.count((tensor,))
         return away or Kept(tensor.detach(), None if tensor.is_inference() else tensor._version)
 
     def _pack(self, tensor: torch.Tensor) -> SavedView | None:
@@ -228,7 +254,7 @@ class Hooks:
             pair = self._pairs.pop()
             if pair is not None:
                 pair.__exit__(None, None, None)
-        self._in_backward, self._node = (), None
+        self._in_backward, self._node, self._in_block = (), None, False
         self.lender.open = False
         self.chunks.release_uses()
 

@@ -1,5 +1,9 @@
 """The peak of activations in near at each moment of a recorded step: starts and stops the measurement, compares ranks."""
 
+from collections.abc import Iterable
+
+import torch
+
 from pstar.comm.collectives import Collectives
 from pstar.memory.accelerator import is_accelerator
 from pstar.memory.activation_peak import AllocatorPeak, LiveBytes
@@ -43,6 +47,11 @@ class PeakWatch:
     def take_peak(self) -> int:
         """The peak in bytes since the last call; 0 if nothing is measured."""
         return self._live.take_peak() if self._live is not None else 0
+
+    def count(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Counts tensors of a compiled block, which LiveBytes cannot see; an allocator counts them itself."""
+        if isinstance(self._live, LiveBytes):
+            self._live.count(tensors)
 
     def agree(self, peaks: list[int]) -> list[int]:
         """The maximum over all ranks of each peak: all ranks must make the same decisions."""

@@ -2,13 +2,17 @@
 
 1. The next `prefetch` keys of the trace are copied even if other blocks must be evicted, as long as those are needed later.
    (They would have been evicted anyway.) This stops at the next gradient that is still to be created: it gets the room
-   first, and when it leaves near, the keys after it can use the room.
+   first, and when it leaves near, the keys after it can use the room. Of a group that will be updated in far, blocks come
+   from disk only into room that is free, or that states leave which this step does not need any more: each update makes
+   such room, so an earlier read would cost another write and read of what had to leave for it.
 2. Beyond these keys, parameters are copied in the order of their use, into room that stays free until that use. Room for
    gradients that will be created before it, and for activations, is subtracted first. The order continues into the next
    step: while some groups are still being updated, the parameters of updated groups are copied for the next forward. After
    the first group that is still to be updated at most `prefetch` more are copied; with more, that group would come too late.
    Without rule 2 a link that is too slow for rule 1 would be idle whenever the model computes something long.
 3. With several ranks the next unit is gathered ahead, if near has room for it next to all that is used before it.
+
+When the updates are over, `next_step` applies rules 1 and 2 to the first moments of the next step.
 
 By rules 2 and 3 a step moves no byte that it would not have moved anyway. By rule 1 it may, if near has room for few groups:
 the group in use, which cannot leave yet, may be the better victim.
@@ -24,8 +28,9 @@ from pstar.chunks.room import NearRoom
 from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
 from pstar.memory.block import Key
+from pstar.memory.block_log import BlockLog
 from pstar.memory.block_store import BlockStore
-from pstar.memory.tier import FAR, NEAR
+from pstar.memory.tier import DISK, FAR, NEAR
 
 INFINITE = float("inf")
 MOST_STRETCHES = 256
@@ -42,13 +47,14 @@ class Prefetch:
         tiers: the tier in which each group is updated.
         num_keys: how many keys of the trace to look ahead; 0: no prefetch.
         grad_dtype: dtype of the gradient chunks.
+        log: has the groups that were updated before the step's moment for it; None: none is.
     """
 
     def __init__(self, unsharding: Unsharding, store: BlockStore, room: NearRoom, tiers: UpdateTiers, num_keys: int,
-                 grad_dtype: torch.dtype):
+                 grad_dtype: torch.dtype, log: BlockLog | None):
         self.unsharding, self.store, self.room, self.tiers = unsharding, store, room, tiers
         self.units, self.schedule, self.num_keys = unsharding.units, store.schedule, num_keys
-        self._param_dtype, self._grad_dtype = unsharding.parameters.dtype, grad_dtype
+        self._param_dtype, self._grad_dtype, self._log = unsharding.parameters.dtype, grad_dtype, log
         self._looked_at = -1    # the last moment for which rule 1 was applied
         self._filled = -1       # the last stretch for which rule 2 was considered
         self._departures = -1   # store.departures at that stretch
@@ -73,9 +79,9 @@ class Prefetch:
             if access[0] in ("grad", "micro_grad") and access not in store:
                 break
             next_use = self.schedule.trace.next_use(access, moment)
-            for key, tier in self._blocks_of(access):
-                if not store.load_ahead(key, tier, next_use):
-                    return
+            after = self._victims_after(access, next_use)
+            if not all(store.load_ahead(key, tier, next_use, after) for key, tier in self._blocks_of(access)):
+                return
         if one and (stretch := self.schedule.stretch) not in (-1, self._filled):
             self._filled = stretch
             before, self._departures = self._departures, store.departures
@@ -87,10 +93,33 @@ class Prefetch:
             if before != store.departures or updates or measured:
                 self._held_until = self._fill()
 
+    def next_step(self) -> None:
+        """The updates of a step are over: begins to copy what the first moments of the next step need, while the program
+        reads its data. Several ranks begin no gather here: it would hold its buffer until the next forward.
+
+        A step with inputs of another shape may need other parameters first: then some bytes move in vain.
+        """
+        schedule, store = self.schedule, self.store
+        first = schedule.first_keys("param", self.num_keys) if self.units.one_rank else []
+        for key in first:
+            if not store.load_ahead(key, NEAR, schedule.next_use(key)):
+                return
+        if first:
+            self._fill(in_next_step=True)
+
+    def _victims_after(self, access: Key, next_use: float) -> float:
+        """Blocks that are used after this moment may be evicted for a key of the trace (rule 1)."""
+        if access[0] == "adam" and DISK in self.store.tiers and self.tiers.update_tier(access[1]) == FAR:
+            trace = self.schedule.trace
+            return len(trace) + trace.first_of("adam") - 1    # only states are used as late as that
+        return next_use
+
     def _blocks_of(self, access: Key) -> list[tuple[Key, str]]:
         """(block, tier) for each existing block that a key of the trace needs."""
         kind, index = access
         if kind == "adam":
+            if self._log is not None and index in self._log:    # updated already
+                return []
             tier = self.tiers.update_tier(index)
             # Blocks in near of a group that is updated far are not copied here: gradients leave when they are complete.
             kinds = (kind for kind in self.store.kinds if kind not in ("gathered", "grad_full", "micro_grad"))
@@ -114,18 +143,20 @@ class Prefetch:
         if self.store.tiers[NEAR].has_room(room):
             self.unsharding.unshard_async(unit)
 
-    def _fill(self) -> float:
-        """Rule 2: begins to copy parameters into room that stays free until they are needed. Returns the stretch that must
-        be over before there can be more room, if room is what it lacked, else -1."""
+    def _fill(self, in_next_step: bool = False) -> float:
+        """Rule 2: begins to copy parameters into room that stays free until they are needed; looks at this step and the
+        next, or in_next_step alone. Returns the stretch that must be over before there can be more room, if room is what it
+        lacked, else -1."""
         near, tiers, store = self.store.tiers[NEAR], self.tiers, self.store
         bound, promised = INFINITE if near.bound_bytes is None else near.bound_bytes, 0
         memory, least, first = self.room.near_memory, self.room.left_by(None), self.schedule.stretch
         tightest = first if near.limit_bytes is not None else INFINITE    # the stretch that gives `bound`
         outdated: set[int] = set()    # groups that will be updated far: their near copies are out of date after that
+        early = () if self._log is None else self._log    # groups that are updated already
         most = MOST_STRETCHES         # stretches of parameters still to copy; at most `prefetch` after an outdated one
 
         # Up to 256 rounds at many moments of a step: calls of other functions would take most of this loop's time.
-        for number, (access, peak, moment) in enumerate(self.schedule.coming(MOST_STRETCHES), first):
+        for number, (access, peak, moment) in enumerate(self.schedule.coming(MOST_STRETCHES, in_next_step), first):
             if memory is not None and memory - peak < bound and (room := max(memory - peak, least)) < bound:
                 bound, tightest = room, number    # as NearRoom.left_by
             free = bound - near.used_bytes - promised
@@ -133,7 +164,7 @@ class Prefetch:
                 return tightest
             kind, index = access
             if kind == "adam":
-                if tiers.states_tier[index] == FAR:
+                if tiers.states_tier[index] == FAR and index not in early:
                     if tiers.streamed:    # the states are copied to near for the update: that room is not known here
                         return -1
                     outdated.add(index)
@@ -143,11 +174,16 @@ class Prefetch:
                 if index in outdated:
                     promised, most = promised + missing, min(most, self.num_keys)
                     continue
-                if most == 0 or (missing and FAR not in block.copies):
+                if missing and FAR not in block.copies:
                     return -1
+                if most == 0 and index not in early:
+                    if not early:
+                        return -1
+                    promised += missing    # updated groups behind it may come: what is still to be updated has its room
+                    continue
                 if missing > free:
                     return tightest
-                most -= 1
+                most -= index not in early
                 if missing:
                     store.load_ahead(access, NEAR, moment)
             elif kind in ("grad", "micro_grad"):

@@ -22,8 +22,9 @@ from pstar.chunks.update_tiers import UpdateTiers
 from pstar.comm.collectives import Collectives
 from pstar.errors import BudgetError
 from pstar.memory.block import Key
+from pstar.memory.block_log import BlockLog
 from pstar.memory.block_store import BlockStore
-from pstar.memory.tier import NEAR
+from pstar.memory.tier import DISK, NEAR
 
 
 class Chunks:
@@ -37,12 +38,13 @@ class Chunks:
         room: the bytes that chunks may take of near.
         tiers: the tier in which each group is updated.
         store, collectives: the layers below: blocks in tiers, and communication.
+        log: what updates have overwritten that began in backward; None: no update does.
     """
 
     def __init__(self, parameters: Parameters, gradients: Gradients, unsharding: Unsharding, prefetch: Prefetch,
-                 room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives):
+                 room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives, log: BlockLog | None):
         self.parameters, self.gradients, self.unsharding, self.prefetch = parameters, gradients, unsharding, prefetch
-        self.room, self.tiers, self.store, self.collectives = room, tiers, store, collectives
+        self.room, self.tiers, self.store, self.collectives, self.log = room, tiers, store, collectives, log
         self.schedule, self.units = store.schedule, parameters.units
         self.layout, self.params = parameters.units.layout, parameters.params
 
@@ -71,9 +73,16 @@ class Chunks:
         if torch.is_inference_mode_enabled():    # a parameter bound in inference mode would never get a gradient again
             with torch.inference_mode(False), torch.no_grad():
                 return self._need(unit)
+        if self.log is not None:
+            self._undo_update(unit)
         if unit.key != self.schedule.last:
             self._touch(unit.key)
         self.unsharding.unshard(unit)
+
+    def _undo_update(self, unit: UnitRecord) -> None:
+        """Undoes an update that has begun before all uses of this step were over, which the trace did not know."""
+        if unit.spec.group in self.log:
+            self.log.restore(unit.spec.group)
 
     def _touch(self, key: Key) -> None:
         """Advances the schedule to its next moment, and sets near's limit to what this moment's activations leave."""
@@ -120,6 +129,8 @@ class Chunks:
         """Stores a parameter's gradient in its slot; reduces the unit if all its gradients have arrived."""
         gradients, unit = self.gradients, self.units.place[name][0]
         key = gradients.key_of(unit)
+        if self.log is not None:
+            self._undo_update(unit)
         if key != self.schedule.last:
             self._touch(key)
         gradients.add_grad(unit, key, name, grad, last_micro_step)
@@ -136,7 +147,20 @@ class Chunks:
         return min(self.schedule.first_use(unit.key) for unit in self.units.of_group[group])
 
     def touch_update(self, group: int) -> None:
-        """The update of a group is the next moment. Updates may come in any order: the trace keeps this step's order."""
+        """The update of a group is the next moment. Updates may come in any order: the trace keeps this step's order.
+
+        Call `prefetch` when the group's blocks are pinned: before that they look unused until the next step, and would be
+        evicted for the next group's.
+        """
         self.schedule.expect_next(("adam", group))
         self._touch(("adam", group))
-        self.prefetch()
+
+    def end_update(self, group: int) -> None:
+        """The group was updated; drops its gradients: the next group's can use the room. With a disk the updated parameters
+        then go to near for the next forward, as long as room there is free or used later: far's room goes to states that
+        would be written to disk."""
+        store = self.store
+        self.gradients.drop(group)
+        if DISK in store.tiers and self.units.one_rank and self.schedule.trace is not None:
+            key = "param", group
+            store.load_ahead(key, NEAR, self.schedule.next_use(key))

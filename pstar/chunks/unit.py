@@ -131,5 +131,5 @@ class Units:
         if kind == "param":
             uses += [unit.key for unit in self.of_group[index]]
         elif kind == "grad" and self.one_rank:
-            uses.append(key)
+            uses += [key, *(("micro_grad", unit.spec.index) for unit in self.of_group[index])]    # summed there
         return uses

@@ -71,14 +71,15 @@ def chunk_of(update: AdamUpdate) -> AdamChunk:
                      AdamScalars(*update.scalars(), scale), (update.seed or 0) & 0xFFFFFFFF, 0)
 
 
-def update_on_cpu(updates: list[AdamUpdate], path: str | None = None) -> None:
-    """Adam updates of the same kinds, already checked, in one call; torch.get_num_threads() threads share all elements."""
+def update_on_cpu(updates: list[AdamUpdate], path: str | None = None, num_threads: int | None = None) -> None:
+    """Adam updates of the same kinds, already checked, in one call; so many threads (None: torch's) share all elements."""
     param, grad, quantised = updates[0].kinds()
     chunks = (AdamChunk * len(updates))(*map(chunk_of, updates))
     tables = None
     if quantised:
         tables = (ctypes.c_void_p * 6)(*[table.data_ptr() for table in (*code_tables(torch.device("cpu")), *least_codes())])
-    _answer(library().pstar_adam(chunks, len(updates), param, grad, tables, torch.get_num_threads(), _number(path)), path)
+    threads = num_threads or torch.get_num_threads()
+    _answer(library().pstar_adam(chunks, len(updates), param, grad, tables, threads, _number(path)), path)
 
 
 def squared_norm_on_cpu(grad: torch.Tensor, path: str | None = None, place: torch.Tensor | None = None,

@@ -21,12 +21,13 @@ def adam_step(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, ex
     adam_steps([AdamUpdate(param, grad, exp_avg, exp_avg_sq, **fields)])
 
 
-def adam_steps(updates: list[AdamUpdate], implementation: str | None = None) -> None:
+def adam_steps(updates: list[AdamUpdate], implementation: str | None = None, num_threads: int | None = None) -> None:
     """Adam updates of many runs, in as few passes and launches as their kinds allow. No two runs may share memory.
 
     Args:
         updates: the runs; those on the CPU are done on return, those on CUDA are queued on the device's current stream.
         implementation: None for the fastest available; "torch"; or a code path of the CPU ("plain", "avx2", "avx512").
+        num_threads: threads of a CPU kernel; None: torch.get_num_threads().
 
     Raises ArgumentError, which names the field.
     """
@@ -38,7 +39,7 @@ def adam_steps(updates: list[AdamUpdate], implementation: str | None = None) -> 
     # CUDA first: the GPU computes while the CPU updates the rest.
     for (device, *_), group in sorted(by_kind.items(), key=lambda item: item[0][0].type == "cpu"):
         if implementation != "torch" and device.type == "cpu" and cpu.library() is not None:
-            cpu.update_on_cpu(group, implementation)
+            cpu.update_on_cpu(group, implementation, num_threads)
         elif implementation != "torch" and device.type == "cuda" and cuda.library() is not None:
             cuda.update_on_cuda(group)
         else:

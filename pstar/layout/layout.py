@@ -91,6 +91,11 @@ class Span:
     """Blocks of STATE_BLOCK elements of the piece's spans before this one."""
 
     @property
+    def part(self) -> slice:
+        """The span's elements in the piece."""
+        return slice(self.piece_offset, self.piece_offset + self.numel)
+
+    @property
     def blocks(self) -> slice:
         """The span's blocks among those of the piece."""
         return slice(self.first_block, self.first_block + num_blocks(self.numel))

@@ -10,7 +10,7 @@ freed. AllocatorPeak reads the counters of an accelerator's allocator. Both have
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch
@@ -30,7 +30,8 @@ class LiveBytes(TorchDispatchMode):
     before it was entered; tensors made without an operation (from_numpy, frombuffer); scratch memory that a kernel allocates
     and frees itself; memory of other devices; sparse tensors.
 
-    Compiled modules stay compiled; memory inside a fused kernel is not counted.
+    Compiled modules stay compiled. Their memory is allocated without operations: `count` adds what they return or save for
+    backward; memory that they allocate and free themselves is not counted.
 
     Args:
         is_chunk: whether an address is that of a chunk buffer, which is not counted. Called once for each new storage, when
@@ -69,6 +70,14 @@ class LiveBytes(TorchDispatchMode):
         peak, self._peak = self.peak, self._now
         return peak
 
+    def count(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Counts the memory of tensors that were made without an operation, from now until it is freed."""
+        self._settle()
+        for storage in map(_storage, tensors):
+            if storage is not None and storage._cdata not in self._alive and not self._is_chunk(storage.data_ptr()):
+                self._add_new(storage)
+        self._peak = max(self._peak, self._now)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._settle()
         result = func(*args, **(kwargs or {}))
@@ -81,11 +90,14 @@ class LiveBytes(TorchDispatchMode):
         self._peak_before = self._peak
         for storage in map(_storage, tree_leaves(result)):
             if storage is not None and storage._cdata not in inputs and storage._cdata not in self._alive:
-                key = storage._cdata
-                self._add(weakref.ref(storage, lambda _, key=key: self._ended(key)), key, storage.nbytes(), storage.nbytes())
-                self._unsure.append(key)
+                self._unsure.append(self._add_new(storage))
         self._peak = max(self._peak, self._now)
         return result
+
+    def _add_new(self, storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        self._add(weakref.ref(storage, lambda _: self._ended(key)), key, storage.nbytes(), storage.nbytes())
+        return key
 
     def _add(self, ref: weakref.ref[torch.UntypedStorage], key: int, more: int, num_bytes: int) -> None:
         self._alive[key] = (ref, num_bytes)

@@ -134,12 +134,13 @@ class BlockStore:
         is submitted. A background job begins when its blocks are in the tier; the next use of one of them waits for its end.
         """
         buffers, before, handle = {}, [], None
-        with Pins() as pins:    # none of these blocks is evicted for the next one
+        with Pins() as pins:    # none of these blocks is evicted for another one
+            for key in keys:
+                pins.add(self._block(key))
             for key in keys:
                 block = self._bring(key, tier)
                 buffers[key] = block.copies[tier]
                 before += block.pending
-                pins.add(block)
             job = prepare(buffers)
 
             def when_there() -> None:
@@ -166,10 +167,11 @@ class BlockStore:
         """Waits for all background work on the block."""
         self._settle_block(self._block(key))
 
-    def load_ahead(self, key: Key, tier: str, next_use: float) -> bool:
+    def load_ahead(self, key: Key, tier: str, next_use: float, victims_after: float | None = None) -> bool:
         """Begins to copy a block to the tier in which it will be needed; returns whether it is there or under way.
 
-        Only blocks that are used after next_use are evicted for it: they would have been evicted anyway.
+        Only blocks that are used after next_use, when it is needed, are evicted for it: they would have been evicted anyway,
+        unless room becomes free before that. victims_after: a later moment, for that case.
         """
         block = self.blocks.get(key)
         if block is None or tier in block.copies:
@@ -177,7 +179,7 @@ class BlockStore:
         through = (FAR, NEAR) if tier == NEAR and FAR not in block.copies and NEAR not in block.copies else (tier,)
         for step in through:
             with block:
-                if not self._free(step, block.bytes_in(step), next_use):
+                if not self._free(step, block.bytes_in(step), next_use if victims_after is None else victims_after):
                     return False
             self._begin(block, step, self.schedule.is_in_next_step(next_use))
         self.schedule.prefetched(key)
@@ -318,7 +320,7 @@ class BlockStore:
         """Evicts one block from a tier to the next slower one; returns whether one could be evicted."""
         if tier == DISK:
             return False
-        if tier == FAR and next_use is None and self._drop_duplicate():
+        if tier == FAR and (next_use is None or DISK in self.tiers) and self._drop_duplicate():    # else one goes to disk
             return True
         key = self.schedule.victim(self._candidate(block, tier) for block in self._evictable(tier, next_use))
         if key is None:

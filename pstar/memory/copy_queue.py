@@ -1,7 +1,7 @@
 """A copy queue runs copies one after the other, on a background thread or at once. It does not know what is copied.
 
-A link between two tiers moves one copy at a time, so one worker a link suffices. Copies run in the order in which they were
-submitted: a read that is submitted after a write of the same place reads what was written. A copy must release the GIL while
+One direction of a link moves one copy at a time, so one worker for it suffices. Copies run in the order in which they were
+submitted; a copy that needs the end of one in another queue waits for its handle. A copy must release the GIL while
 it moves bytes (torch's copy_, os.preadv and os.pwritev do), else it does not overlap with computation.
 
 On a GPU a job only issues its copy to a stream, and returns it as a DeviceCopy. The copy ends when the device says so.

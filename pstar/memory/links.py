@@ -1,4 +1,4 @@
-"""The copy queues of an engine: one for each link between tiers (to near, from near, the disk), and one for updates."""
+"""The copy queues of an engine: one for each direction of a link (to and from near, to and from disk), one for updates."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from pstar.memory.tier import DISK, NEAR
 class Links:
     """Carries out copies between tiers: in the background, or at once.
 
-    A link such as PCIe moves bytes in both directions at the same time, so each direction has a worker; a disk has one.
+    A link such as PCIe moves bytes in both directions at the same time, and so does a disk: each direction has a worker.
 
     Args:
         asynchronous: copies overlap with computation; False: each copy is finished in submit.
@@ -27,7 +27,7 @@ class Links:
     def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None):
         self._in = CopyQueue("far to near", asynchronous, bytes_per_s)
         self._out = CopyQueue("near to far", asynchronous, bytes_per_s)
-        self._disk = CopyQueue("disk", asynchronous)
+        self._read, self._write = CopyQueue("disk to far", asynchronous), CopyQueue("far to disk", asynchronous)
         self._update = CopyQueue("update")
         self.asynchronous, self.simulated = asynchronous, bytes_per_s is not None
         self._streams: dict[CopyQueue, CopyStream] = {}
@@ -63,7 +63,10 @@ class Links:
 
         job: calls `copy`, or reads or writes the disk. record: receives the times at which the copy begins and ends.
         """
-        queue = self._disk if DISK in (source, target) else self._in if target == NEAR else self._out
+        if DISK in (source, target):
+            queue = self._read if source == DISK else self._write
+        else:
+            queue = self._in if target == NEAR else self._out
         if queue in self._streams:
             return self._issue(queue, job, num_bytes, before, record)
 
@@ -122,12 +125,12 @@ class Links:
 
     def drain(self) -> None:
         """Waits for all copies; raises the first error that no wait has raised yet."""
-        for queue in (self._in, self._out, self._disk, self._update):
+        for queue in (self._in, self._out, self._read, self._write, self._update):
             queue.drain()
         self.report_times()
 
     def close(self) -> None:
         """Waits for all copies and ends the workers."""
-        for queue in (self._in, self._out, self._disk, self._update):
+        for queue in (self._in, self._out, self._read, self._write, self._update):
             queue.close()
         self.report_times()

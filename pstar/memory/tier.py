@@ -24,7 +24,7 @@ NEAR, FAR, DISK = "near", "far", "disk"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-
+MOST_BYTES = 1 << 63  # more than any machine can address
 MOVES = ("far to near", "near to far", "disk to far", "far to disk", "gather", "reduce")
 
 
@@ -141,6 +141,8 @@ class Tier:
         self.used_bytes = 0
         self.idle_bytes = 0
         self.peak_bytes = 0
+        self._step_bytes = self._last_step_bytes = 0
+        """The most bytes in use in this step, and in the last one."""
         self.used_by_kind: Counter[str] = Counter()
         self._idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]] = defaultdict(list)
         self._taken: dict[int, tuple[torch.Tensor, str]] = {}    # by address of the buffer
@@ -184,8 +186,7 @@ class Tier:
         num_bytes = numel * dtype.itemsize
         size = self.size_of(num_bytes)
         if not self.has_room(num_bytes):
-            raise BudgetError(f"{self.name}: {num_bytes} bytes for {kind} do not fit: "
-                              f"{self.used_bytes} of {self.budget_bytes} bytes are in use")
+            raise self._too_many(num_bytes, kind)
         idle = self._idle[num_bytes]
         if idle:
             # The last released one without fences (it may be in a cache), else the first, whose copies will end first.
@@ -199,11 +200,8 @@ class Tier:
         else:
             self._shrink_idle(size)
             buffer = self._new_buffer_or_error(num_bytes, kind)
-        self.used_bytes += size
-        self.used_by_kind[kind] += size
         self._taken[buffer.data_ptr()] = (buffer, kind)
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self._check()
+        self._use(size, kind)
         return buffer.view(dtype)
 
     def release(self, tensor: torch.Tensor, fences: Sequence[Fence] = (), keep: bool = True) -> None:
@@ -217,14 +215,35 @@ class Tier:
             raise StateError(f"{self.name}: a buffer of {tensor.nbytes} bytes was released that is not in use")
         buffer, kind = taken
         size = self.size_of(buffer.nbytes)
-        self.used_bytes -= size
-        self.used_by_kind[kind] -= size
+        self._use(-size, kind)
         if keep:
             self._idle[buffer.nbytes].append((buffer, tuple(fences)))
             self.idle_bytes += size
         else:
             self._wait_for(fences)    # the tier forgets the buffer now, and a copy on a stream does not keep it
         self._check()
+
+    def charge(self, num_bytes: int, kind: str) -> None:
+        """Counts bytes that something else has allocated on the tier's device, until discharge. Raises BudgetError."""
+        if not self.has_room(num_bytes):
+            raise self._too_many(num_bytes, kind)
+        self._shrink_idle(num_bytes)
+        self._use(num_bytes, kind)
+
+    def discharge(self, num_bytes: int, kind: str) -> None:
+        """Ends a charge."""
+        self._use(-num_bytes, kind)
+
+    def _use(self, num_bytes: int, kind: str) -> None:
+        self.used_bytes += num_bytes
+        self.used_by_kind[kind] += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._step_bytes = max(self._step_bytes, self.used_bytes)
+        self._check()
+
+    def _too_many(self, num_bytes: int, kind: str) -> BudgetError:
+        return BudgetError(f"{self.name}: {num_bytes} bytes for {kind} do not fit: "
+                           f"{self.used_bytes} of {self.budget_bytes} bytes are in use")
 
     @staticmethod
     def shared(tensor: torch.Tensor) -> bool:
@@ -250,6 +269,14 @@ class Tier:
             return buffer_of(num_bytes)    # the tensor owns the pages: they are freed with it
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def end_step(self, first: bool) -> None:
+        """Frees idle buffers beyond the most that this step and the last one used; after the first step, in which parameters
+        came from where they were initialised, all idle ones."""
+        if first:
+            self._step_bytes = self._last_step_bytes = self.used_bytes
+        self._shrink_idle(0)
+        self._last_step_bytes, self._step_bytes = self._step_bytes, self.used_bytes
+
     def close(self) -> None:
         """Drops idle buffers and unlocks the pages of the others, which stay valid as long as they are used."""
         _wait_for_all(self._idle, self.name == NEAR)
@@ -259,9 +286,9 @@ class Tier:
             self.locked.close()
 
     def _shrink_idle(self, num_bytes: int) -> None:
-        """Drops idle buffers until num_bytes fit into the budget and into the peak of bytes in use. So idle buffers never
-        make a process larger than the buffers that it needed at once."""
-        bound = max(self.peak_bytes, self.used_bytes + num_bytes)
+        """Drops idle buffers until num_bytes fit into the budget and into the most bytes that this step or the last one
+        used. So idle buffers never make a process larger than the buffers that it needed at once."""
+        bound = max(self._step_bytes, self._last_step_bytes, self.used_bytes + num_bytes)
         if self.bound_bytes is not None:
             bound = min(bound, self.bound_bytes)
         for size in list(self._idle):    # the garbage collector may release an activation's buffer meanwhile
@@ -298,14 +325,17 @@ def _wait_for_all(idle: dict[int, list[tuple[torch.Tensor, Sequence[Fence]]]], n
 def parse_bytes(text: str | int, whole_bytes: int) -> int:
     """'64MiB', '1.5 GB', '25%' (of whole_bytes) or a plain number, in bytes. Raises ConfigError for anything else."""
     if isinstance(text, int) and not isinstance(text, bool):
-        number, unit = float(text), ""
+        number, unit = float(min(text, MOST_BYTES)), ""
     else:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*", str(text))
         unit = match.group(2).upper() if match else "?"
         if not match or (unit != "%" and unit not in UNITS):
             raise ConfigError(f"{text!r} is no amount of memory; write for example 25%, 64MiB or 2GiB")
         number = float(match.group(1))
-    num_bytes = int(number / 100 * whole_bytes) if unit == "%" else int(number * UNITS[unit])
+    amount = number / 100 * whole_bytes if unit == "%" else number * UNITS[unit]
+    if not amount < MOST_BYTES:
+        raise ConfigError(f"{str(text)[:40]} is more memory than a program can address; write for example 25% or 2GiB")
+    num_bytes = int(amount)
     if num_bytes <= 0:
         raise ConfigError(f"{text!r} is no memory at all; write for example 25%, 64MiB or 2GiB")
     return num_bytes

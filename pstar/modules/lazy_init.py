@@ -5,6 +5,8 @@ again, on real tensors and in the same order. So the random generator gives each
 with the same seed. A parameter is handed over, and its memory freed, when its last operation is done. Many values are
 overwritten later: torch initialises a layer when it is made, most models once more at the end. Such values are computed only
 if that draws random numbers, into temporary memory.
+
+Tensors that model_func reads from a file (from_pretrained) are real from the beginning; what the file lacks is recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,10 @@ from pstar.errors import ConfigError, StateError
 # In-place operations that write every element of their first argument and read none of them.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_", "copy_",
               "geometric_", "bernoulli_"}
+
+# Operations that make a tensor of another tensor's shape.
+LIKE = {getattr(torch.ops.aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
+                                                           "randn_like")}
 
 # Initialisations of torch.nn.init that read values, or do nothing on the meta device.
 NOT_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
@@ -74,11 +80,17 @@ class _Recorder(TorchDispatchMode):
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(self.recorded(leaf) for leaf in inputs):
             return self._follow(func, leaves, spec)
-        if not inputs and any(argument.name == "device" for argument in func._schema.arguments):
-            device = (kwargs or {}).get("device")
-            if device is None or device.type != "meta":    # the model makes a meta tensor on purpose
-                leaves, spec = tree_flatten((args, {**(kwargs or {}), "device": torch.device("meta")}))
-                return self._follow(func, leaves, spec)
+        device = (kwargs or {}).get("device")
+        if inputs and device is not None and func in LIKE:    # memory for what a checkpoint lacks, shaped as a meta tensor
+            makes = device.type != "meta" and all(leaf.device.type == "meta" for leaf in inputs)
+        else:    # on the meta device the model makes a tensor on purpose
+            takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+            makes = not inputs and takes_device and (device is None or device.type != "meta")
+        if makes:
+            leaves, spec = tree_flatten((args, {**(kwargs or {}), "device": torch.device("meta")}))
+            return self._follow(func, leaves, spec, templates=True)
+        if torch.Tag.nondeterministic_seeded in func.tags and any(leaf.device.type != "meta" for leaf in inputs):
+            raise StateError("it draws random numbers into a tensor with memory, whose turn among the others is lost")
         return func(*args, **(kwargs or {}))
 
     def whole(self, function: Callable) -> Callable:
@@ -98,14 +110,20 @@ class _Recorder(TorchDispatchMode):
     def recorded(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "meta" and storage_key(tensor) in self.kept
 
-    def _follow(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+    def _follow(self, func: Any, leaves: list[Any], spec: Any, templates: bool = False) -> Any:
         """Runs an operation on shapes alone and records it; the record refers to real input tensors themselves.
 
-        Raises StateError if an input is on the meta device and its making was not recorded.
+        Args:
+            templates: inputs on the meta device give their shape alone.
+
+        Raises StateError if an input is on the meta device and its making was not recorded, or if the operation writes
+        into a real tensor, which would keep its old values.
         """
-        for leaf in leaves:
+        for leaf in leaves if not templates else ():
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and not self.recorded(leaf):
                 raise StateError("it makes a tensor on the device of its parameters, which while it is recorded is meta")
+        if any(isinstance(leaf, torch.Tensor) and not self.recorded(leaf) for leaf in _written(func, leaves, spec)):
+            raise StateError("it writes a value that it makes into a tensor that it does not make (one of a checkpoint)")
         shapes = [torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
                   and leaf.dim() else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(shapes, spec)
@@ -129,6 +147,15 @@ class _Recorder(TorchDispatchMode):
         self.kept[storage._cdata] = storage
         return Ref(storage._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(),
                    storage.nbytes())
+
+
+def _written(func: Any, leaves: list[Any], spec: Any) -> Iterator[Any]:
+    """The arguments that an operation writes."""
+    args, kwargs = tree_unflatten(leaves, spec)
+    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from tree_flatten(value)[0]
 
 
 class _Scratch:

@@ -120,26 +120,40 @@ class ParameterNorms:
         else:
             self._stored.pop(name, None)
 
-    def take(self, group: int, piece: torch.Tensor, arrived: Callable[[str], bool]) -> None:
+    def has_stored(self, group: int, arrived: Callable[[str], bool]) -> bool:
+        """Whether `store` has summed the squares of all gradients of a group: `take` then needs none of its bytes."""
+        return self._collectives.num_ranks == 1 and all(
+            span.name in self._stored for span in self._spans[group] if arrived(span.name))
+
+    def square(self, name: str, grad: torch.Tensor) -> None:
+        """Sums a whole gradient's squares now, (N,): on the CPU, where it is still in a cache. With one rank."""
+        if grad.device.type == "cpu":    # a GPU sums those of a group in one launch, in `take`
+            self._stored[name] = float(squared_norms([grad]))
+
+    def take(self, group: int, piece: torch.Tensor | None, arrived: Callable[[str], bool]) -> None:
         """Sums the squares of this rank's piece of a group's gradients; keeps no view. A second call replaces the first.
 
         piece: this rank's piece of the reduced gradients, (S,), fp32, bf16 or fp16, on any device; does not wait for a GPU.
+            None only if has_stored.
         arrived: whether a parameter got a gradient on this rank.
         """
+        self.take_parts(group, lambda span: piece[span.part], arrived)
+
+    def take_parts(self, group: int, part_of: Callable[[Span], torch.Tensor], arrived: Callable[[str], bool]) -> None:
+        """As `take`, of gradients in several tensors: part_of(span) is the reduced gradient of a span, (N,)."""
         found = self._found[group] = _Found()
         parts, numbers, known = [], [], []
         for span in self._spans[group]:
             if self._collectives.num_ranks == 1 and not arrived(span.name):
                 continue                                     # its slot was never written; with several ranks it is 0
-            part = piece[span.piece_offset : span.piece_offset + span.numel]
             if span.name in self._first_block:
-                self._take_part(span, part, found)
+                self._take_part(span, part_of(span), found)
             elif span.name in self._stored:
                 found.numbers.append(self._number[span.name])
                 known.append(self._stored[span.name])
             else:
                 numbers.append(self._number[span.name])
-                parts.append(part)
+                parts.append(part_of(span))
         found.numbers += numbers
         found.squares = torch.tensor(known, dtype=torch.float64)
         if parts:

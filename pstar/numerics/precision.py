@@ -76,12 +76,12 @@ class Precision:
         return {kind: buffer.view(2, -1)[:, blocks] if kind == SCALES else buffer[part] for kind, buffer in buffers.items()}
 
     def read_moment(self, kind: str, buffers: Buffers) -> torch.Tensor:
-        """A copy of a run's moments in fp32, (N,). buffers: from part_of."""
+        """A copy of a run's moments in fp32, (N,). buffers: from part_of; the scales may be on another device."""
         if SCALES not in self.states:
             return buffers[kind].clone()
-        second = kind == EXP_AVG_SQ
-        values = code_tables(buffers[kind].device)[2 * second]
-        return decode(buffers[kind], values, buffers[SCALES][int(second)], QUANT_BLOCK)
+        codes, second = buffers[kind], kind == EXP_AVG_SQ
+        scales = buffers[SCALES][int(second)].to(codes.device)
+        return decode(codes, code_tables(codes.device)[2 * second], scales, QUANT_BLOCK)
 
     def write_moment(self, kind: str, values: torch.Tensor, buffers: Buffers, scales: torch.Tensor | None = None) -> None:
         """Writes fp32 moments, (N,), of a run that begins with a block. buffers: from part_of.
@@ -91,12 +91,15 @@ class Precision:
         if SCALES not in self.states:
             buffers[kind].copy_(values)
             return
-        second = kind == EXP_AVG_SQ
+        codes, second = buffers[kind], kind == EXP_AVG_SQ
         place = buffers[SCALES][int(second)]
         if scales is not None:
             place.copy_(scales)
-        encode(values.to(place.device), code_tables(place.device)[2 * second + 1], buffers[kind], place, QUANT_BLOCK,
+        its_scales = place.to(codes.device)    # near or far, as the codes; `place` itself if it is there
+        encode(values.to(codes.device), code_tables(codes.device)[2 * second + 1], codes, its_scales, QUANT_BLOCK,
                keep_scales=scales is not None)
+        if its_scales is not place:
+            place.copy_(its_scales)
 
     def grad_dtype(self, accumulates: bool) -> torch.dtype:
         """The dtype of gradients; gradients of several micro-steps are summed in fp32."""

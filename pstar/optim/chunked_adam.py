@@ -1,6 +1,7 @@
 """The engine's optimizer: a torch.optim.Optimizer whose states are in chunks."""
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator
 
 import torch
@@ -8,12 +9,15 @@ import torch
 from pstar.chunks import Chunks
 from pstar.chunks.stages import Stages
 from pstar.errors import ConfigError, StateError
-from pstar.kernels import AdamOptions, adam_steps
+from pstar.kernels import AdamOptions
 from pstar.layout.layout import Group
 from pstar.memory.block import Block, Key
+from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import FAR, NEAR
 from pstar.numerics.loss_scaler import LossScaler
 from pstar.numerics.precision import Precision
+from pstar.optim.group_updates import GroupUpdates
+from pstar.optim.speculative import Speculation
 from pstar.optim.unmanaged import OutsideParams
 
 
@@ -47,7 +51,7 @@ class ChunkedAdam(torch.optim.Optimizer):
                  outside: OutsideParams, stages: Stages, precision: Precision, scaler: LossScaler, adamw: bool,
                  clip_norm: float, defaults: dict, movable: bool = False, overlap: bool = False):
         super().__init__(param_groups, defaults)
-        self.chunks, self.store = chunks, chunks.store
+        self.chunks = chunks
         self.outside, self.precision, self.scaler, self._stages = outside, precision, scaler, stages
         self.adamw, self.clip_norm = adamw, clip_norm
         self.grad_norm: float | None = None
@@ -55,7 +59,9 @@ class ChunkedAdam(torch.optim.Optimizer):
         self.names = {id(param): name for name, param in params.items()}
         self._check_groups()
         self.steps = dict.fromkeys(params, 0)
-        self._spans = {group.index: group.spans(chunks.collectives.rank) for group in chunks.layout.groups}
+        self._updates = GroupUpdates(chunks, precision)
+        self.speculation = None if chunks.log is None else Speculation(chunks, chunks.log, self._updates)
+        """Updates that begin during backward; None without speculative_update."""
         self._overlap = overlap
         self._far_stays = not (chunks.tiers.streamed or movable)
         self._pins: dict[Key, Block] = {}
@@ -67,6 +73,10 @@ class ChunkedAdam(torch.optim.Optimizer):
                 self.store.create(key, numel, dtype, chunks.tiers.states_tier[group.index]).zero_()
                 if self._stays(group.index):
                     self._pins[key] = self.store.pin(key)
+
+    @property
+    def store(self) -> BlockStore:
+        return self.chunks.store
 
     def add_param_group(self, param_group: dict) -> None:
         """As any torch optimizer, but only at the start. Raises StateError later: chunks cannot take new parameters."""
@@ -132,6 +142,8 @@ class ChunkedAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
+        if self.speculation is not None:
+            self.speculation.undo()
         self.chunks.drop_grads()
         self.chunks.gradients.norms.forget()
         self.outside.drop_grads()
@@ -150,13 +162,18 @@ class ChunkedAdam(torch.optim.Optimizer):
         total, used = self._total_norm()
         self.grad_norm = float(total)
         if self.skipped:
+            if self.speculation is not None:
+                self.speculation.undo(wrong=True)
             self._touch_all()    # a skipped step must follow the trace too
         else:
             clip = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)) if self.clip_norm > 0 else 1.0
             self._apply(clip / self.loss_scale, used)
         self.zero_grad()
+        self.chunks.prefetch.next_step()
         recorded = self.store.schedule.end_step()
         self.store.ledger.end_step()
+        for tier in (NEAR, FAR):
+            self.store.tiers[tier].end_step(first=self.store.schedule.num_steps == 1)
         self.scaler.update(self.skipped)
         self._stages.begin("idle")
         if recorded:
@@ -177,8 +194,13 @@ class ChunkedAdam(torch.optim.Optimizer):
         for name in used:
             self.steps[name] += 1
         options = self._options()
+        if self.speculation is not None:
+            self.speculation.settle(used, options, self.steps, grad_scale)
         for group in self._order():
-            self._update(group, used, options, grad_scale)
+            if self._is_early(group.index):
+                self.speculation.keep(group.index)
+            else:
+                self._update(group, used, options, grad_scale)
         self.outside.update(used, lambda name: {"step": self.steps[name], "options": options[name],
                                                 "grad_scale": grad_scale})
 
@@ -192,7 +214,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         of blocks: both keep forward order.
         """
         chunks, store = self.chunks, self.store
-        groups = [group for group in chunks.layout.groups if ("grad", group.index) in store]
+        groups = [group for group in chunks.layout.groups if chunks.gradients.of(group.index)]
         groups.sort(key=lambda group: chunks.first_use(group.index))
         yield from (group for group in groups if chunks.tiers.update_tier(group.index) == NEAR)
         left = [group for group in groups if chunks.tiers.update_tier(group.index) != NEAR]
@@ -200,7 +222,8 @@ class ChunkedAdam(torch.optim.Optimizer):
         if any_order and not store.schedule.recording:
             sent = {index: number for number, index in enumerate(chunks.gradients.completed)}
             while left:
-                there = (group for group in left if store.is_settled(("grad", group.index)))
+                there = (group for group in left
+                         if self._is_early(group.index) or store.is_settled(("grad", group.index)))
                 group = next(there, None) or min(left, key=lambda group: sent.get(group.index, len(sent)))
                 left.remove(group)
                 yield group
@@ -209,6 +232,7 @@ class ChunkedAdam(torch.optim.Optimizer):
     def _touch_all(self) -> None:
         for group in self._order():
             self.chunks.touch_update(group.index)
+            self.chunks.prefetch()
 
     def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""
@@ -226,7 +250,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         """(fp32 norm of each parameter's gradient in the model's order, names of those that have one)."""
         gradients = self.chunks.gradients
         for group in self.chunks.layout.groups:
-            if ("grad", group.index) in self.store and not gradients.norms.taken(group.index):
+            if gradients.of(group.index) and not gradients.norms.taken(group.index):
                 gradients.take_norms(group.index)
         return gradients.norms(gradients.arrived)
 
@@ -235,48 +259,40 @@ class ChunkedAdam(torch.optim.Optimizer):
         tier = self.chunks.tiers.update_tier(group.index)
         self.chunks.touch_update(group.index)
         self.chunks.unsharding.drop_gathered(group.index)
-        kinds = self.precision.kinds
+        gradients, runs = self.chunks.gradients, self._updates.runs(group, used, options, self.steps)
 
         def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
-            mine = {kind: buffers[kind, group.index] for kind in kinds}
-            updates = [self.precision.update(buffers["grad", group.index][part], self.precision.part_of(mine, part, blocks),
-                                             step=step, options=option, grad_scale=grad_scale)
-                       for part, blocks, step, option in self._runs(group, used, options)]
-            return lambda: adam_steps(updates)
+            self.chunks.prefetch()    # the group's blocks are pinned here
+            return self._updates.job(group, buffers, runs, grad_scale)
 
-        keys = [(kind, group.index) for kind in ("grad", *kinds)]
+        keys = [*gradients.blocks(group.index), *((kind, group.index) for kind in self.precision.kinds)]
         self.store.work(f"adam {group.index}", keys, tier, prepare, self._overlap and tier == FAR)
-        self.store.drop(("grad", group.index))    # the next group's gradient can use the room
+        self.chunks.end_update(group.index)
 
-    def _runs(self, group: Group, used: set[str], options: dict[str, AdamOptions]
-              ) -> Iterator[tuple[slice, slice, int, AdamOptions]]:
-        """(slice of this rank's piece, slice of its blocks, number of the update, options) of each run: neighbours with
-        equal numbers and options are one run. With 8-bit states each parameter is a run, because blocks begin with it."""
-        begin = end = step = 0
-        option: AdamOptions | None = None
-        no_blocks = slice(0, 0)
-        if self.precision.state_bits == 8:
-            for span in self._spans[group.index]:
-                if span.name in used:
-                    part = slice(span.piece_offset, span.piece_offset + span.numel)
-                    yield part, span.blocks, self.steps[span.name], options[span.name]
-            return
-        for span in self._spans[group.index]:
-            if span.name not in used:
-                continue
-            if span.piece_offset != end or self.steps[span.name] != step or options[span.name] != option:
-                if begin < end:
-                    yield slice(begin, end), no_blocks, step, option
-                begin, step, option = span.piece_offset, self.steps[span.name], options[span.name]
-            end = span.piece_offset + span.numel
-        if begin < end:
-            yield slice(begin, end), no_blocks, step, option
+    # ---------------------------------------------------------------- updates that begin during backward
+
+    def watch_gradients(self) -> None:
+        """With speculative_update: begins updates during backward. Called when the hooks that store gradients are set."""
+        if self.speculation is not None:
+            self.speculation.watch(self.chunks.params.values(), weakref.WeakMethod(self._begin_early))
+
+    @torch.no_grad()
+    def _begin_early(self) -> None:
+        self.speculation.begin(self._options, self.steps, 1.0 / self.loss_scale)
+
+    def _is_early(self, group: int) -> bool:
+        return self.speculation is not None and self.speculation.is_early(group)
+
+    def undo_early(self, group: int) -> None:
+        """Undoes the group's early update, if there is one: its state is about to be read or written."""
+        if self._is_early(group):
+            self.chunks.log.restore(group)
 
     def _options(self) -> dict[str, AdamOptions]:
         """Each parameter's current hyper-parameters, from param_groups."""
         options = {}
         for group in self.param_groups:
-            shared = AdamOptions(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], self.adamw)
+            shared = AdamOptions(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], self.adamw)
             options |= {self.names[id(param)]: shared for param in group["params"]}
         return options
 

@@ -7,6 +7,7 @@ measure, and write a file (see load_machine).
 
 import difflib
 import json
+import os
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,7 @@ def find_machine(text: str) -> Machine:
     name = ALIASES.get(text.lower(), text.lower())
     if name in MACHINES:
         return MACHINES[name]
-    if text.endswith(".json") or Path(text).exists():
+    if text.endswith(".json") or (len(text) < 4096 and "\0" not in text and os.path.exists(text)):
         return load_machine(text)
     similar = difflib.get_close_matches(name, [*MACHINES, *ALIASES], n=1)
     hint = f"did you mean {similar[0]}?" if similar else f"give one of {', '.join(MACHINES)}, or a JSON file"

@@ -1,12 +1,15 @@
 """Layout, budgets and bytes a parameter, from a model's shapes and a configuration, before any memory is allocated."""
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError
+from pstar.kernels.build import find_compiler
 from pstar.layout.budget import (
     Costs,
     auto_layouts,
@@ -23,28 +26,46 @@ from pstar.layout.layout import ALIGN_ELEMS, Layout, ModuleSpec, align, least_wa
 from pstar.memory.disk import check_disk_path
 from pstar.memory.pinned import far_page_bytes
 from pstar.memory.tier import parse_bytes
+from pstar.modules.compiled_blocks import NO_BLOCKS, find_blocks, owners
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.lazy_init import build
-from pstar.modules.scope import mode_of, used_by
+from pstar.modules.scope import mode_of
 from pstar.numerics.precision import Precision
 
 Uses = Mapping[str, Sequence[str]]
 """The name of each module, and the names of the parameters that its forward uses."""
 
 
-def module_specs(module: torch.nn.Module) -> tuple[list[ModuleSpec], Uses]:
-    """(each module with the parameters that it is the first to use, each module's name with all parameters that it uses)."""
+def module_specs(module: torch.nn.Module, blocks: Mapping[str, torch.nn.Module] = MappingProxyType({})
+                 ) -> tuple[list[ModuleSpec], Uses]:
+    """(each module with the parameters that it is the first to use, each module's name with all parameters that it uses).
+
+    blocks: the compiled ones, each of which uses all parameters below it.
+    """
     names = {id(param): name for name, param in module.named_parameters() if mode_of(param) is None}
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
     matrices = frozenset(name for name, param in module.named_parameters() if param.dim() > 1)
     specs, uses, placed = [], {}, set()
-    for module_name, child in module.named_modules():
-        used = {names[id(param)]: param.numel() for param in used_by(child) if id(param) in names}
+    for module_name, _, acquired in owners(module, blocks):
+        used = {names[id(param)]: param.numel() for param in acquired if id(param) in names}
         uses[module_name] = tuple(used)
         first = {name: size for name, size in used.items() if name not in placed}
         specs.append(ModuleSpec(module_name, tuple(first.items()), frozen & first.keys(), matrices & first.keys()))
         placed |= set(used)
     return specs, uses
+
+
+def check_compiler(compile: str | list[str], device: torch.device) -> None:
+    """Raises ConfigError if blocks are to be compiled and the machine lacks what torch.compile needs for that device."""
+    if compile == NO_BLOCKS:
+        return
+    shown = compile if isinstance(compile, str) else ", ".join(compile)
+    if device.type == "cpu" and find_compiler() is None:
+        raise ConfigError(f"compile is {shown}, which needs a C++ compiler: install one (apt install g++), name "
+                          "it in CXX, or set compile to none")
+    if device.type != "cpu" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"compile is {shown}, which needs Triton on {device.type}: install the one that belongs "
+                          "to your torch, or set compile to none")
 
 
 def _refuse_half_frozen(module: torch.nn.Module) -> None:
@@ -79,7 +100,7 @@ class Plan:
         self.precision = Precision(config.precision, state_bits=config.optimizer.params.state_bits)
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
                            self.precision.scale_bytes, config.frozen_bits, page_bytes)
-        specs, uses = module_specs(module)
+        specs, uses = module_specs(module, find_blocks(module, config.compile))
         _refuse_half_frozen(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
         """least_near: bytes of near with which every module can run. Chunks need them in any case."""
@@ -93,12 +114,15 @@ class Plan:
                            and self.near_budget >= near_data_bytes(self.layout, self.costs)
                            and config.profile is None and not config.offload_activations)
         """Whether no block is ever evicted from near, so that modules need not acquire their parameters."""
-        self.far_budget = None if config.far_budget == "auto" else parse_bytes(config.far_budget, whole)
+        self.far_budget = None if config.far_budget in ("auto", "min") else parse_bytes(config.far_budget, whole)
         if config.disk_path is not None:
             check_disk_path(Path(config.disk_path))
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
         self.least_far = self._fit_far(uses, num_ranks)
         """Bytes that far holds in any case on each rank, when all gradients have arrived."""
+        self._check_log()
+        if config.far_budget == "min":
+            self.far_budget = self.least_far
         self.activation_room = None if self.far_budget is None else self.far_budget - self.least_far
 
     def _fit_near(self, specs: list[ModuleSpec], uses: Uses, num_ranks: int) -> tuple[Layout, int, int]:
@@ -172,6 +196,30 @@ class Plan:
         return least
 
     @property
+    def log_budget(self) -> int | None:
+        """Bytes on each rank for what speculative updates overwrite: with auto a quarter of its model data, at least one
+        group. None: there are no such updates."""
+        if not self.config.speculative_update:
+            return None
+        whole = model_data_bytes(self.layout, self.costs)
+        if self.config.speculative_log == "auto":
+            return max([whole // self.layout.num_ranks // 4, *self._overwritten])
+        return parse_bytes(self.config.speculative_log, whole)
+
+    @property
+    def _overwritten(self) -> list[int]:
+        """Bytes that the update of each group overwrites."""
+        return [self.costs.param * group.piece_elems + self.costs.state_bytes(group) for group in self.layout.trained]
+
+    def _check_log(self) -> None:
+        """Raises BudgetError if no group fits into the log."""
+        budget, least = self.log_budget, min(self._overwritten, default=0)
+        if budget is not None and budget < least:
+            raise BudgetError(f"speculative_log {self.config.speculative_log} ({budget} bytes) is too small: an update "
+                              f"overwrites at least {least}, the parameters and states of the smallest group; give at least "
+                              "that, or a smaller chunk size")
+
+    @property
     def param_dtype(self) -> torch.dtype:
         return self.precision.param_dtype
 
@@ -179,6 +227,11 @@ class Plan:
     def accumulates(self) -> bool:
         """Whether a step adds the gradients of several micro-steps."""
         return self.config.gradient_accumulation_steps > 1
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether autograd's own gradients serve for the update, and are not copied into chunks."""
+        return self.stays_near and self.grad_dtype == self.param_dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -230,9 +283,11 @@ def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str |
     device: near's, as for initialize_engine; chunks in host memory take whole pages if it is a GPU.
     Raises the errors that initialize_engine would raise.
     """
-    module, config = build(model_func)[0], load_config(config)
-    if config.use_cpu_embedding:
-        compute_embeddings_far(module, torch.device("cpu"))
+    config = load_config(config).for_ranks(num_ranks)
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    check_compiler(config.compile, torch.device(device))
+    module = build(model_func)[0]
+    if config.use_cpu_embedding:
+        compute_embeddings_far(module, torch.device("cpu"))
     return Plan(module, config, num_ranks, page_bytes=far_page_bytes(torch.device(device)))

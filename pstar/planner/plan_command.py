@@ -8,12 +8,15 @@ from typing import Any
 from pstar.errors import ConfigError
 from pstar.layout.layout import CODE_BLOCK
 from pstar.memory.tier import format_bytes, parse_bytes
+from pstar.planner import layouts_command
+from pstar.planner.early_updates import predict_early
 from pstar.planner.gpt_shape import MODELS, find_model, parse_trainable
 from pstar.planner.machines import MACHINES, Machine, find_machine
 from pstar.planner.paper import ASSUMPTIONS, paper_rows
 from pstar.planner.predict import PRECISIONS, Job, Prediction, predict, what_would_fit
 from pstar.planner.speeds import measure_here
 
+MOST = 10**9    # GPUs, sequences, tokens: more would not fit into a float, squared and multiplied
 MODE_WORDS = {
     "near": "near: all model data stay on the GPU",
     "hybrid": "hybrid: parameters stay near, optimizer states near as far as there is room",
@@ -54,14 +57,24 @@ def add_parser(commands: Any) -> None:
                         "machine, measured now, instead of the table's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--paper", action="store_true", help="print the largest models next to the published ones")
+    layouts_command.add_flags(parser)
+    parser.set_defaults(defaults=vars(parser.parse_args([])))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the answer. Returns 0 if the model fits, 1 if it does not. Raises ConfigError for bad input."""
+    layouts_command.refuse_other_flags(arguments, arguments.defaults)
+    if arguments.layouts:
+        found = layouts_command.answer_of(arguments)
+        print(json.dumps(layouts_command.as_json(found), indent=2) if arguments.json else layouts_command.as_text(found))
+        return 0 if found.best else 1
     if arguments.paper:
         rows = paper_rows()
         print(json.dumps({"rows": rows, "assumptions": ASSUMPTIONS}, indent=2) if arguments.json else paper_table(rows))
         return 0
+    for flag in ("gpus", "batch", "seq_len", "micro_steps"):
+        if (getattr(arguments, flag) or 0) > MOST:
+            raise ConfigError(f"--{flag.replace('_', '-')} {getattr(arguments, flag)}: give at most {MOST}")
     machine = _machine(arguments)
     shape = replace(find_model(arguments.model), lora_rank=parse_trainable(arguments.trainable))
     seq_len = shape.positions if arguments.seq_len is None else arguments.seq_len
@@ -72,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.frozen_bits != 32 and not shape.lora_rank:
         raise ConfigError(f"--frozen-bits {arguments.frozen_bits}: nothing is frozen; give --trainable lora:RANK too")
     chunk = arguments.chunk_size
-    if chunk != "auto" and not chunk.isdecimal():
+    if chunk != "auto" and not (chunk.isdecimal() and len(chunk) < 19):
         raise ConfigError(f"--chunk-size {chunk}: give a positive number of elements, or auto")
     job = Job(arguments.batch, seq_len, precision, arguments.recompute, arguments.micro_steps,
               chunk if chunk == "auto" else int(chunk), offload_activations=arguments.offload_activations,
@@ -110,7 +123,7 @@ def _measured(machine: Machine, precision: str, state_bits: int) -> Machine:
 
 def as_json(answer: Prediction) -> dict[str, Any]:
     """The prediction as plain values: bytes, seconds, and the engine's configuration for it."""
-    layout = answer.layout
+    layout, early = answer.layout, predict_early(answer)
     return {
         "fits": answer.fits, "mode": answer.mode, "model": vars(answer.shape), "parameters": answer.num_params,
         "trained_parameters": answer.shape.num_trained, "frozen_bytes": answer.frozen_bytes,
@@ -121,6 +134,7 @@ def as_json(answer: Prediction) -> dict[str, Any]:
         "offloaded_bytes": answer.offloaded_bytes, "disk_bytes": answer.disk_bytes, "disk_room": answer.disk_room,
         "short_of": answer.short_of, "moved_bytes": answer.moved, "seconds": answer.seconds,
         "tokens_per_s": answer.tokens_per_s, "adam": answer.adam.where if answer.adam else None,
+        "speculative_update": vars(early) if early is not None else None,
         "configuration": configuration(answer), "would_fit": [] if answer.fits else what_would_fit(answer),
     }
 
@@ -192,9 +206,21 @@ def table(answer: Prediction) -> str:
             ("update", f"{seconds['update']:.3g} s: the longest of near {seconds['adam near']:.3g}, far "
                        f"{seconds['adam far']:.3g}, disk {seconds['disk']:.3g}"),
             ("step", f"{seconds['step']:.3g} s, {answer.tokens_per_s:,.0f} tokens/s on all GPUs"),
+            *_speculative_row(answer),
             ("configuration", json.dumps(configuration(answer))),
         ]
     return _aligned(rows) + f"\n\nFigures of the machine: {machine.source or 'as given'}."
+
+
+def _speculative_row(answer: Prediction) -> list[tuple[str, str]]:
+    """What speculative_update would bring; no row if there is nothing to update early."""
+    early = predict_early(answer)
+    if early is None:
+        return []
+    words = f"{early.step_seconds:.3g} s a step with a log of {format_bytes(early.log_bytes)} a rank for {early.share:.0%}"
+    pays = (f"pays while less than {early.worth_below:.0%} of the steps are clipped or skipped" if early.worth_below >= 0.01
+            else "does not pay here")
+    return [("speculative_update", f"{words} of what the host updates: {pays}")]
 
 
 def paper_table(rows: list[dict[str, object]]) -> str:

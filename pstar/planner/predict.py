@@ -28,6 +28,7 @@ from pstar.layout.budget import (
 )
 from pstar.layout.layout import CODE_BLOCK, Layout, least_waste, make_layout
 from pstar.planner.adam_choice import AdamChoice, Speeds, adam_traffic_bytes, choose_adam
+from pstar.planner.disk_traffic import disk_traffic
 from pstar.planner.gpt_shape import GptShape
 from pstar.planner.machines import Machine
 
@@ -129,7 +130,6 @@ class Prediction:
     adam: AdamChoice | None = None
     offloaded_bytes: int = 0
     """Bytes of activations in far at the end of forward."""
-
     @property
     def fits(self) -> bool:
         return self.mode is not None
@@ -231,7 +231,9 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
               "mode": mode, "short_of": short}
     if mode is None:
         return Prediction(**answer)
-    moved = moved_bytes(layout, updated_near, near_budget, costs, job) | {"disk to far": disk, "far to disk": disk}
+    moved = moved_bytes(layout, updated_near, near_budget, costs, job) | {"disk to far": 0, "far to disk": 0}
+    if disk:
+        moved |= disk_traffic(layout, updated_near, costs, near_budget, chunk_room, job.micro_steps)
     away, back = job.micro_steps * away, job.micro_steps * back
     moved |= {"near to far": moved["near to far"] + away, "far to near": moved["far to near"] + back}
     adam, seconds = _seconds(shape, machine, job, layout, updated_near, moved, away + back)
@@ -298,6 +300,9 @@ def _near_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs
     # An upper bound: gradients of the next unit may arrive before those of the last unit are complete.
     wanted = (costs.param * layout.total_elems + _resident_bytes(layout, updated_near, costs)
               + _grads_in_flight(layout, updated_near, costs, job, at_once=2))
+    if layout.num_ranks == 1 and len(updated_near) == len(layout.trained) and costs.grad == costs.param:
+        # Plan.keeps_gradients: they are tensors of autograd, without a chunk's padding.
+        wanted -= costs.grad * sum(group.elems - sum(slot.numel for slot in group.slots) for group in layout.trained)
     return min(near_budget, wanted)
 
 
@@ -340,6 +345,13 @@ def moved_bytes(layout: Layout, updated_near: list[int], near_budget: int, costs
     }
 
 
+def host_adam_rate(machine: Machine, costs: Costs) -> float:
+    """Parameters that the host updates in a second for one rank."""
+    rates = machine.speeds
+    rate = rates.host_adam_params_per_s or rates.host_memory_bytes_per_s / adam_traffic_bytes(costs)
+    return rate / machine.gpus_per_node
+
+
 def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, updated_near: list[int],
              moved: dict[str, int], offloaded: int) -> tuple[AdamChoice, dict[str, float]]:
     """The choice for updates in far, and the seconds of a step. In forward plus backward, copies in each direction,
@@ -355,13 +367,13 @@ def _seconds(shape: GptShape, machine: Machine, job: Job, layout: Layout, update
     collectives = received / rates.gpu_link_bytes_per_s if received else 0.0
     near_elems = sum(layout.groups[index].piece_elems for index in updated_near)
     traffic = adam_traffic_bytes(costs)
-    speeds = Speeds((rates.host_adam_params_per_s or rates.host_memory_bytes_per_s / traffic) / machine.gpus_per_node,
-                    rates.link_bytes_per_s, rates.gpu_memory_bytes_per_s,
+    speeds = Speeds(host_adam_rate(machine, costs), rates.link_bytes_per_s, rates.gpu_memory_bytes_per_s,
                     rates.host_memory_bytes_per_s / machine.gpus_per_node)
     adam = choose_adam(speeds, costs, layout.trained_elems // layout.num_ranks - near_elems)
     near_adam = near_elems * traffic / rates.gpu_memory_bytes_per_s
     rate = rates.disk_bytes_per_s / machine.gpus_per_node
-    disk = (moved["disk to far"] + moved["far to disk"]) / rate if moved["disk to far"] else 0.0
+    through_disk = moved["disk to far"] + moved["far to disk"]
+    disk = through_disk / rate if through_disk else 0.0
     passes, update = max(compute + offload, link, collectives), max(near_adam, adam.seconds, disk)
     return adam, {"compute": compute, "offload": offload, "link": link, "collectives": collectives, "adam near": near_adam,
                   "adam far": adam.seconds, "disk": disk, "passes": passes, "update": update, "step": passes + update}

@@ -73,6 +73,8 @@ def _known(plan: Plan, device: torch.device) -> str:
         return "use_hybrid_adam is false"
     if config.overlap_update:
         return "overlap_update runs the update during the next forward"    # only the host can do that
+    if config.speculative_update:
+        return "speculative_update runs updates during backward"    # likewise
     # Near and far are the same memory and processor here: streaming only adds copies. That is also true with a simulated
     # link, but then speeds are measured and printed, to show the choice without a GPU.
     if device.type == "cpu" and not config.simulated_link:

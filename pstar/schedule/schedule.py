@@ -9,6 +9,7 @@ least recently used block is evicted. The policies "lru" and "fifo" never use th
 With each moment the trace keeps the peak of activations in near, from which follows the room for blocks at that moment.
 """
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class Trace:
             else:
                 self.stretches.append((key, peak, moment))
             self.stretch_of.append(len(self.stretches) - 1)
+        self._first: dict[Hashable, float] = {}
 
     def __len__(self) -> int:
         return len(self.accesses)
@@ -73,6 +75,12 @@ class Trace:
             return NEVER
         index = bisect_right(positions, moment)
         return positions[index] if index < len(positions) else positions[0] + len(self.accesses)
+
+    def first_of(self, kind: Hashable) -> float:
+        """The first moment at which a key (kind, ...) is touched; NEVER if none is."""
+        if kind not in self._first:    # bring_forward changes the order inside a kind, not this moment
+            self._first[kind] = next((moment for moment, key in enumerate(self.accesses) if key[0] == kind), NEVER)
+        return self._first[kind]
 
     def bring_forward(self, key: Key, moment: int) -> None:
         """Moves key's next touch to `moment`, and each touch between the two one moment later. No effect if one of these
@@ -253,6 +261,14 @@ class Schedule:
                 return self.trace.accesses[moment], self.trace.accesses[first:moment]
         return None
 
+    def first_keys(self, kind: str, num: int) -> list[Key]:
+        """The first `num` different keys (kind, ...) of the next step, if this one has followed its trace to the end; else
+        empty: they are not known."""
+        if not self._in_step or self._paused or self.trace is None or self._moment + 1 != len(self.trace):
+            return []
+        keys = (key for key in self.trace.positions if key[0] == kind)    # in the order of their first uses
+        return list(itertools.islice(keys, num))
+
     def next_keys(self, num: int) -> list[Key]:
         """The next `num` different keys of this step; empty if they are not known."""
         found: list[Key] = []
@@ -272,13 +288,15 @@ class Schedule:
             return -1
         return self.trace.stretch_of[max(0, self._moment)]
 
-    def coming(self, most: int) -> list[tuple[Key, int, int]]:
+    def coming(self, most: int, in_next_step: bool = False) -> list[tuple[Key, int, int]]:
         """(key, largest peak, first moment) of at most `most` stretches, from the current one on and around the end of the
-        step; there moments are counted on beyond the length of the trace. Empty if no trace is known."""
+        step, or in_next_step only after its end; there moments are counted on beyond the length of the trace. Empty if no
+        trace is known."""
         first = self.stretch
         if first < 0:
             return []
         stretches, length = self.trace.stretches, len(self.trace)
+        first = len(stretches) if in_next_step else first
         found = stretches[first : first + most]
         around = stretches[: max(0, min(first, most - len(found)))]
         return found + [(key, peak, moment + length) for key, peak, moment in around]
@@ -300,7 +318,7 @@ class Schedule:
         return self.trace.positions.get(key, (NEVER,))[0] if self.trace is not None else NEVER
 
     def end_step(self) -> bool:
-        """Ends the step. What was recorded becomes the trace; a trace that was not followed to its end is forgotten.
+        """Ends the step. A recorded step becomes the trace; a trace that was not followed to its end is forgotten.
 
         Returns whether this step was recorded.
         """

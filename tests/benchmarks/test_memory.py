@@ -16,6 +16,7 @@ import convert_memory  # noqa: E402
 import disk_model  # noqa: E402
 import memory_speed  # noqa: E402
 import plan_memory  # noqa: E402
+import tiled_loss  # noqa: E402
 import tokenise_memory  # noqa: E402
 
 
@@ -47,6 +48,14 @@ def run_quick(name: str, folder: Path, pages: tuple[str, ...] = ()) -> list[list
     assert done.stdout == "".join(texts)
     assert all(f"bash benchmarks/{name}.sh --quick" in text and "- versions: torch" in text for text in texts)
     return [table for text in texts for table in tables(text)]
+
+
+def test_tiled_loss(tmp_path) -> None:
+    (table,) = run_quick("tiled_loss", tmp_path)
+    assert [row[0] for row in table[1:]] == ["plain", "plain", "pstar", "pstar"]
+    assert [row[2] for row in table[1:]] == ["none", "auto"] * 2
+    assert number(table[4][7]) <= tiled_loss.PEAK_GOAL
+    assert table[3][7] == "1.00" and all(number(row[3]) > 0 for row in table[1:])
 
 
 def test_memory_speed(tmp_path) -> None:
@@ -96,11 +105,12 @@ def test_a_row_of_the_link_shows_both_directions_and_the_same_rounds() -> None:
 def test_disk_model(tmp_path) -> None:
     modes, memory = run_quick("disk_model", tmp_path)
     near, disk = modes[1:]
-    assert near[5:] == ["0"] * 5, "with everything near nothing moves"
+    assert near[3] == "1.00" and near[6:] == ["0"] * 5, "with everything near nothing moves"
     assert all(number(cell) > 0 for cell in disk[3:])
     interpreter, near_budget, far_budget, activations, total = map(number, memory[1][:5])
     assert abs(interpreter + near_budget + far_budget + activations - total) <= 2
-    assert number(disk[3]) <= near_budget + 1 and number(disk[4]) <= far_budget + 1
+    assert number(disk[4]) <= near_budget + 1 and number(disk[5]) <= far_budget + 1
+    assert "`pstar plan` predicts" in (tmp_path / "disk_model.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.deep
@@ -118,8 +128,8 @@ def test_convert_memory(tmp_path) -> None:
     small, large = conversions[1:]
     assert 1.9 < number(small[1]) < 2.5 and 7.9 < number(large[1]) < 9
     assert number(large[2]) > 3 * number(small[2]) > 0, "nearly no item is a copy of another"
-    assert number(large[4]) == pytest.approx(number(large[3]) - number(small[3]), abs=0.11)
-    assert number(large[4]) < 4, "6 MB more of input"
+    assert number(large[5]) == pytest.approx(number(large[4]) - number(small[4]), abs=0.11)
+    assert small[3] == large[3] == "1" and number(large[5]) < 4, "6 MB more of input"
 
 
 def test_a_bound_is_the_longer_of_compute_and_transfer_and_of_what_can_run_at_the_same_time() -> None:
@@ -133,15 +143,17 @@ def test_a_bound_is_the_longer_of_compute_and_transfer_and_of_what_can_run_at_th
 @pytest.mark.deep
 def test_tokenise_memory(tmp_path) -> None:
     (table,) = run_quick("tokenise_memory", tmp_path)
-    small, large = ([number(cell) for cell in row] for row in table[1:])
+    assert [row[2] for row in table[1:]] == [*tokenise_memory.METHODS] * 2
+    small, large = ([number(cell) for cell in row[:2] + row[3:]] for row in (table[1], table[4]))
     assert 4 < large[0] < 5.5 and large[1] > 2 * small[1] and all(cell > 0 for cell in small + large)
 
 
 def test_memory_that_grows_and_a_low_rate_are_marked() -> None:
-    small = {"bytes": 10**7, "peak": 10**8, "seconds": 10.0, "tokens": 5}
-    flat = tokenise_memory.report([small, {**small, "peak": 1.2e8}], [])
-    assert flat.count(": yes") == 2 and "**no**" not in flat
-    grown = tokenise_memory.report([small, {**small, "peak": 1.3e8, "seconds": 31.0}], [])
+    small = {"method": "gpt2_chinese", "bytes": 10**9, "peak": 10**8, "seconds": 10.0, "tokens": 5, "processes": 3}
+    peer = {**small, "method": "encode_batch", "peak": 1}
+    flat = tokenise_memory.report([small, peer, {**small, "peak": 1.2e8}, peer], [])
+    assert flat.count(": yes") == 3 and "**no**" not in flat
+    grown = tokenise_memory.report([small, peer, {**small, "peak": 1.3e8, "seconds": 31.0}, peer], [])
     assert grown.count("**no**") == 2
 
 
@@ -167,8 +179,9 @@ def test_the_parameters_of_the_large_model_are_those_of_its_budgets() -> None:
     (memory_speed, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
     (memory_speed, ["--only", "disk"], "argument --only: invalid choice"),
     (disk_model, ["--disk-path", "no/such/folder"], "--disk-path no/such/folder: there is no such folder"),
+    (disk_model, ["--runs", "0"], "--runs 0: give at least 1"),
     (convert_memory, ["--quik"], "unrecognized arguments: --quik"),
-    (tokenise_memory, ["--megabytes", "10", "5"], "--megabytes must be two numbers above 0, the smaller first"),
+    (tokenise_memory, ["--megabytes", "10", "5"], "--megabytes must be two or more numbers above 0, the smallest first"),
     (plan_memory, ["--quik"], "unrecognized arguments: --quik"),
 ])
 def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import compile as compiled  # noqa: E402
 import rank_memory  # noqa: E402
 import ranks  # noqa: E402
 
@@ -31,6 +32,8 @@ def test_the_page_names_the_goals() -> None:
 @pytest.mark.parametrize("program, flags, message", [
     (ranks, ["--nproc", "3"], "--nproc must divide the global batch of 4"),
     (ranks, ["--only", "horovod"], "--only horovod: not known or not installed; choose from plain"),
+    (compiled, ["--nproc", "1,3"], "--nproc 1,3: give numbers that divide the global batch of 4"),
+    (compiled, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
     (rank_memory, ["--nproc", "1"], "--nproc must be at least 2"),
 ])
 def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:

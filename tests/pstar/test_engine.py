@@ -10,7 +10,7 @@ import pstar
 from pstar.chunks import TensorState
 from pstar.memory.tier import FAR, NEAR
 from pstar.numerics.grad_norm import clip_grad_norm_
-from pstar.optim import chunked_adam
+from pstar.optim import group_updates
 from tests import toy
 
 STEPS = 5
@@ -260,11 +260,13 @@ def test_neighbours_with_the_same_options_are_updated_in_one_run(monkeypatch):
     def train(options):
         runs = []
         with monkeypatch.context() as patch:
-            plain = chunked_adam.adam_steps
-            patch.setattr(chunked_adam, "adam_steps", lambda updates: (runs.append(len(updates)), plain(updates)))
+            plain = group_updates.adam_steps
+            patch.setattr(group_updates, "adam_steps",
+                          lambda updates, **threads: (runs.append(len(updates)), plain(updates, **threads)))
             torch.manual_seed(0)
             model, optimizer = pstar.initialize_engine(
-                toy.Toy, 0, {"optimizer": {"type": "AdamW", "params": {"lr": toy.LR}}, "default_chunk_size": 2**15},
+                toy.Toy, 0, {"optimizer": {"type": "AdamW", "params": {"lr": toy.LR}}, "default_chunk_size": 2**15,
+                             "near_budget": "90%"},    # all near: each gradient is a tensor of its own
                 param_groups=lambda module: [{"params": [param], **options(number)}
                                              for number, param in enumerate(module.parameters())])
             losses = toy.train(model, optimizer, 3)

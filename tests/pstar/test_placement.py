@@ -121,8 +121,8 @@ def test_looking_ahead_moves_nothing_more(keys, prefetch):
 
 @pytest.mark.parametrize("near", ["min", "25%", "45%", "60%"])
 def test_groups_updated_far_come_near_during_the_update_and_move_no_more_bytes(near):
-    """Updated groups come near during the update, into free room, in the order of need. A step moves the same bytes as
-    without prefetch."""
+    """Updated groups come near during the update and after the last one, into free room, in the order of need. A step moves
+    the same bytes as without prefetch."""
     tables, early = [], {}
     for prefetch in (0, 1):
         model, optimizer = toy.build(near_budget=near, default_chunk_size=5_000, prefetch=prefetch)
@@ -134,7 +134,7 @@ def test_groups_updated_far_come_near_during_the_update_and_move_no_more_bytes(n
             early[prefetch] = model.ledger.moved_bytes["far to near"] - before
         tables.append(model.ledger.step_bytes)
     assert tables[0] == tables[1]
-    assert early[0] == 0 < early[1] < tables[1]["far to near"]
+    assert early[0] == 0 < early[1] <= tables[1]["far to near"]
 
 
 def test_a_clean_chunk_is_never_copied_out():
@@ -292,7 +292,8 @@ def test_a_profile_is_written_and_drawn(tmp_path):
     assert max(used.num_bytes for used in recording.used if used.tier == "near") == model.near.peak_bytes
     moved = sum(span.args["bytes"] for span in recording.spans
                 if span.lane == "disk to far" and span.begin >= recording.steps[0].at)
-    assert moved == model.ledger.moved_bytes["disk to far"]
+    whole, ahead = model.ledger.moved_bytes["disk to far"], model.ledger._came_early["disk to far"]
+    assert whole - ahead <= moved <= whole, "copies for the next step may be under way when the profile is written"
 
 
 def test_a_profile_shows_chunks_and_the_rest_below_near_memory_at_all_times(tmp_path):

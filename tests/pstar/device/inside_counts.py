@@ -34,7 +34,7 @@ LIMITS = {
     "copies in": 16,
     "copies out": 10,
     "copies inside": 105,
-    "python calls": 8_000,
+    "python calls": 8_450,
     "pinned bytes": 1_130_496,
 }
 """Of one step, after the trace is known. A device wait: the program's thread waits for a stream, an event or a number. A

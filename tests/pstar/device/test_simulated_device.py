@@ -69,6 +69,8 @@ PROGRAMS = (
     Program("each wait removed", (INSIDE.format("mutations"),), 13),
     Program("engine, all streams late", ENGINE, 70),
     Program("chunks, all streams late", CHUNKS, 8),
+    Program("updates during backward, all streams late", ("tests/pstar/optim/test_speculative.py",), 9,
+            select="2-2-min-fp32 or between"),
     Program("memory, all streams late", MEMORY, 40),
     Program("placement, all streams late", PLACEMENT, 30, select="never_changes_a_number"),
     Program("placement, the default stream late", PLACEMENT, 15, "default", STREAMS),

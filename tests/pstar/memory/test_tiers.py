@@ -17,6 +17,7 @@ from pstar.memory.links import Links
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, parse_bytes
 from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Schedule
+from tests import toy
 from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
@@ -46,6 +47,29 @@ def test_a_tier_counts_every_byte():
     assert (tier.used_bytes, tier.idle_bytes, tier.peak_bytes) == (200, 400, 600)
     assert tier.has_room(800) and not tier.has_room(801)
     tier.release(second)
+
+
+def test_the_end_of_a_step_frees_what_the_step_did_not_need():
+    tier = Tier("far", torch.device("cpu"))
+    for buffer in [tier.allocate(100, torch.uint8, "param") for _ in range(3)]:
+        tier.release(buffer)
+    assert tier.reserved_bytes == 300
+    tier.end_step(first=False)
+    assert tier.reserved_bytes == 300, "the step needed them all at once, and the next one may"
+    tier.release(tier.allocate(100, torch.uint8, "param"))
+    tier.end_step(first=False)
+    assert tier.reserved_bytes == 300
+    tier.release(tier.allocate(100, torch.uint8, "param"))
+    tier.end_step(first=False)
+    assert tier.reserved_bytes == 100
+    tier.end_step(first=True)
+    assert tier.reserved_bytes == 0
+
+
+def test_a_model_that_stays_near_keeps_no_far_memory_from_its_start():
+    model, optimizer = toy.build()
+    toy.train(model, optimizer, 1)
+    assert model.far.peak_bytes > 0 == model.far.reserved_bytes
 
 
 def test_fault_cache_hands_out_a_buffer_of_the_wrong_size():

@@ -108,6 +108,13 @@ def run_step(schedule: Schedule, keys: str) -> None:
     schedule.end_step()
 
 
+def test_the_first_moment_of_a_kind():
+    trace = Trace([("inputs", ()), ("param", 0), ("adam", 1), ("adam", 0)])
+    assert [trace.first_of(kind) for kind in ("param", "adam", "grad")] == [1, 2, NEVER]
+    trace.bring_forward(("adam", 0), 2)
+    assert trace.accesses[2:] == (("adam", 0), ("adam", 1)) and trace.first_of("adam") == 2
+
+
 def test_a_step_that_differs_is_traced_anew_and_never_run_on_the_wrong_schedule():
     schedule = Schedule()
     run_step(schedule, "abcba")
