@@ -1,1 +1,4 @@
-"""Files, folders and torch's distributed checkpoints that are complete or absent on a disk. Imports no other package."""
+"""Files, folders and torch's distributed checkpoints that are complete or absent on a disk, and what command lines share.
+
+Imports no other package.
+"""

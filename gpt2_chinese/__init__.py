@@ -20,6 +20,7 @@ _NAMES = {
     "model.config": ("ModelConfig",),
     "model.gpt2": ("GPT2LMHeadModel", "next_token_loss"),
     "model.recomputation": ("recompute",),
+    "model.tiled_loss": ("tile_loss",),
     "vocabulary.vocabulary": ("Vocabulary",),
     "run.optim": ("adamw", "autocast", "clip_gradients", "grad_scaler", "learning_rate", "set_learning_rate",
                   "weight_decay_groups"),

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from durable.closed_pipe import exit_on_closed_pipe
+from durable.command_line import WholeFlagsParser, one_line
+
 LOST_PEER = 3  # exit status of a rank that ends because another rank ended or did not answer
-LONGEST_LINE = 2000  # characters; a path can have 4096, a list of mismatches more
 
 
 class UserError(Exception):
@@ -30,20 +32,18 @@ def fail(message: str) -> NoReturn:
     rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     of_a_launcher = rank.isdecimal() and count.isdecimal() and int(rank) < int(count)
     if not of_a_launcher or int(rank) == 0:
-        line = " ".join(str(message).split())
-        line = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE - 200]} [...] {line[-200:]}"
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"error: {one_line(str(message))}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turns a UserError raised in its block into one line on stderr and exit status 2."""
-    try:
-        yield
-    except UserError as error:
-        fail(str(error))
+    """Turns a UserError raised in its block into one line on stderr and exit status 2; ends quietly on a closed pipe."""
+    with exit_on_closed_pipe():
+        try:
+            yield
+        except UserError as error:
+            fail(str(error))
 
 
 @contextlib.contextmanager
@@ -71,8 +71,8 @@ def notice(line: str) -> None:
         print(line, flush=True)
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """An argparse parser that raises UserError, which exit_on_user_error prints as one line, without the usage."""
+class OneLineParser(WholeFlagsParser):
+    """A parser that raises UserError, which exit_on_user_error prints as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError with this message."""

@@ -1,4 +1,4 @@
-"""Reads files that a user names.
+"""Reads files that a user names, and checks whether output could be written where a user wants it.
 
 Whatever the path leads to, a call ends at once: with a value, or with a UserError of one line.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from gpt2_chinese.errors import UserError
 
+LONGEST_NAME = 240  # bytes; Linux allows 255, and staging files have longer names
 LARGEST_TEXT = 1 << 28  # bytes of a vocabulary or a configuration; a larger file is weights or a corpus
 
 
@@ -87,10 +89,60 @@ def read_json(path: Path, what: str) -> Any:
     return content
 
 
-def display_link(path: Path) -> Path:
-    """Like display, for a path whose links must not be followed."""
-    path, here = Path(os.path.abspath(path)), Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def check_output_folder(folder: Path | str, flag: str = "--output-dir", shown: Path | str | None = None) -> None:
+    """Raises UserError, which names the flag, when nothing could be written below `folder`; leaves nothing behind.
+
+    A folder is made and removed in the deepest one that exists: permissions do not tell it all. /proc lets root write and
+    has no room for a file, and a disk may be read-only or full. `shown` is the path that the user gave, if another one.
+    """
+    what = f"{flag} {folder if shown is None else shown} cannot be written"
+    existing = Path(folder).absolute()
+    try:
+        while True:
+            try:
+                existing.stat()
+                break
+            except FileNotFoundError:
+                if existing.is_symlink():
+                    raise UserError(f"{what}: {existing} is a link to nothing") from None
+                existing = existing.parent
+    except (OSError, ValueError) as error:  # a file among its parents, a circle of links, too long a name
+        raise UserError(f"{what}: {reason(error)}") from None
+    if not existing.is_dir():
+        raise UserError(f"{what}: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{what}: no permission for {existing}")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".tried", dir=existing))
+    except OSError as error:
+        raise UserError(
+            f"{what}: no folder can be made in {existing} ({reason(error)}); give another one"
+        ) from None
+
+
+def check_output_file(file: Path | str, flag: str, in_new_folder: bool = False) -> None:
+    """Raises UserError, which names the flag, when the file could not be written; leaves nothing behind.
+
+    Args:
+        file: the file.
+        flag: the flag that names it.
+        in_new_folder: the program makes the file's folder. If False, the folder must exist.
+    """
+    path = Path(file)
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise UserError(f"{flag} {file} cannot be written: File name too long")
+    try:
+        is_folder, there = os.path.isdir(path), os.path.isdir(path.absolute().parent)
+        os.lstat(path.absolute().parent)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {file} cannot be written: {reason(error)}") from None
+    if is_folder:
+        raise UserError(f"{flag} {file} cannot be written: it is a folder, give a file")
+    if not there and not in_new_folder:
+        raise UserError(f"{flag} {file} cannot be written: give a file in a folder that exists")
+    check_output_folder(path.absolute().parent, flag, shown=file)
 
 
 def display(path: Path) -> Path:

@@ -25,6 +25,7 @@ from typing import Any
 
 from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
 from gpt2_chinese.model.config import ModelConfig
+from gpt2_chinese.model.loss_tiles import read_tiles
 from gpt2_chinese.model.recompute_plan import Plan
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, VocabularyFile
 
@@ -61,11 +62,24 @@ class Settings:
         "auto", "How a vocab.txt is used: gpt2_chinese ([MASK] text [CLS], digits split), uer ([CLS] text [SEP], digits "
         "kept), auto (what its folder records, else gpt2_chinese).", PROFILE_CHOICES,
     )  # fmt: skip
+    documents: str = flag(
+        "cross", "Documents in a batch: cross (windows cut through, attention crosses), mask (the same windows, attention "
+        "and positions end with a document), pack (whole documents packed into windows, masked).", ("cross", "mask", "pack"),
+    )  # fmt: skip
+    mix: str | None = flag(
+        None, "Shares of sources, as news=0.5,wiki=0.3: names of sub-folders or files of --train-data.",
+        shown="the whole corpus",
+    )  # fmt: skip
+    mix_temperature: float | None = flag(
+        None, "In place of --mix: each source's share is as its tokens to the power 1/T.", shown="the whole corpus"
+    )
     seq_len: int | None = flag(None, "Tokens in a sequence.", shown="by config, tiny: 128")
     batch_size: int | None = flag(None, "Sequences in a GLOBAL batch, whatever --nproc.", shown="by config, tiny: 24")
     grad_accum: int = flag(1, "Micro-batches per step, to save memory.")
     recompute: str = flag("none", "What the blocks keep for backward: none (recompute nothing), block (each keeps its "
                           "input), every:K, sqrt, selective (inputs and results of matrix products).")  # fmt: skip
+    loss_tiles: str = flag("none", "Tiles of tokens in which head and loss are computed, so that the logits are never "
+                           "whole: none, auto, or their number.")  # fmt: skip
     lr: float | None = flag(None, "Peak learning rate of AdamW.", shown="by config, tiny: 0.003")
     warmup_steps: int | None = flag(None, "Steps of linear warm-up, before the cosine.", shown="by config, tiny: 50")
     weight_decay: float | None = flag(None, "Weight decay of matrices and embeddings.", shown="by config, tiny: 0.1")
@@ -97,7 +111,8 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig, init=False)
     vocabulary: VocabularyFile = field(default=None, init=False, repr=False)  # type: ignore[assignment]
     vocab_size: int = field(default=0, init=False)
-    train_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens
+    train_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens or data.mix.MixedTokens
+    train_rows: Any = field(default=None, init=False, repr=False)  # a data.rows.Rows
     valid_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens
     resume_from: Path | None = field(default=None, init=False)  # a checkpoint folder to resume, or a FILE of initial weights
     resume_step: int = field(default=0, init=False)  # steps that this checkpoint has done, 0 without a checkpoint
@@ -137,7 +152,8 @@ class Settings:
 
     def about(self) -> list[tuple[str, str]]:
         """(name, value) rows that a chapter adds to the header of a run."""
-        return [] if self.recompute == "none" else [("activations", f"recompute {self.recompute}")]
+        rows = ("activations", "recompute", self.recompute), ("loss", "tiles", self.loss_tiles)
+        return [(name, f"{how} {value}") for name, how, value in rows if value != "none"]
 
     def values(self) -> dict[str, Any]:
         """All flags as resolved, JSON-ready."""
@@ -156,15 +172,22 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (value < math.inf and value >= least):
                 raise UserError(f"{dashed(name)} must be at least {least}, not {value}")
-            if isinstance(value, int) and value > MOST:
-                raise UserError(f"{dashed(name)} {value} is too large: give at most {MOST}")
-        for name in ("lr", "epochs"):
+            most = MOST_SEED if name == "seed" else MOST
+            if isinstance(value, int) and value > most:
+                raise UserError(f"{dashed(name)} {value} is too large: give at most {most}")
+        for name in ("lr", "epochs", "mix_temperature"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{dashed(name)} must be above 0, not {value}: give a finite number")
         for name in self.flags():
             if isinstance(value := getattr(self, name), float) and not math.isfinite(value):
                 raise UserError(f"{dashed(name)} is {value}: give a finite number")
+            if isinstance(value, int) and abs(value) > MOST:
+                raise UserError(f"{dashed(name)} {value} is too large: give at most {MOST}")
+        if self.mix is not None and self.mix_temperature is not None:
+            raise UserError(f"--mix {self.mix} and --mix-temperature {self.mix_temperature}: both set the shares, give one")
+        if self.documents == "pack" and self.seq_len < 2:
+            raise UserError("--documents pack needs --seq-len of at least 2: a document has two marks")
         if self.model.vocab_size not in (None, self.vocab_size):
             raise UserError(
                 f"--vocab {self.vocab} has {self.vocab_size} entries, but --model-config {self.model_config} says "
@@ -180,6 +203,7 @@ class Settings:
                 f"of --model-config {self.model_config}"
             )
         Plan.of(self.recompute, self.model.n_layer)
+        read_tiles(self.loss_tiles)
         if self.batch_size % (self.num_replicas * self.grad_accum):
             who = f"--nproc {self.nproc}" if self.num_replicas == self.nproc else f"{self.num_replicas} replicas"
             raise UserError(
@@ -201,6 +225,11 @@ class Settings:
     def in_step(self) -> bool:
         """True when all ranks take each step together, so that they can agree, once a step, to stop."""
         return True
+
+    @property
+    def frozen(self) -> bool:
+        """True when nearly all weights are frozen, so that backward computes no gradients of weights."""
+        return False
 
     @property
     def reads_codes(self) -> bool:
@@ -241,7 +270,8 @@ _LEAST = {
 }
 
 
-MOST = (1 << 63) - 1  # the largest seed that torch accepts, and more than any run can count
+MOST = (1 << 63) - 1  # more than any run can count
+MOST_SEED = (1 << 32) - 1  # each step multiplies the seed by 1e9, and torch takes seeds of 64 bits: run.run.seed_step
 
 
 def dashed(name: str) -> str:

@@ -60,7 +60,7 @@ def choose_device(settings: Settings, num_gpus: int) -> None:
     if settings.device == "cuda" and num_gpus < local_ranks:
         raise UserError(
             f"--device cuda with --nproc {local_ranks}: this machine has {num_gpus} GPUs that torch can use"
-            + (f": give --nproc {num_gpus} or less" if num_gpus else "")
+            + (f": give --nproc {num_gpus} or less" if num_gpus else "; give --device cpu, or leave --device out")
         )
     if settings.device == "auto":
         settings.device = "cuda" if local_ranks <= num_gpus else "cpu"

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -27,6 +28,7 @@ import torch.distributed as dist
 # Imported before there is a group, it keeps no gloo threads alive after close(); they would abort the process at its end.
 import torch.distributed.nn  # noqa: F401
 
+from durable import closed_pipe
 from gpt2_chinese.distributed import horovod_launcher, stop_signal
 from gpt2_chinese.distributed.devices import choose_deterministic_kernels
 from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
@@ -34,6 +36,8 @@ from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserErro
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
+
+LOOPBACK = "127.0.0.1"  # where the processes of one machine meet
 
 
 def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] = ()) -> Ranks:
@@ -131,7 +135,9 @@ def _end_rank(
     wait for the same rank do so within GRACE_S, so the ranks without a note hang or have ended.
     """
     status = 1
-    if isinstance(error, RunError):
+    if isinstance(error, BrokenPipeError) and closed_pipe.silence():
+        status = closed_pipe.STATUS  # the launcher says one line
+    elif isinstance(error, RunError):
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif getattr(error, "one_line", False):  # of a library, with advice in its message; perhaps not on all ranks
@@ -148,12 +154,13 @@ def _end_rank(
             reports = rank == min(waited)
             if missing:
                 line += f": rank {', '.join(map(str, missing))} did not come, or not within --timeout-s"
-            if reports:
-                _kill(store, missing)
         except Exception as lost:
+            missing = []
             line += f" ({type(lost).__name__} while asking which ranks are missing)"
         if reports:
             print(f"\nerror: {line}", file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):
+                _kill(store, missing)  # after the line: when the launcher sees a killed rank, it ends this one as well
     else:
         print_traceback(kind, error, trace)
     sys.stdout.flush()
@@ -165,6 +172,8 @@ def _report_alone(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, print_traceback: Callable[..., Any]
 ) -> None:
     """Reports the uncaught error of a single process; afterwards Python ends the process with status 1."""
+    if isinstance(error, BrokenPipeError) and closed_pipe.silence():
+        os._exit(closed_pipe.STATUS)  # its output is read by nobody any more, as after `| head`
     if isinstance(error, RunError) or getattr(error, "one_line", False):
         print(f"\nerror: {error}", file=sys.stderr, flush=True)
     else:
@@ -216,7 +225,9 @@ def _torchrun(settings: Settings) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
-    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={settings.nproc}"]
+    # What --standalone means, but by number: where nothing resolves the name localhost, it would give up after minutes.
+    arguments = ["--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:0", f"--rdzv-id={uuid.uuid4()}"]
+    arguments += [f"--local-addr={LOOPBACK}", f"--nproc-per-node={settings.nproc}"]
     arguments.append("--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # stop_signal handles SIGTERM and SIGUSR1
 
     def at_once() -> NoReturn:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from gpt2_chinese.checkpoint.trained_model import load_model, pick_device
 from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
+from gpt2_chinese.files import check_output_file
 from gpt2_chinese.generate.sampling import Sampling
 from gpt2_chinese.generate.writer import Writer, interact, read_prompts, run
 
@@ -66,8 +66,8 @@ def _check(a: argparse.Namespace) -> None:
         raise UserError("--json and --stream both write to the terminal: leave one out, or give --output")
     if a.batch_size < 1:
         raise UserError(f"--batch-size {a.batch_size} is out of range: it must be at least 1")
-    if a.output and (Path(a.output).is_dir() or not Path(a.output).absolute().parent.is_dir()):
-        raise UserError(f"--output {a.output} cannot be written: give a file in a folder that exists")
+    if a.output:
+        check_output_file(a.output, "--output")
 
 
 def load_plain(a: argparse.Namespace) -> tuple[Any, Any]:

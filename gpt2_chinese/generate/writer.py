@@ -54,9 +54,12 @@ class Writer:
 
     def check(self) -> None:
         """Raises UserError for a number out of range."""
-        for flag, value, least in (("--length", self.length, 1), ("--num", self.num, 1), ("--seed", self.seed, 0)):
-            if value < least:
-                raise UserError(f"{flag} {value} is out of range: it must be at least {least}")
+        for flag, value, least, most in (
+            ("--length", self.length, 1, 10**9), ("--num", self.num, 1, 10**6), ("--seed", self.seed, 0, None),
+        ):  # fmt: skip
+            if value < least or (most is not None and value > most):
+                limit = f"at least {least}" + (f" and at most {most}" if most is not None and value > most else "")
+                raise UserError(f"{flag} {value} is out of range: it must be {limit}")
         self.sampling.check()
 
     def texts(

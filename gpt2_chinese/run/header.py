@@ -42,6 +42,7 @@ def print_header(settings: Settings, ranks: Ranks, more: Rows) -> None:
             f"{settings.vocabulary.layout} (profile {settings.vocab_profile}), "
             f"{tokens.characters_per_token:.2f} characters per token",
         ),
+        *_data_rows(settings),
         ("batch", f"{settings.batch_size} sequences of {settings.seq_len} tokens a step = {split}"),
         ("steps", f"{settings.max_steps}, {passes:.1f} passes over the corpus; {schedule}"),
         (
@@ -55,6 +56,25 @@ def print_header(settings: Settings, ranks: Ranks, more: Rows) -> None:
     if tokens.unknown_rate > 0.01:
         print("  warning: over 1 % of the tokens are unknown; cache/make_vocab.sh makes a vocabulary")
     print(flush=True)
+
+
+def _data_rows(settings: Settings) -> Rows:
+    """Rows for documents and sources, where they are not the default."""
+    found: Rows = []
+    mix = settings.train_rows if hasattr(settings.train_rows, "shares") else None
+    if settings.documents == "mask":
+        found.append(("documents", "attention and positions end with a document"))
+    elif settings.documents == "pack":
+        packed = [settings.train_rows] if mix is None else mix.rows
+        cut, whole = (sum(getattr(rows, name) for rows in packed) for name in ("num_cut", "num_documents"))
+        padding = 1 - sum(rows.num_ids for rows in packed) / (sum(map(len, packed)) * settings.seq_len)
+        what = f"{whole:,} in {sum(map(len, packed)):,} windows, {padding:.2%} of them padding; {cut:,} longer than a window"
+        found.append(("documents", f"{what}; attention and positions end with a document"))
+    if mix is not None:
+        passes = mix.epochs(settings.seed, settings.max_steps * settings.batch_size)
+        shares = zip(mix.names, mix.shares, strict=True)
+        found.append(("sources", ", ".join(f"{name} {share:.1%} ({passes[name]:.1f} epochs)" for name, share in shares)))
+    return found
 
 
 def print_rows(rows: Rows) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from gpt2_chinese import __version__
 from gpt2_chinese.locks import try_lock
+from gpt2_chinese.run.flops import Rates
 
 
 class Metrics:
@@ -23,10 +24,12 @@ class Metrics:
 
     Args:
         directory: --output-dir.
+        rates: turns tokens/s into FLOP/s and MFU.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rates: Rates) -> None:
         self.directory, self.path = directory, directory / "metrics.jsonl"
+        self.rates = rates
 
     def take(self) -> bool:
         """Locks metrics.jsonl, as every run does with its file; False when another run holds the lock."""

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from gpt2_chinese.checkpoint.find import PARTS, newest_complete, read_json, read_state
 from gpt2_chinese.checkpoint.sealed_folder import damage
 from gpt2_chinese.checkpoint.trained_model import begin_from, check_initial
-from gpt2_chinese.data.token_cache import load_tokens
+from gpt2_chinese.data.mix import Mix, MixedTokens, load_mix
+from gpt2_chinese.data.rows import Packed, Rows, Windows
+from gpt2_chinese.data.token_cache import Tokens, load_tokens
 from gpt2_chinese.distributed import devices
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error, notice
-from gpt2_chinese.files import display, display_link, kind, reason
+from gpt2_chinese.files import check_output_folder, display, kind
 from gpt2_chinese.locks import is_held
 from gpt2_chinese.model.config import ModelConfig, resolve_model_config
 from gpt2_chinese.settings import MOST, ROOT, Settings, dashed
-from gpt2_chinese.vocabulary.profiles import read_vocabulary
+from gpt2_chinese.vocabulary.profiles import knows_chinese, read_vocabulary
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -37,12 +37,42 @@ def resolve(settings: AnySettings) -> AnySettings:
     When the run is already complete it prints that and exits with status 0.
     """
     with exit_on_user_error():
+        if steps := _steps_of_the_same_command(settings):
+            _say_complete(settings, steps)
         fill_in(settings)
         if _is_complete(settings):
-            notice(f"This run is complete: {settings.max_steps} steps, in {settings.output_dir}")
-            notice(what_next(settings))
-            raise SystemExit(0)
+            _say_complete(settings, settings.max_steps)
     return settings
+
+
+def _say_complete(settings: Settings, steps: int) -> NoReturn:
+    notice(f"This run is complete: {steps} steps, in {settings.output_dir}")
+    notice(what_next(settings))
+    raise SystemExit(0)
+
+
+def _steps_of_the_same_command(settings: Settings) -> int | None:
+    """The number of steps of a run that the same command line has completed in --output-dir; else None, as mostly.
+
+    It saves a second call the seconds in which torch would be loaded: no flag needs a check, all were checked then.
+    """
+    if settings.resume != "auto":
+        return None
+    settings.output_dir = _output_dir(settings)
+    try:
+        then = read_json(settings.output_dir / "config.json")
+        steps = then["max_steps"]
+        same = then["command"] == settings.argv and then["chapter"] == settings.chapter
+        if not same or read_json(settings.output_dir / "final" / "run.json")["step"] != steps:
+            return None
+        state = read_json(settings.output_dir / "checkpoints" / f"step_{steps:06d}" / "state.json")
+        return steps if state["step"] == steps and not damage(settings.output_dir / "final") else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _output_dir(settings: Settings) -> Path:
+    return Path(settings.output_dir) if settings.output_dir else ROOT / "runs" / (settings.chapter or "run")
 
 
 def fill_in(settings: Settings) -> None:
@@ -65,18 +95,19 @@ def fill_in(settings: Settings) -> None:
             setattr(settings, name, getattr(defaults, name))
     if not warmup_given:
         settings.warmup_steps = 0  # decided when the number of steps is known
-    settings.output_dir = Path(settings.output_dir) if settings.output_dir else ROOT / "runs" / (settings.chapter or "run")
+    settings.output_dir = _output_dir(settings)
     settings.vocabulary = read_vocabulary(settings.vocab, settings.vocab_profile)
     settings.vocab_profile, settings.vocab_size = settings.vocabulary.profile, len(settings.vocabulary.entries)
     num_gpus = devices.count_gpus()
     devices.choose_nproc(settings, num_gpus)
     settings.validate()
     devices.choose_device(settings, num_gpus)
+    _check_accelerate(settings)
     _check_output(settings)
     settings.model.vocab_size = settings.vocab_size
     if initial:
         check_initial(initial, settings.model)
-    settings.train_tokens = load_tokens(settings.train_data, settings.vocab, settings.vocab_profile)
+    _load_training(settings)
     settings.valid_tokens = load_tokens(settings.valid_data, settings.vocab, settings.vocab_profile)
     _resolve_steps(settings, steps_given)
     if not warmup_given:
@@ -107,6 +138,27 @@ def _check_launcher() -> None:
             )
 
 
+def _check_accelerate(settings: Settings) -> None:
+    """Raises UserError when Hugging Face's `accelerate launch` was asked for what a chapter does not take from it."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # all its launchers set this variable
+        return
+    for variable, flag in (("FSDP", "use_fsdp"), ("DEEPSPEED", "use_deepspeed"), ("MEGATRON_LM", "use_megatron_lm")):
+        if os.environ.get(f"ACCELERATE_USE_{variable}", "").lower() == "true":
+            raise UserError(f"accelerate launch --{flag}: a chapter shares the model itself; give --multi_gpu instead")
+    asked = os.environ["ACCELERATE_MIXED_PRECISION"]
+    if asked != "no" and asked != settings.precision:
+        raise UserError(
+            f"accelerate launch asks for mixed precision {asked}, which a chapter takes from its own flag: give "
+            "--precision after train.py, and --mixed_precision no before it"
+        )
+    # It sets MASTER_ADDR for more than one process. Without GPUs it needs MPI for that, or starts just this one.
+    if "RANK" not in os.environ and "MASTER_ADDR" in os.environ and not settings.is_given("nproc"):
+        raise UserError(
+            "accelerate launch has started one process, as it does without GPUs and without --multi_gpu: give it "
+            "--multi_gpu, which also works on a CPU (leave out --cpu), or give the chapter --nproc"
+        )
+
+
 def _follow_initial_weights(settings: Settings) -> Path:
     """The weights file of --init-from; sets --model-config and --vocab from its folder unless they are given."""
     if settings.resume not in ("auto", "never"):
@@ -123,30 +175,24 @@ def _follow_initial_weights(settings: Settings) -> Path:
 
 def _check_output(settings: Settings) -> None:
     """Raises UserError when the run cannot write, or another run writes to the same folder."""
-    _check_writable(settings.output_dir)
+    check_output_folder(settings.output_dir)
+    _check_parts(settings.output_dir)
     launched = "RANK" in os.environ or LAUNCHED_VARIABLE in os.environ  # then this run may hold the lock
     if not launched and is_held(settings.output_dir / "metrics.jsonl"):
         raise UserError(in_use(settings.output_dir))
 
 
-def _check_writable(folder: Path) -> None:
-    """Raises UserError when a run could not write below `folder`; creates nothing."""
-    existing = Path(folder).absolute()
-    try:
-        while True:
-            try:
-                existing.stat()
-                break
-            except FileNotFoundError:
-                if existing.is_symlink():
-                    raise UserError(f"--output-dir {folder} cannot be written: {existing} is a link to nothing") from None
-                existing = existing.parent
-    except (OSError, ValueError) as error:  # a file among its parents, a circle of links, too long a name
-        raise UserError(f"--output-dir {folder} cannot be written: {reason(error)}") from None
-    if not existing.is_dir():
-        raise UserError(f"--output-dir {folder} cannot be written: {existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output-dir {folder} cannot be written: no permission for {existing}")
+def _check_parts(folder: Path) -> None:
+    """Raises UserError when something in an existing folder is not what a run writes there, or is not writable."""
+    for name, is_folder in (("metrics.jsonl", False), ("config.json", False), ("checkpoints", True), ("tensorboard", True)):
+        path = folder / name
+        if not path.exists():
+            continue
+        if path.is_dir() != is_folder:
+            raise UserError(f"--output-dir {folder} cannot be written: {path} is no {'folder' if is_folder else 'file'}; "
+                            "give another folder")  # fmt: skip
+        if not os.access(path, os.W_OK):
+            raise UserError(f"--output-dir {folder} cannot be written: no permission for {path}")
 
 
 def in_use(folder: Path) -> str:
@@ -154,9 +200,42 @@ def in_use(folder: Path) -> str:
     return f"--output-dir {folder} is in use by another run: give another one, or wait until that run has ended"
 
 
+def _load_training(settings: Settings) -> None:
+    """Loads the training corpus as ids and as rows, one source or several; tells the model which marks end a document."""
+    vocab = settings.vocab, settings.vocab_profile
+    if settings.mix is None and settings.mix_temperature is None:
+        settings.train_tokens = load_tokens(settings.train_data, *vocab)
+        settings.train_rows = _rows(settings, settings.train_tokens)
+    else:
+        sources, weights = load_mix(settings.train_data, settings.mix, settings.mix_temperature, *vocab)
+        settings.train_tokens = MixedTokens(sources)
+        rows = [_rows(settings, tokens) for tokens in sources.values()]
+        settings.train_rows = Mix(list(sources), rows, weights)
+    if settings.documents != "cross":
+        settings.model.marks = _marks(settings)
+
+
+def _marks(settings: Settings) -> tuple[int, int]:
+    """The ids of the marks around a document. Of an entry on two lines the last one counts, as in Vocabulary."""
+    ids = {token: i for i, token in enumerate(settings.vocabulary.entries)}
+    return ids[settings.vocabulary.begin], ids[settings.vocabulary.end]
+
+
+def _rows(settings: Settings, tokens: Tokens) -> Rows:
+    if settings.documents != "pack":
+        return Windows(tokens.ids, settings.seq_len)
+    begin, end = _marks(settings)
+    if begin == end:  # then no id in a row tells where a document follows the rest of a long one
+        raise UserError(
+            f"--documents pack needs two marks around a document, and {settings.vocab} has one, {settings.vocabulary.end}: "
+            "give --documents mask, or another vocabulary"
+        )
+    return Packed(tokens.ids, settings.seq_len, end)
+
+
 def _resolve_steps(settings: Settings, steps_given: bool) -> None:
     """Sets max_steps by --max-steps or --epochs, whichever ends first."""
-    per_epoch = max(0, len(settings.train_tokens) - 1) // settings.seq_len // settings.batch_size
+    per_epoch = len(settings.train_rows) // settings.batch_size
     if per_epoch < 1:
         raise UserError(
             f"the corpus {settings.train_data} is too small: {len(settings.train_tokens)} tokens do not fill one "
@@ -234,6 +313,9 @@ def _find_checkpoint(settings: Settings) -> Path | None:
         "warmup_steps",
         "weight_decay",
         "clip_grad_norm",
+        "documents",
+        "mix",
+        "mix_temperature",
     ):
         before = state.get("settings", {}).get(name, getattr(settings, name))
         if before != getattr(settings, name):
@@ -251,12 +333,13 @@ def _is_complete(settings: Settings) -> bool:
 
 def what_next(settings: Settings) -> str:
     """The commands to run next, ready to paste."""
-    program = Path(sys.executable).with_name("tensorboard")  # a .venv that is not active is not on the PATH
-    tensorboard = "tensorboard" if shutil.which("tensorboard") else shlex.quote(str(display_link(program)))
+    tensorboard = shlex.quote(str(display(ROOT / "scripts/tensorboard.sh")))  # it finds .venv
     default = settings.output_dir.resolve() == ROOT / "runs" / settings.chapter
     model = "" if default else f" --model {shlex.quote(str(display(settings.output_dir)))}"
     script = display(settings.program.with_name("generate.sh"))
+    english = settings.vocabulary is not None and not knows_chinese(settings.vocabulary.entries)
+    prompt = "'The weather today'" if english else "今天天气"
     return (
-        f"  curves     {tensorboard} --logdir {shlex.quote(str(display(settings.output_dir / 'tensorboard')))}\n"
-        f"  more text  bash {shlex.quote(str(script))}{model} --prompt 今天天气 --num 3"
+        f"  curves     bash {tensorboard} {shlex.quote(str(display(settings.output_dir)))}\n"
+        f"  more text  bash {shlex.quote(str(script))}{model} --prompt {prompt} --num 3"
     )

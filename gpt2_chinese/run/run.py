@@ -32,6 +32,7 @@ from durable.files import write_json
 from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.checkpoint.model_state import load_adamw_moments, load_weights
 from gpt2_chinese.checkpoint.trained_model import load_model
+from gpt2_chinese.data.mix import Mix
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.distributed.socket_bytes import Counts, between, tcp_bytes
@@ -41,13 +42,16 @@ from gpt2_chinese.files import display
 from gpt2_chinese.generate.decoding import generate
 from gpt2_chinese.generate.sampling import Sampling, generator_of
 from gpt2_chinese.progress import Progress
+from gpt2_chinese.run.flops import Rates
 from gpt2_chinese.run.header import Rows, print_header, print_rows
 from gpt2_chinese.run.metrics import Metrics, evaluation_of, peak_bytes, versions
 from gpt2_chinese.run.resolve import in_use, what_next
 from gpt2_chinese.run.saving import Saving
 from gpt2_chinese.settings import Settings
+from gpt2_chinese.vocabulary.profiles import knows_chinese
 
 PROMPTS = ("今天天气", "这家小店", "中国古代")
+ENGLISH_PROMPTS = ("The weather today", "This small shop", "In ancient China")  # of a vocabulary without Chinese characters
 # Steps in a row without a finite loss and gradient, after which a run ends. In fp32 and bf16 the first one has already
 # damaged the weights. fp16 skips such steps and halves its scale: 16 halvings lead from 2**16 to 1.
 PATIENCE, PATIENCE_FP16 = 5, 20
@@ -57,12 +61,18 @@ GO_ON, STOP, HOPELESS = 0, 1, 2  # each rank's vote before a step; the largest w
 Load = Callable[[Path, torch.device], tuple[Any, Any]]  # (a folder, where to) -> (model, vocabulary)
 
 
+def prompts_for(vocabulary: Any) -> tuple[str, ...]:
+    """PROMPTS, or ENGLISH_PROMPTS for a vocabulary that no Chinese text made."""
+    return PROMPTS if knows_chinese(vocabulary.file.entries) else ENGLISH_PROMPTS
+
+
 def continuations(model: Any, vocabulary: Any, seed: int) -> dict[str, str]:
-    """What a model in evaluation mode writes after each of PROMPTS."""
-    prompts = [vocabulary.encode_prompt(prompt) for prompt in PROMPTS]
+    """What a model in evaluation mode writes after each prompt of prompts_for."""
+    texts = prompts_for(vocabulary)
+    prompts = [vocabulary.encode_prompt(prompt) for prompt in texts]
     generators = [generator_of(seed, i, 0) for i in range(len(prompts))]
     rows = generate(model, prompts, 60, Sampling(temperature=0.8, top_k=40), generators, vocabulary.end_id)
-    return dict(zip(PROMPTS, map(vocabulary.decode, rows), strict=True))
+    return dict(zip(texts, map(vocabulary.decode, rows), strict=True))
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -89,7 +99,7 @@ class Run:
     ) -> None:
         self.settings, self.ranks = settings, ranks
         self.directory = Path(settings.output_dir)
-        self._metrics, self._saving = Metrics(self.directory), Saving(settings, ranks)
+        self._metrics, self._saving = Metrics(self.directory, Rates.of(settings, ranks)), Saving(settings, ranks)
         self.resume_from = settings.resume_from
         self.first_step = first_step or settings.resume_step + 1
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
@@ -143,6 +153,7 @@ class Run:
             self.directory / "config.json",
             {
                 "chapter": settings.chapter,
+                "command": settings.argv,
                 **settings.values(),
                 "model": settings.model.to_dict(),
                 "vocab_size": settings.vocab_size,
@@ -265,7 +276,9 @@ class Run:
             "tokens": step * tokens,
             "tokens_per_s": batch_share * tokens / seconds,
             "step_s": seconds,
+            **self._metrics.rates.at(batch_share * tokens / seconds),
             "peak_bytes": peak_bytes(self.ranks.device),
+            **self._epochs(step),
             **self._step_traffic(),
             **{name: float(value) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
         }
@@ -276,6 +289,14 @@ class Run:
             self._progress.write(f"warning: the loss of step {step} is {self._row['loss']}: a smaller --lr may help")
         if not self.evaluate_now(step):
             self._flush_row()
+
+    def _epochs(self, step: int) -> dict[str, float]:
+        """How often the run has gone through each source so far, by epochs/NAME; empty for one source."""
+        mix, settings = self.settings.train_rows, self.settings
+        if not isinstance(mix, Mix):
+            return {}
+        found = mix.epochs(settings.seed, step * settings.batch_size)
+        return {f"epochs/{name}": round(passes, 6) for name, passes in found.items()}
 
     def _step_traffic(self) -> dict[str, int]:
         """Bytes that rank 0 sent and received since the last row, as the kernel counts them; empty without such counts.

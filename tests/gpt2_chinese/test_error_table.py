@@ -69,7 +69,7 @@ WRONG_FILES: dict[str, tuple[bytes | str | Callable[[Path], object], str, str]] 
     "comments inside": ('["今", // one\n"天"]', "train-data", r"x: item 2 is no string: '// one.*'; JSON has no comments"),
     "JSON lines": ('{"text": "今"}\n{"text": "天"}\n', "train-data", r"x is not a JSON array of strings: .*; convert it"),
     "strings as lines": ('"今"\n"天"\n', "train-data", r"x is not a JSON array of strings: .*; convert it firs"),
-    "objects in an array": ('[{"text": "今"}]', "train-data", r"x: item 1 is no string: .*; convert it first with `python"),
+    "objects in an array": ('[{"text": "今"}]', "train-data", r"x: item 1 is no string: .*; convert it first with `bash"),
     "nested arrays": ('[["今"], ["天"]]', "train-data", r"x: item 1 is no string: .* every item is one paragraph in quotat"),
     "deep nesting": ("[" * 200_000, "train-data", r"x: item 1 is no string: .* every item is one paragraph in quotation ma"),
     "a number": ("[1e999]", "train-data", r"x: item 1 is no string: '1e999\]'; every item is one paragraph"),
@@ -153,7 +153,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "infinite lr": (["--lr", "1e999"], {}, r"--lr must be above 0, not inf: give a finite number"),
     "infinite decay": (["--weight-decay", "inf"], {}, r"--weight-decay must be at least 0, not inf"),
     "epochs of too many steps to count": (["--epochs", "1e308"], {}, r"--epochs 1e\+308 is too large"),
-    "timeout of 20 digits": (["--timeout-s", "9" * 20], {}, r"--timeout-s must be at least 1 and at most 10000000"),
+    "timeout of 20 digits": (["--timeout-s", "9" * 20], {}, r"--timeout-s 9{20} is too large: give at most"),
     "an infinite flag of a chapter": (["--slow-worker-s", "inf"], {}, r"--slow-worker-s is inf: give a finite number"),
     "empty name": (["--train-data", ""], {}, r"--train-data is empty: give a value, or leave the flag out"),
     "a blank": (["--vocab", " "], {}, r"--vocab is empty: give a value"),
@@ -175,6 +175,13 @@ WRONG_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "RANK alone": ([], {"RANK": "1"}, r"has RANK without WORLD_SIZE: unset RANK, or use a launcher that sets both"),
     "RANK too high": ([], {"RANK": "2", "WORLD_SIZE": "2"}, r"has RANK=2, which must be below WORLD_SIZE=2: unset both"),
     "LOCAL_RANK is a word": ([], {"LOCAL_RANK": "gpu0"}, r"has LOCAL_RANK='gpu0', .*: unset LOCAL_RANK"),
+    "precision of accelerate": (
+        [], {"ACCELERATE_MIXED_PRECISION": "bf16"}, r"accelerate launch asks for mixed precision bf16, .* give --precision"),
+    "FSDP of accelerate": (
+        [], {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}, r"launch --use_fsdp: .* give --multi_gpu"),
+    "one process of accelerate": (
+        [], {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
+        r"has started one process, .* the chapter --nproc"),
     "cache in a file": ([], {"GPT2_CHINESE_CACHE": "/dev/null"}, r"no writable folder for the token cache: set GPT2_CHINES"),
 }  # fmt: skip
 

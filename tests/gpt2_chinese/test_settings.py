@@ -17,8 +17,8 @@ from tests.limits import HANGS_S
 
 PROGRAM = str(ROOT / "chapters" / "00_single" / "train.py")
 CONTRACT = [
-    *("nproc", "model-config", "train-data", "valid-data", "vocab", "vocab-profile", "seq-len", "batch-size", "grad-accum"),
-    "recompute",
+    *("nproc", "model-config", "train-data", "valid-data", "vocab", "vocab-profile", "documents", "mix"),
+    *("mix-temperature", "seq-len", "batch-size", "grad-accum", "recompute", "loss-tiles"),
     *("lr", "warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every"),
     *("save-every", "keep", "log-every", "output-dir", "init-from", "resume", "seed", "device"),
     "deterministic",
@@ -126,6 +126,19 @@ BAD = {
     "config missing": (["--model-config", "tinny"], "--model-config tinny: no such file, and not one of the presets"),
     "config no json": (["--model-config", "{t}/text.json"], "cannot read the model configuration {t}/text.json"),
     "config wrong": (["--model-config", "{t}/heads.json"], "n_embd 100 is not divisible by n_head 3"),
+    "documents unknown": (["--documents", "cut"], "--documents: invalid choice: 'cut'"),
+    "packed windows of one id": (["--documents", "pack", "--seq-len", "1"], "--documents pack needs --seq-len of at least"),
+    "packed documents with one mark": (
+        ["--documents", "pack", "--vocab", "{t}/one_mark.json", "--model-config", "{t}/any_vocabulary.json"],
+        "--documents pack needs two marks around a document, and {t}/one_mark.json has one, <|endoftext|>: give --documents",
+    ),
+    "mix of a file": (["--mix", "a=1", "--train-data", "{t}/short.json"], "--mix needs several sources, and --train-data"),
+    "mix unknown": (["--mix", "news=1,songs=2"], "has no source songs; it has comments, news, webtext, wiki"),
+    "mix of weight 0": (["--mix", "news=0"], "--mix news=0: the weight of news must be above 0"),
+    "mix of two kinds": (["--mix", "news=1", "--mix-temperature", "2"], "both set the shares, give one"),
+    "mix too cold": (["--mix-temperature", "0"], "--mix-temperature must be above 0, not 0.0"),
+    "mix of a rare source": (["--mix", "news=1,wiki=1e-9"], "the source wiki has a share of 1e-09, below 1 of 10000"),
+    "mix too small": (["--mix", "a=1,b=1", "--train-data", "{t}/sources"], "the source a is too small: its tokens do not"),
     "batch indivisible": (
         ["--nproc", "5", "--grad-accum", "2"],
         "--batch-size 24 is not divisible by --nproc 5 times --grad-accum 2 = 10",
@@ -149,7 +162,13 @@ def files(tmp_path: Path) -> Path:
     write(tmp_path / "number.json", ["一", "二", 17, "四"])
     write(tmp_path / "short.json", ["一二"])
     write(tmp_path / "text.json", "not JSON")
+    (tmp_path / "sources").mkdir()
+    for name in ("a", "b"):
+        write(tmp_path / f"sources/{name}.json", ["一二"])
+    own = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1}, "merges": []}
+    write(tmp_path / "one_mark.json", {"version": "1.0", "added_tokens": [], "model": own})
     write(tmp_path / "config.json", {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 21128})
+    write(tmp_path / "any_vocabulary.json", {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 128})
     write(tmp_path / "heads.json", {"n_layer": 2, "n_embd": 100, "n_head": 3, "n_positions": 64})
     model = {"n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": 3980}
     import torch

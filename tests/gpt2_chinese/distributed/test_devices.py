@@ -72,7 +72,8 @@ def test_a_number_that_is_given_stays(on, capsys, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("num_gpus, line", [
-    (0, "--device cuda with --nproc 2: this machine has 0 GPUs that torch can use"),
+    (0, "--device cuda with --nproc 2: this machine has 0 GPUs that torch can use; "
+        "give --device cpu, or leave --device out"),
     (1, "--device cuda with --nproc 2: this machine has 1 GPUs that torch can use: give --nproc 1 or less"),
 ])  # fmt: skip
 def test_more_processes_than_gpus_are_one_line(on, capsys, num_gpus: int, line: str) -> None:
