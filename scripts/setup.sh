@@ -12,7 +12,7 @@ REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 _setup() {
     local extras="" candidate found=""
     # A file sourced without arguments gets its caller's, so only known names are taken as extras.
-    case "${1-}" in dev | docs | horovod | peft | dev,docs | docs,dev | dev,docs,horovod,peft) extras="$1" ;; esac
+    case "${1-}" in dev | docs | horovod | parquet | peft | dev,docs | docs,dev | dev,docs,horovod,parquet,peft) extras="$1" ;; esac
     for candidate in ${PYTHON:+"$PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11 \
         "$REPO/.venv/bin/python"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null 2>/dev/null; then

@@ -169,7 +169,7 @@ def start_empty_venv() -> None:
         if not MINE.exists():
             raise SetupError(
                 f"{VENV} was not made by this script: activate it and run "
-                "pip install -e '.[dev,docs,horovod,peft]', or remove it"
+                "pip install -e '.[dev,docs,horovod,parquet,peft]', or remove it"
             )
         say(f"setup: {VENV} is half-made or broken; starting anew")
         shutil.rmtree(VENV)

@@ -1,7 +1,7 @@
 """Exercise 00: the parts of a training step. Three functions, about 15 lines in all.
 
-    pytest tests/exercises -k 00                  # all of it
-    pytest tests/exercises -k "00 and loss"       # one function: loss, rate, accumulate
+    bash chapters/00_single/exercise.sh           # all of it
+    bash chapters/00_single/exercise.sh -k loss   # one function: loss, rate, accumulate
 
 The grader compares your results with small cases worked out by hand, and the loss of fp16 logits with its exact value.
 It also compares the gradients of 3 micro-batches with those of the whole batch.

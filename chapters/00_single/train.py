@@ -18,7 +18,7 @@ import torch
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel, recompute,
+    GPT2LMHeadModel, recompute, tile_loss,
     adamw, grad_scaler,
     autocast,
     clip_gradients, adamw_moments, weights_of,
@@ -35,6 +35,7 @@ train, valid = Batches.of(settings, ranks)
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
 recompute(model, settings.recompute)  # what backward computes again, to save memory
+tile_loss(model, settings.loss_tiles)  # head and loss by tiles of tokens, to save memory
 
 # -- the technique: none -----------------------------------------------------------------------------------------------
 
@@ -52,7 +53,7 @@ for step in run.steps():
     loss = torch.zeros((), device=ranks.device)
     for inputs, targets in train.micro_batches(step):
         with autocast(ranks.device, settings.precision):
-            micro_loss = model(inputs, targets) / settings.grad_accum
+            micro_loss = model(inputs, targets) * train.weight(step, targets) / settings.grad_accum
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 

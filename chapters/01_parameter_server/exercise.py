@@ -1,7 +1,7 @@
 """Exercise 01: a parameter server. Three functions, about 25 lines in all.
 
-    pytest tests/exercises -k 01                  # all of it
-    pytest tests/exercises -k "01 and mean"       # one function: mean, wait, step
+    bash chapters/01_parameter_server/exercise.sh           # all of it
+    bash chapters/01_parameter_server/exercise.sh -k mean   # one function: mean, wait, step
 
 The grader compares means and waits with cases worked out by hand. Then it starts 2 and 3 real processes with different
 gradients. The weights of each must equal those of one process that stepped with the mean gradient.

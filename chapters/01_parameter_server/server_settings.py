@@ -43,6 +43,8 @@ class Settings(ParallelSettings):
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() and self.device != "cpu" else 0
         if self.recompute != "none":
             raise UserError("--recompute needs --backend own: nn.DataParallel's threads would share one list of segments")
+        if self.documents == "pack":
+            raise UserError("--documents pack needs --backend own: nn.DataParallel averages its replicas' means")
         if self.mode == "async":
             raise UserError("--mode async needs --backend own: nn.DataParallel is synchronous")
         if num_gpus < max(2, self.nproc):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import check_output_file
 from gpt2_chinese.settings import ParallelSettings, flag
+
+MOST_MB = 1 << 20  # 1 TiB; torch counts bytes in 64 bits
 
 
 @dataclass
@@ -21,5 +24,9 @@ class Settings(ParallelSettings):
         super().validate()
         if not 0 < self.bucket_mb < float("inf"):
             raise UserError(f"--bucket-mb must be above 0, not {self.bucket_mb}")
+        if self.bucket_mb > MOST_MB:
+            raise UserError(f"--bucket-mb {self.bucket_mb} is too large: give at most {MOST_MB}")
+        if self.timeline is not None:
+            check_output_file(self.timeline, "--timeline", in_new_folder=True)
         if self.backend == "torch" and self.variant != "bucket":
             raise UserError(f"--variant {self.variant} needs --backend own: torch's DistributedDataParallel has buckets")

@@ -1,7 +1,7 @@
 """Exercise 02: the ring all-reduce, and the buckets that it carries. Two functions, about 30 lines in all.
 
-    pytest tests/exercises -k 02                  # all of it
-    pytest tests/exercises -k "02 and ring"       # one function: buckets, ring
+    bash chapters/02_ddp/exercise.sh           # all of it
+    bash chapters/02_ddp/exercise.sh -k ring   # one function: buckets, ring
 
 The grader runs the ring on 1, 2, 3 and 4 real processes, with lengths that are not divisible by their number. It compares
 the sums, requires the same bits on all ranks, and checks the number of bytes that each rank returns. It stops a ring that

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Turn(NamedTuple):
+    """One turn of the ring, in which every rank sends one chunk to the next rank.
+
+    Attributes:
+        phase: "reduce-scatter", where the receiver adds the chunk to its own, or "all-gather", where it copies it.
+        sends: for each rank, the number of the chunk that it sends. It receives chunk sends[rank - 1].
+    """
+
+    phase: str
+    sends: tuple[int, ...]
+
+
+def ring_turns(num_ranks: int) -> list[Turn]:
+    """The 2 (p - 1) turns of a ring of p ranks: the executor below runs this table, and the site draws it."""
+    p = num_ranks
+    adds = [Turn("reduce-scatter", tuple((rank - turn) % p for rank in range(p))) for turn in range(p - 1)]
+    copies = [Turn("all-gather", tuple((rank + 1 - turn) % p for rank in range(p))) for turn in range(p - 1)]
+    return adds + copies
 
 
 def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
@@ -40,14 +60,13 @@ def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
-    for turn in range(num_ranks - 1):  # reduce-scatter
-        send, add = chunks[(rank - turn) % num_ranks], chunks[(rank - turn - 1) % num_ranks]
-        pass_on(send, received[: len(add)])
-        add += received[: len(add)]
-        sent_bytes += send.nbytes
-    for turn in range(num_ranks - 1):  # all-gather
-        send, receive = chunks[(rank + 1 - turn) % num_ranks], chunks[(rank - turn) % num_ranks]
-        pass_on(send, receive)
+    for phase, sends in ring_turns(num_ranks):
+        send, receive = chunks[sends[rank]], chunks[sends[before]]
+        if phase == "reduce-scatter":
+            pass_on(send, received[: len(receive)])
+            receive += received[: len(receive)]
+        else:
+            pass_on(send, receive)
         sent_bytes += send.nbytes
     return sent_bytes
 

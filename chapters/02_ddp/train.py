@@ -20,7 +20,7 @@ from ddp import replicate
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel, recompute,
+    GPT2LMHeadModel, recompute, tile_loss,
     adamw, grad_scaler,
     autocast,
     clip_gradients, adamw_moments, weights_of,
@@ -37,6 +37,7 @@ train, valid = Batches.of(settings, ranks)
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
 recompute(model, settings.recompute)  # what backward computes again, to save memory
+tile_loss(model, settings.loss_tiles)  # head and loss by tiles of tokens, to save memory
 
 # -- the technique: the same weights on every rank, gradients averaged over all of them --------------------------------
 replica = replicate(model, ranks.group, settings)
@@ -56,7 +57,7 @@ for step in run.steps():
     for number, (inputs, targets) in enumerate(train.micro_batches(step), start=1):
         with replica.no_sync(number < settings.grad_accum):  # reduce once a step, in the last micro-batch
             with autocast(ranks.device, settings.precision):
-                micro_loss = replica(inputs, targets) / settings.grad_accum
+                micro_loss = replica(inputs, targets) * train.weight(step, targets) / settings.grad_accum
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 

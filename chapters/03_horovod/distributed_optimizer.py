@@ -30,6 +30,7 @@ from gpt2_chinese.distributed.horovod_ranks import HorovodRanks
 from gpt2_chinese.evaluate.loss import evaluate_model
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 from gpt2_chinese.model.recomputation import recompute
+from gpt2_chinese.model.tiled_loss import tile_loss
 from gpt2_chinese.run.optim import adamw, autocast, clip_gradients, learning_rate, set_learning_rate
 from gpt2_chinese.run.run import Run
 
@@ -78,6 +79,7 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
     torch.manual_seed(settings.seed)
     model = GPT2LMHeadModel(settings.model).to(ranks.device)
     recompute(model, settings.recompute)
+    tile_loss(model, settings.loss_tiles)
     optimizer = distribute(adamw(model, settings), model, settings)
     moments = {}
     if settings.resume_from:
@@ -102,7 +104,7 @@ def train_elastically(settings: Settings, ranks: HorovodRanks) -> None:
             loss = torch.zeros((), device=ranks.device)
             for inputs, targets in train.micro_batches(step):
                 with autocast(ranks.device, settings.precision):
-                    micro_loss = model(inputs, targets) / settings.grad_accum
+                    micro_loss = model(inputs, targets) * train.weight(step, targets) / settings.grad_accum
                 micro_loss.backward()
                 loss += micro_loss.detach()
             optimizer.synchronize()

@@ -1,7 +1,7 @@
 """Exercise 03: a step with an optimizer that averages gradients over the ranks. Two functions, about 20 lines in all.
 
-    pytest tests/exercises -k 03                  # all of it
-    pytest tests/exercises -k "03 and step"       # one function: broadcast, step
+    bash chapters/03_horovod/exercise.sh           # all of it
+    bash chapters/03_horovod/exercise.sh -k step   # one function: broadcast, step
 
 You need not build Horovod: the grader uses a small version of 80 lines (tests/exercises/small_horovod.py) with the same
 calls and the same traps, on real processes. The grader compares the weights with those of one process on the whole batch,

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from gpt2_chinese.distributed.horovod_launcher import adopt_ranks, discovery_flags
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import check_output_file
 from gpt2_chinese.settings import ParallelSettings, flag
 
+MOST_MB = 1 << 20  # 1 TiB; Horovod counts bytes in 64 bits
 DISCOVER = Path(__file__).with_name("discover_hosts.sh")
 
 
@@ -26,8 +28,10 @@ class Settings(ParallelSettings):
         super().validate()
         if self.fusion_mb < 0:
             raise UserError(f"--fusion-mb must be at least 0, not {self.fusion_mb}")
-        if self.timeline is not None and not os.access(Path(self.timeline).absolute().parent, os.W_OK):
-            raise UserError(f"--timeline {self.timeline} cannot be written: its folder must exist and be writable")
+        if self.fusion_mb > MOST_MB:
+            raise UserError(f"--fusion-mb {self.fusion_mb} is too large: give at most {MOST_MB}")
+        if self.timeline is not None:
+            check_output_file(self.timeline, "--timeline")
         if self.adasum and not _built_with_mpi():
             raise UserError("--adasum needs a Horovod built with MPI: install Open MPI, then run scripts/build_horovod.sh")
         if not self.elastic:

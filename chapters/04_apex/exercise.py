@@ -1,7 +1,7 @@
 """Exercise 04: dynamic loss scaling, and the order of a step that uses it. About 25 lines in all.
 
-    pytest tests/exercises -k 04                  # all of it
-    pytest tests/exercises -k "04 and overflow"   # one idea: scale, overflow, grow, order
+    bash chapters/04_apex/exercise.sh               # all of it
+    bash chapters/04_apex/exercise.sh -k overflow   # one idea: scale, overflow, grow, order
 
 The grader gives your scaler overflows and checks scale, weights and AdamW's state. On 2 real processes only one rank
 overflows, and both must skip. The grader checks the order by the resulting weights.

@@ -1,7 +1,7 @@
 """Exercise 05: the order of work of a pipeline rank, and a linear layer split over ranks. About 35 lines in all.
 
-    pytest tests/exercises -k 05                  # all of it
-    pytest tests/exercises -k "05 and pipeline"   # one half: pipeline, tensor
+    bash chapters/05_model_parallel/exercise.sh               # all of it
+    bash chapters/05_model_parallel/exercise.sh -k pipeline   # one half: pipeline, tensor
 
 The grader simulates your orders on all ranks: no deadlock, a bubble of (p - 1) / (m + p - 1), and at most p - r
 micro-batches alive on rank r. It runs your layers on 2 and 4 real processes. Their output, the gradient of the input and
@@ -56,7 +56,7 @@ class SumOfAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """(B, T, C), a summand on each rank -> the sum, the same on all ranks. Do not change x."""
+        """(B, T, C), a partial sum on each rank -> the sum, the same on all ranks. Do not change x."""
         raise NotImplementedError("SumOfAll.forward is yours to write: one collective, on a copy")
 
     @staticmethod

@@ -11,7 +11,6 @@ Every rank makes the same initial weights from the seed and keeps its part, so n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import pictures
 import torch
 import torch.distributed as dist
 from mesh import Mesh
-from pipeline import Batch, Worker, cut_into_stages
+from pipeline import Worker, cut_into_stages
 from places import place_of
 from schedules import bubble_formula
 from tensor import TensorGroup
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
-from gpt2_chinese.data.batches import IGNORED
+from gpt2_chinese.data.batches import IGNORED, Batches
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.model.gpt2 import next_token_loss
 from gpt2_chinese.run.optim import autocast
@@ -77,7 +76,7 @@ class ModelParallel:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def train(self, step: int, micros: Iterable[Batch], scaler: torch.amp.GradScaler) -> Tensor:
+    def train(self, step: int, batches: Batches, scaler: torch.amp.GradScaler) -> Tensor:
         """Runs forward and backward of a step; returns the mean loss of this replica's micro-batches, on all its ranks.
 
         Afterwards every gradient is that of the global batch.
@@ -86,7 +85,8 @@ class ModelParallel:
         self.tensor.sent.clear()
         self.worker.sent_bytes = 0
         scaler.scale(torch.ones((), device=self.mesh.ranks.device))  # starts it also on ranks without a loss
-        loss = self.worker.train(micros, scaler.scale, self.precision)
+        weight = partial(batches.weight, step)
+        loss = self.worker.train(batches.micro_batches(step), scaler.scale, self.precision, weight)
         self.sent = {**self.tensor.sent, "pipeline": self.worker.sent_bytes}
         self.timeline.end_step()
         self._sum_gradients()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import check_output_file
 from gpt2_chinese.settings import ParallelSettings, flag
 
 
@@ -47,6 +48,8 @@ class Settings(ParallelSettings):
         if self.virtual_stages is None:
             self.virtual_stages = 2 if self.schedule == "interleaved" else 1
         super().validate()
+        if self.loss_tiles != "none":
+            raise UserError(f"--loss-tiles {self.loss_tiles} is not for this chapter: --tp shares the logits among ranks")
         if self.schedule == "interleaved":
             _divides("--pp", self.pp, "interleaved: --grad-accum", self.grad_accum)
         elif self.virtual_stages > 1:
@@ -65,6 +68,8 @@ class Settings(ParallelSettings):
             _divides("--tp", self.tp, "--sequence-parallel: --seq-len", self.seq_len)
         if self.backend == "torch" and self.timeline:
             raise UserError("--timeline needs --backend own: torch's schedules do not report when they compute")
+        if self.timeline is not None:
+            check_output_file(self.timeline, "--timeline", in_new_folder=True)
         if self.backend == "torch" and self.schedule == "naive" and self.pp > 1:
             raise UserError("--schedule naive needs --backend own: torch.distributed.pipelining has the other three")
 

@@ -18,6 +18,8 @@ from pictures import Timeline
 from schedules import Transfer, Work
 from torch import Tensor, nn
 
+from gpt2_chinese.model.documents import document_mask
+
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (b, T) int64
 
 
@@ -34,13 +36,17 @@ class Stage:
     def __init__(self, model: nn.Module, layers: range, is_first: bool, is_last: bool) -> None:
         self.model, self.layers, self.is_first, self.is_last = model, layers, is_first, is_last
 
-    def __call__(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(b, T) int64 or (b, T, C) -> (b, T, C); the last stage returns the loss, or logits if there are no targets."""
+    def __call__(self, x: Tensor, targets: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        """(b, T) int64 or (b, T, C) -> (b, T, C); the last stage returns the loss, or logits if there are no targets.
+
+        ids (b, T) are the first stage's input. Every stage has them, so each makes the mask of the documents itself.
+        """
         body = self.model.transformer
+        mask = None if ids is None else document_mask(ids, body.marks)
         if self.is_first:
             x = body.embed(x)
         for number in self.layers:
-            x = body.h[str(number)](x)
+            x = body.h[str(number)](x, mask=mask)
         if not self.is_last:
             return x
         logits = self.model.lm_head(body.ln_f(x))
@@ -117,13 +123,15 @@ class Worker:
             self._programs[key] = schedules.with_transfers(order)[self.rank]
         return self._programs[key]
 
-    def train(self, micros: Iterable[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Tensor:
+    def train(self, micros: Iterable[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any],
+              weight: Callable[[Tensor], Any] = lambda _: 1.0) -> Tensor:
         """Runs forward and backward of all micro-batches; gradients add up in the parameters.
 
         Args:
             micros: the micro-batches, the same on all ranks of the pipeline.
             scale: applied to the loss before backward: the loss scale of fp16.
             precision: makes the context of each forward: autocast.
+            weight: of a micro-batch with these targets, in the mean.
 
         Returns:
             the mean loss of the micro-batches on the rank of the last stage, 0 elsewhere; a float32 scalar.
@@ -134,9 +142,9 @@ class Worker:
         def forward(work: Work, x: Tensor) -> Tensor:
             stage = self.stages[work.stage]
             with precision():
-                y = stage(x, batches[work.micro][1])
+                y = stage(x, batches[work.micro][1], batches[work.micro][0])
             if stage.is_last:
-                y = y / len(batches)
+                y = y * weight(batches[work.micro][1]) / len(batches)
                 total.add_(y.detach())
                 y = scale(y)
             return y
@@ -152,7 +160,7 @@ class Worker:
         def forward(work: Work, x: Tensor) -> Tensor:
             stage = self.stages[work.stage]
             with precision():
-                y = stage(x)
+                y = stage(x, ids=batch[0])
             if stage.is_last:
                 found.append(last(y))
             return y

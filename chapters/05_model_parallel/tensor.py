@@ -69,7 +69,7 @@ class TensorGroup:
         return torch.cat(parts, dim=1)
 
     def scatter(self, x: Tensor, name: str) -> Tensor:
-        """(B, T, ...), a summand on each rank -> (B, T/t, ...), the sum."""
+        """(B, T, ...), a partial sum on each rank -> (B, T/t, ...), the sum."""
         parts = torch.stack(x.chunk(self.num_ranks, dim=1))
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=self.group)
@@ -178,8 +178,8 @@ class SequenceParallelPositions(nn.Module):
         self.weight, self.ranks = embedding.weight, ranks
 
     def forward(self, positions: Tensor) -> Tensor:
-        """(T,) int64 -> (T/t, C)"""
-        return F.embedding(positions.chunk(self.ranks.num_ranks)[self.ranks.rank], self.weight)
+        """(T,) or (B, T) int64 -> (T/t, C) or (B, T/t, C)"""
+        return F.embedding(positions.chunk(self.ranks.num_ranks, dim=-1)[self.ranks.rank], self.weight)
 
 
 def _cut(tensor: Tensor, dim: int, ranks: TensorGroup, num_blocks: int = 1) -> nn.Parameter:

@@ -18,10 +18,10 @@ class StageModule(nn.Module):
         super().__init__()
         self.stage, self.precision = stage, precision
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, T) int64 or (b, T, C) -> (b, T, C), on the last stage logits (b, T, V), float32."""
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """(b, T) int64 or (b, T, C) -> (b, T, C), on the last stage logits (b, T, V), float32; ids as in Stage."""
         with self.precision():
-            return self.stage(x).float()
+            return self.stage(x, ids=ids).float()
 
 
 class TorchWorker(Worker):
@@ -29,18 +29,24 @@ class TorchWorker(Worker):
 
     torch_schedule: Any = None
     """Made at the first call of train, because torch needs the shapes of a micro-batch."""
+    weight: Callable[[Tensor], Any] = staticmethod(lambda _: 1.0)
+    """Of the present step; the schedule's loss reads it."""
 
-    def train(self, micros: Iterable[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Tensor:
+    def train(self, micros: Iterable[Batch], scale: Callable[[Tensor], Tensor], precision: Callable[[], Any],
+              weight: Callable[[Tensor], Any] = lambda _: 1.0) -> Tensor:
         """As in Worker. torch's schedule takes the whole batch and splits it into the same micro-batches."""
         batches = list(micros)
         inputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        self.weight = weight
         if self.torch_schedule is None:
             self.torch_schedule = self._make_schedule(batches, scale, precision)
         losses: list[Tensor] = []
         for_first_stage = [inputs] if 0 in self.stages else []
         is_last = any(stage.is_last for stage in self.stages.values())
         for_last_stage = {"target": targets, "losses": losses} if is_last else {}
-        self.torch_schedule.step(*for_first_stage, **for_last_stage, return_outputs=False)
+        marked = next(iter(self.stages.values())).model.transformer.marks is not None
+        for_all_stages = {"ids": inputs} if marked else {}  # torch cuts them into the same micro-batches
+        self.torch_schedule.step(*for_first_stage, **for_all_stages, **for_last_stage, return_outputs=False)
         if not losses:
             return torch.zeros((), device=inputs.device)
         # scale() multiplied each loss by the loss scale: scale(1) is that factor, and the logged loss is without it
@@ -61,7 +67,7 @@ class TorchWorker(Worker):
             ))  # fmt: skip
 
         def loss(y: Tensor, target: Tensor) -> Tensor:
-            return scale(model.loss(y, target) / len(batches))
+            return scale(model.loss(y, target) * self.weight(target) / len(batches))
 
         # scale_grads=False: loss() already divides by the number of micro-batches
         if self.schedule == "interleaved":

@@ -51,7 +51,7 @@ for step in run.steps():
     set_learning_rate(optimizer, lr)
     optimizer.zero_grad()
 
-    loss = parallel.train(step, train.micro_batches(step), scaler)  # forward and backward in the schedule's order
+    loss = parallel.train(step, train, scaler)  # forward and backward in the schedule's order
 
     scaler.unscale_(optimizer)
     grad_norm = parallel.clip_gradients(settings.clip_grad_norm)

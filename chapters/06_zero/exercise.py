@@ -1,7 +1,7 @@
 """Exercise 06: ZeRO stage 1. Which rank owns which elements, and a step in which each rank updates a p-th. About 35 lines.
 
-    pytest tests/exercises -k 06                  # all of it
-    pytest tests/exercises -k "06 and pieces"     # one half: pieces, step
+    bash chapters/06_zero/exercise.sh             # all of it
+    bash chapters/06_zero/exercise.sh -k pieces   # one half: pieces, step
 
 The grader compares the pieces with known answers and checks that they cover every element once. It runs five AdamW steps on
 2 and 3 real processes. Weights must match one process on the whole batch and have the same bits on all ranks. No rank may

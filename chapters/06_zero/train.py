@@ -21,7 +21,7 @@ from zero import shard
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel,
+    GPT2LMHeadModel, tile_loss,
 )  # fmt: skip
 
 # -- launch ------------------------------------------------------------------------------------------------------------
@@ -34,6 +34,7 @@ train, valid = Batches.of(settings, ranks)
 # -- model: the seed decides the weights -------------------------------------------------------------------------------
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model).to(ranks.device)
+tile_loss(model, settings.loss_tiles)  # head and loss by tiles of tokens, to save memory
 
 # -- the technique: each rank keeps a share of masters and moments and, by stage, of gradients and weights -------------
 sharded, scaler = shard(model, ranks, settings)
@@ -51,7 +52,7 @@ for step in run.steps():
     loss = torch.zeros((), device=ranks.device)
     for number, (inputs, targets) in enumerate(train.micro_batches(step), start=1):
         with sharded.no_sync(number < settings.grad_accum):  # stages 0, 1 reduce once a step; 2, 3 each micro-batch
-            micro_loss = sharded(inputs, targets) / settings.grad_accum
+            micro_loss = sharded(inputs, targets) * train.weight(step, targets) / settings.grad_accum
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 

@@ -51,7 +51,7 @@ class Settings(ParallelSettings):
         by = {"own": "zero/stages012.py" if self.zero_stage < 3 else "zero/stage3.py",
               "torch": "ZeroRedundancyOptimizer" if self.zero_stage == 1 else "FSDP2"}[self.backend]  # fmt: skip
         where = "" if self.offload == "none" else f"; in host memory: {self.offload}"
-        return [("ZeRO", f"stage {self.zero_stage} by {by}, sharded: {SHARDED[self.zero_stage]}{where}")]
+        return [*super().about(), ("ZeRO", f"stage {self.zero_stage} by {by}, sharded: {SHARDED[self.zero_stage]}{where}")]
 
 
 def _is_positive(text: str) -> bool:

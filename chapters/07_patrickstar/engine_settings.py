@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2_chinese.errors import UserError
+from gpt2_chinese.errors import UserError, notice
+from gpt2_chinese.files import check_output_file
 from gpt2_chinese.settings import Settings as BaseSettings
 from gpt2_chinese.settings import dashed, flag
 
@@ -23,8 +25,11 @@ SAME_AS = {
     "prefetch": "prefetch",
     "offload_activations": "offload_activations",
     "overlap_update": "overlap_update",
+    "speculative_update": "speculative_update",
+    "speculative_log": "speculative_log",
     "near_states": "near_states",
     "far_states": "far_states",
+    "compile": "compile",
     "profile": "profile",
     "gradient_clipping": "clip_grad_norm",
     "gradient_accumulation_steps": "grad_accum",
@@ -33,8 +38,8 @@ SAME_AS = {
 
 # Flags of --backend pstar, which chunks.py does not support.
 PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory", "disk_path", "prefetch", "near_states",
-              "far_states", "state_bits", "overlap_update", "offload_activations", "activation_checkpointing", "profile",
-              "config")
+              "far_states", "state_bits", "overlap_update", "speculative_update", "speculative_log", "offload_activations",
+              "activation_checkpointing", "compile", "profile", "config")
 
 
 @dataclass
@@ -59,8 +64,14 @@ class Settings(BaseSettings):
     state_bits: int = flag(32, "Bits of each of Adam's moments: 32, or 8 for 6 bytes a parameter less and slightly other "
                            "losses.", choices=(8, 32))
     overlap_update: bool = flag(False, "Update parameters whose states are far while the next forward runs.")
+    speculative_update: bool = flag(False, "Update parameters whose states are far during backward already; undo the update "
+                                    "if the step is then clipped or skipped.")
+    speculative_log: str = flag("auto", "Host memory for what these updates overwrite: 2GiB, 25% of all model data, or "
+                                "auto, a quarter of a process's share.")
     offload_activations: bool = flag(False, "Keep activations in host memory until backward needs them.")
     activation_checkpointing: bool = flag(False, "Keep only the input of each block, recompute the rest in backward.")
+    compile: str = flag("none", "Compile each block of the model with torch.compile, between the engine's hooks.",
+                        choices=("none", "block"))
     profile: str | None = flag(None, "A file for a profile of the first steps, which `pstar trace` draws.", shown="none")
     config: str | None = flag(None, "A JSON file with pstar's configuration keys, in place of flags with the same meaning.",
                               shown="none")
@@ -90,6 +101,12 @@ class Settings(BaseSettings):
             config = pstar.load_config(self.config)
         except pstar.PstarError as error:
             raise UserError(f"--config {error}") from error
+        if "scheduler" in config.given:
+            raise UserError(f"--config {self.config} has a 'scheduler', but this chapter has its own: take it out, and give "
+                            "--lr, --warmup-steps and --max-steps")
+        for note in config.notes:
+            notice(f"--config: {note}")
+        config = self._share_batch(config)
         given = config.given
         for key, name in SAME_AS.items():
             if key in given:
@@ -97,8 +114,8 @@ class Settings(BaseSettings):
         if "optimizer" in given:
             self._optimizer_type = config.optimizer.type
             self._optimizer_params = {
-                key: value for key, value in vars(config.optimizer.params).items() if key in ("betas", "eps")
-                and f"optimizer.params.{key}" in given
+                key: value for key, value in vars(config.optimizer.params).items()
+                if key in ("betas", "eps", "use_hybrid_adam") and f"optimizer.params.{key}" in given
             }
             for name in ("lr", "weight_decay", "state_bits"):
                 if f"optimizer.params.{name}" in given:
@@ -107,21 +124,48 @@ class Settings(BaseSettings):
             self._take("precision", "bf16" if "bf16" in given else "fp16", config.precision)
             self._loss_scaling = {key: value for key, value in vars(config.fp16).items() if f"fp16.{key}" in given}
 
+    def _share_batch(self, config: Any) -> Any:
+        """DeepSpeed's train_batch_size is --batch-size, and decides --grad-accum by DeepSpeed's rule."""
+        import pstar
+
+        micro = config.train_micro_batch_size_per_gpu
+        if config.train_batch_size is None and micro is None:
+            return config
+        try:
+            config = config.for_ranks(int(os.environ.get("WORLD_SIZE", self.nproc)))
+        except pstar.ConfigError as error:
+            raise UserError(f"--config {self.config}: {error}; or another --nproc") from error
+        self._take("batch_size", "train_batch_size", config.train_batch_size)
+        self._micro_batch = micro
+        return config
+
     def _take(self, name: str, key: str, value: Any) -> None:
         if any(word == dashed(name) or word.startswith(dashed(name) + "=") for word in self.argv):
             raise UserError(f"{dashed(name)} and '{key}' in --config {self.config} set the same thing: give one of them")
-        setattr(self, name, str(value) if isinstance(getattr(self, name), str) else value)
+        as_text = isinstance(getattr(self, name), str) and not isinstance(value, list)
+        setattr(self, name, str(value) if as_text else value)
 
     def validate(self) -> None:
         if self.backend == "own":
             self._validate_own()
         super().validate()
-        if self.chunk_size != "auto" and not (self.chunk_size.isdecimal() and int(self.chunk_size) > 0):
+        micro = getattr(self, "_micro_batch", None)
+        if micro is not None and self.batch_size != micro * self.grad_accum * self.nproc:  # one per GPU
+            raise UserError(f"--config {self.config}: train_batch_size {self.batch_size} is not "
+                            f"train_micro_batch_size_per_gpu {micro} x {self.grad_accum} micro-steps x --nproc "
+                            f"{self.nproc}: give another --nproc")
+        is_number = self.chunk_size.isdecimal() and len(self.chunk_size) < 19 and int(self.chunk_size) > 0
+        if self.chunk_size != "auto" and not is_number:
             raise UserError(f"--chunk-size {self.chunk_size} is not a number of elements: give a whole number, or auto")
         if self.prefetch < 0:
             raise UserError(f"--prefetch {self.prefetch}: give 0 (off) or how many moments to look ahead")
-        if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
-            raise UserError(f"--profile {self.profile}: there is no folder {Path(self.profile).parent}; make it first")
+        if self.profile is not None:
+            self._check_profile(Path(self.profile))
+
+    def _check_profile(self, file: Path) -> None:
+        if "\0" not in str(file) and not file.absolute().parent.is_dir():
+            raise UserError(f"--profile {self.profile}: there is no folder {file.parent}; make it first")
+        check_output_file(file, "--profile")
 
     def prepare(self) -> None:
         if self.backend == "own" and not self.is_given("nproc"):
@@ -168,4 +212,6 @@ class Settings(BaseSettings):
             plan()
         except pstar.PstarError as error:
             budgets = f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: "
+            if str(error).startswith("compile "):
+                raise UserError(f"--{error}") from error
             raise UserError(f"{'' if str(error).startswith(('--', 'near_memory')) else budgets}{error}") from error

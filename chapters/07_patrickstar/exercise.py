@@ -1,7 +1,7 @@
 """Exercise 07: which chunk to evict, and how many chunks must be loaded again. About 25 lines in all.
 
-    pytest tests/exercises -k 07                  # all of it
-    pytest tests/exercises -k "07 and victim"     # one function: next_use, victim, loads
+    bash chapters/07_patrickstar/exercise.sh             # all of it
+    bash chapters/07_patrickstar/exercise.sh -k victim   # one function: next_use, victim, loads
 
 The grader checks next uses on small traces, and your victims on random traces against a search through the whole trace. It
 trains six layers in chunks.py with your victim function, and counts loads: n chunks, touched in forward and then in

@@ -47,7 +47,7 @@ for step in run.steps():
 
     loss = torch.zeros((), device=ranks.device)
     for inputs, targets in train.micro_batches(step):
-        micro_loss = model(inputs, targets)
+        micro_loss = model(inputs, targets) * train.weight(step, targets)
         model.backward(micro_loss)
         loss += micro_loss.detach() / settings.grad_accum
 

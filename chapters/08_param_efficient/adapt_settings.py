@@ -16,6 +16,7 @@ from gpt2_chinese.checkpoint.trained_model import begin_from
 from gpt2_chinese.data.token_cache import load_tokens
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.files import display
+from gpt2_chinese.files import kind as kind_of
 from gpt2_chinese.settings import ROOT, ParallelSettings, flag
 
 RANDOM = "random"
@@ -64,6 +65,10 @@ class Settings(ParallelSettings):
         modules = None if self.modules is None else tuple(part.strip() for part in self.modules.split(","))
         return MethodSpec("lora" if self.method == "qlora" else self.method, self.rank, self.alpha, self.dropout, modules,
                           self.rslora, self.bottleneck, self.virtual_tokens)  # fmt: skip
+
+    @property
+    def frozen(self) -> bool:
+        return self.method != "full"
 
     def prepare(self) -> None:
         """Turns --kind into files, and finds the base of a checkpoint that --resume names."""
@@ -121,6 +126,10 @@ class Settings(ParallelSettings):
                             "--backend own")  # fmt: skip
         if self.recompute != "none" or self.offload_activations:
             raise UserError("--recompute and --offload-activations need --backend own: PEFT's blocks are Hugging Face's")
+        if self.documents != "cross":
+            raise UserError(f"--documents {self.documents} needs --backend own: Hugging Face's GPT-2 lets attention cross")
+        if self.loss_tiles != "none":
+            raise UserError(f"--loss-tiles {self.loss_tiles} needs --backend own: PEFT's model computes its logits whole")
         if importlib.util.find_spec("peft") is None or importlib.util.find_spec("transformers") is None:
             raise UserError("--backend peft needs Hugging Face PEFT: start by train.sh, or pip install -e '.[peft]'")
 
@@ -180,6 +189,7 @@ class Settings(ParallelSettings):
             ("adapted to", self.kind if self.kind == "all" else f"{self.kind} ({display(Path(self.train_data))})"),
             ("method", ": ".join(filter(None, (self.method, numbers.get(spec.method)))) + few + by),
             ("activations", f"recompute {self.recompute}{host}"),
+            *([] if self.loss_tiles == "none" else [("loss", f"tiles {self.loss_tiles}")]),
             *([("optimizer", "AdamW, moments in 8 bits")] if self.optim == "adamw8bit" else []),
         ]
 
@@ -196,6 +206,8 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _base_of(path: Path) -> str | None:
     """The base that a checkpoint, or the newest one of a run, records; None where there is no such record."""
+    if kind_of(path, f"--resume {path}") != "folder":
+        return None
     folder = newest_complete(path / "checkpoints") if (path / "checkpoints").is_dir() else path
     if folder is None or not (folder / "state.json").is_file():
         return None

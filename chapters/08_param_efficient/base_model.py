@@ -27,7 +27,7 @@ from gpt2_chinese.checkpoint.find import read_json
 from gpt2_chinese.checkpoint.sealed_folder import new_damage
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.errors import UserError, notice
-from gpt2_chinese.files import display, kind
+from gpt2_chinese.files import check_output_folder, display, kind
 
 PROGRAM = Path(__file__).resolve().parents[1] / "00_single" / "train.py"
 
@@ -70,12 +70,14 @@ def make_base(settings: Any, train: Path, valid: Path) -> Path:
     Raises:
         UserError: its training failed, or a launcher has started this process, so that all ranks would train it.
     """
+    kind(settings.base_dir, f"--base-dir {settings.base_dir}")
     folder = base_folder(settings, train, valid)
     final = folder / "final"
     if not _is_complete(final, settings.base_steps):
         if "RANK" in os.environ:
             raise UserError(f"there is no base in {folder} yet: run the command once without a launcher, or give "
                             "--init-from")  # fmt: skip
+        check_output_folder(settings.base_dir, "--base-dir")
         _train(settings, train, valid, folder)
     return final / "model.safetensors"
 

@@ -14,7 +14,6 @@ blocks' matrices with their scales; embeddings, norms and biases stay in 32 bit,
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from durable.files import write_json
 from gpt2_chinese.checkpoint.trained_model import find_weights
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
+from gpt2_chinese.files import check_output_file
 from gpt2_chinese.settings import ROOT
 
 
@@ -65,8 +65,8 @@ def check(a: argparse.Namespace) -> None:
     a.type = a.type or "Q8_0"
     check_gguf_type(a.type)
     for flag, file in (("--gguf", a.gguf), ("--json", a.json)):
-        if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK | os.X_OK)):
-            raise UserError(f"{flag} {file} cannot be written: give a file in a folder that exists and is writable")
+        if file is not None:
+            check_output_file(file, flag)
     if not Path(a.model).exists():
         raise UserError(f"--model {a.model} does not exist: give a run, its final/, a checkpoint or a Hugging Face folder")
     find_weights(a.model)

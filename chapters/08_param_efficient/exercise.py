@@ -1,7 +1,7 @@
 """Exercise 08: LoRA's forward and merge, and a quantiser that gives each block a scale. About 30 lines.
 
-    pytest tests/exercises -k 08                  # all of it
-    pytest tests/exercises -k "08 and lora"       # one half: lora, blocks
+    bash chapters/08_param_efficient/exercise.sh           # all of it
+    bash chapters/08_param_efficient/exercise.sh -k lora   # one half: lora, blocks
 
 The grader compares LoRA's output with a small case worked out by hand, trains it for some steps, and merges it. It compares
 codes and scales with a block worked out by hand, and holds every rounding error to half the gap between two code values.

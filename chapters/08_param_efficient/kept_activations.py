@@ -28,14 +28,18 @@ def block_elements(config: ModelConfig, num_rows: int, num_tokens: int) -> int:
     return n * (8 * config.n_embd + 2 * config.inner + 4 + config.n_head)
 
 
-def kept_bytes(config: ModelConfig, num_rows: int, num_tokens: int, plan: Plan) -> int:
+def kept_bytes(config: ModelConfig, num_rows: int, num_tokens: int, plan: Plan, tiled: bool = False) -> int:
     """Bytes that autograd holds between forward and backward of (num_rows, num_tokens) ids, parameters not counted.
 
-    For fp32 without dropout, on the CPU; every parameter has a gradient.
+    For fp32 without dropout, on the CPU; every parameter has a gradient. `tiled`: with --loss-tiles.
     """
     n, width = num_rows * num_tokens, config.n_embd
-    head = n * (2 * width + 2) + n * config.vocab_size + 1  # last norm, head's input, log-probabilities, loss's divisor
-    ids = 2 * n + num_tokens  # inputs, targets, positions
+    if tiled:
+        head = n * (2 * width + 2) + config.vocab_size * width  # last norm, gradients of the head's input and weight
+        ids = n + num_tokens  # inputs, positions
+    else:
+        head = n * (2 * width + 2) + n * config.vocab_size + 1  # last norm, head's input, log-probabilities, divisor
+        ids = 2 * n + num_tokens  # inputs, targets, positions
     return BYTES * (kept_inside(config, num_rows, num_tokens, plan) + head) + ID_BYTES * ids
 
 

@@ -154,10 +154,10 @@ def count_activations(
         loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
-    shape = settings.model, *inputs.shape, activations.plan
+    shape, tiled = (settings.model, *inputs.shape, activations.plan), settings.loss_tiles != "none"
     host = offloaded_bytes(*shape) if settings.offload_activations else 0
     return {
-        "activation_bytes": activations.kept_bytes, "activation_bytes_formula": kept_bytes(*shape),
+        "activation_bytes": activations.kept_bytes, "activation_bytes_formula": kept_bytes(*shape, tiled),
         "again_bytes": activations.again_bytes, "again_bytes_formula": again_bytes(*shape),
         "offloaded_bytes": activations.offloaded_bytes, "offloaded_bytes_formula": host,
         "recomputed_flops": activations.flops, "recomputed_flops_formula": recomputed_flops(*shape),

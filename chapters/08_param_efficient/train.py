@@ -23,7 +23,7 @@ from report import Report
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel, recompute,
+    GPT2LMHeadModel, recompute, tile_loss,
     adamw, grad_scaler,
     autocast,
     clip_gradients, adamw_moments, weights_of,
@@ -45,6 +45,7 @@ load_base(model, settings)
 report = Report(model, settings, ranks)  # what the base can do
 model, trained = adapt(model, settings)  # trained: all that a checkpoint holds
 activations = recompute(model, settings.recompute, settings.offload_activations)
+tile_loss(model, settings.loss_tiles)  # head and loss by tiles of tokens, to save memory
 replica = SmallReplica(model, ranks.group)
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ for step in run.steps():
     loss = torch.zeros((), device=ranks.device)
     for inputs, targets in train.micro_batches(step):
         with autocast(ranks.device, settings.precision):
-            micro_loss = model(inputs, targets) / settings.grad_accum
+            micro_loss = model(inputs, targets) * train.weight(step, targets) / settings.grad_accum
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 

@@ -69,6 +69,14 @@ class Chapter:
         return [row["loss"] for row in self.metrics()]
 
 
+def without_torch(command: list[str]) -> list[str]:
+    """A command line of Python whose program cannot import torch."""
+    python, program, *flags = command
+    code = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {[program, *flags]!r}; " \
+           f"sys.path.insert(0, {str(Path(program).parent)!r}); runpy.run_path({program!r}, run_name='__main__')"
+    return [python, "-c", code]
+
+
 def environment() -> dict[str, str]:
     """The environment of the tests, with this checkout first and one thread a process."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.inside import train
-from tests.chapters.program import ROOT, SMALL, Chapter, environment, fork, run
+from tests.chapters.program import ROOT, SMALL, Chapter, environment, fork, run, without_torch
 from tests.cover import quick_only
 from tests.limits import wait_until
 
+# 6 N + 12 L C T by hand: N = 3980 x 32 + 2 x 12 x 32^2; two layers of width 32, sequences of 32
+FLOPS_PER_TOKEN = 6 * (3980 * 32 + 2 * 12 * 32 * 32) + 12 * 2 * 32 * 32
 STEPS = ("--max-steps", 10, "--save-every", 5, "--eval-every", 5, "--lr", "1e-2")
 
 
@@ -48,10 +50,11 @@ def test_metrics_have_a_row_a_step_with_all_the_contract_names(finished) -> None
     rows = finished[0].metrics()
     assert [row["step"] for row in rows] == list(range(1, 11))
     for row in rows:
-        names = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_bytes"}
+        names = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_bytes", "flops_per_s", "mfu"}
         evaluated = {"valid_loss", "valid_ppl", "valid_acc"} if row["step"] in (5, 10) else set()
         assert set(row) == names | evaluated
         assert row["tokens"] == row["step"] * 12 * 32 and row["peak_bytes"] > 1 << 20 and row["step_s"] > 0
+        assert row["flops_per_s"] == pytest.approx(row["tokens_per_s"] * FLOPS_PER_TOKEN) and row["mfu"] > 0
     assert rows[0]["loss"] == pytest.approx(math.log(3980), abs=0.1)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
     assert rows[-1]["lr"] <= 0.01 * 1e-2 * (1 + 1e-9)
@@ -90,7 +93,7 @@ def test_a_run_prints_header_progress_sample_and_summary(finished) -> None:
         "step 10/10",
     ):
         assert words in said, said
-    assert f"--logdir {finished[0].output}/tensorboard" in said
+    assert f"scripts/tensorboard.sh {finished[0].output}\n" in said
     assert f"bash {ROOT}/chapters/00_single/generate.sh --model {finished[0].output}" in said.replace(
         "bash chapters", f"bash {ROOT}/chapters"
     )
@@ -154,10 +157,10 @@ def test_a_killed_run_goes_on_bit_for_bit(ranks, tmp_path: Path) -> None:
     assert killed.losses() == straight.losses() and len(straight.losses()) == 100
 
 
-def test_a_second_call_prints_that_the_run_is_complete(finished) -> None:
+def test_a_second_call_prints_that_the_run_is_complete_without_loading_torch(finished) -> None:
     chapter = finished[0]
     before = (chapter.output / "metrics.jsonl").read_bytes()
-    said = chapter.train_forked(*STEPS)
+    said = run(without_torch(chapter.command(*STEPS)))
     assert said.startswith("This run is complete: 10 steps") and "generate.sh" in said and "tensorboard" in said
     assert (chapter.output / "metrics.jsonl").read_bytes() == before
 

@@ -134,6 +134,23 @@ def test_the_ring_is_the_library_s_all_reduce(ranks, num_ranks, size):
     assert total == pytest.approx(ring.ring_bytes(4 * size, num_ranks) * num_ranks), "each sends 2 (p - 1) / p of it"
 
 
+@pytest.mark.parametrize("num_ranks", range(1, 10))
+def test_the_table_of_turns_sums_every_chunk_once(num_ranks):
+    """Without processes: after p - 1 turns each rank has one complete sum, at the end all of them, and no rank twice."""
+    turns = ring.ring_turns(num_ranks)
+    assert [phase for phase, _ in turns] == ["reduce-scatter"] * (num_ranks - 1) + ["all-gather"] * (num_ranks - 1)
+    held = [[[rank] for _ in range(num_ranks)] for rank in range(num_ranks)]
+    for number, (phase, sends) in enumerate(turns):
+        assert sorted(sends) == list(range(num_ranks)), "in a turn each chunk travels once"
+        arrived = [held[rank - 1][sends[rank - 1]] for rank in range(num_ranks)]
+        for rank in range(num_ranks):
+            chunk = sends[rank - 1]
+            held[rank][chunk] = held[rank][chunk] + arrived[rank] if phase == "reduce-scatter" else arrived[rank]
+        if number == num_ranks - 2:
+            assert all(sorted(own[(rank + 1) % num_ranks]) == list(range(num_ranks)) for rank, own in enumerate(held))
+    assert all(sorted(chunk) == list(range(num_ranks)) for own in held for chunk in own)
+
+
 # ---- what is uneven, unused or out of order
 
 

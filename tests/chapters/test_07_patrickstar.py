@@ -24,7 +24,7 @@ from pstar.config import load_config
 from pstar.layout.budget import default_near_bytes
 from pstar.planner.plan import Plan
 from tests.chapters.inside import train
-from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, fork
+from tests.chapters.program import ROOT, Chapter, end_a_rank, environment, fork, run, without_torch
 from tests.chapters.technique import settings_error, technique
 from tests.cover import quick_only
 from tests.limits import HANGS_S
@@ -69,8 +69,8 @@ def test_the_trained_model_loads_in_hugging_face_and_generates(finished) -> None
     assert "今天" in fork([*command, "--prompt", "今天", "--greedy"])
 
 
-def test_a_second_call_prints_that_the_run_is_complete(finished) -> None:
-    assert finished[0].train_forked(*STEPS).startswith("This run is complete: 10 steps")
+def test_a_second_call_prints_that_the_run_is_complete_without_loading_torch(finished) -> None:
+    assert run(without_torch(finished[0].command(*STEPS))).startswith("This run is complete: 10 steps")
 
 
 def test_a_resumed_run_prints_its_checkpoint_and_next_step(ranks, finished, tmp_path: Path, capsys) -> None:
@@ -195,11 +195,33 @@ def test_a_configuration_file_gives_the_curve_of_the_same_flags(ranks, tmp_path:
     ('{"near_budget": "min"', (), "c.json: not valid JSON"),
     ('{"near_budget": "min"}', ("--near-budget", "25%"), "--near-budget and 'near_budget' in --config"),
     ('{"optimizer": {"params": {"lr": 1}}}', ("--lr=1",), "--lr and 'optimizer.params.lr' in --config"),
+    ('{"train_batch_size": 12, "scheduler": {"type": "WarmupLR"}}', (), "has a 'scheduler', but this chapter has its own"),
+    ('{"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}', ("--nproc", "2"), "x 2 process(es) is 8"),
+    ('{"train_batch_size": 12}', ("--batch-size", "12"), "--batch-size and 'train_batch_size' in --config"),
+    ('{"zero_optimization": {"stage": 5}}', (), "'zero_optimization.stage' is 5: Give a stage from 0 to 3."),
 ])
 def test_a_configuration_file_that_is_refused(capsys, tmp_path: Path, text: str, flags, line: str) -> None:
     (tmp_path / "c.json").write_text(text)
     given = Chapter("07_patrickstar", tmp_path).command("--config", tmp_path / "c.json", *flags)[2:]
     assert line in settings_error("07_patrickstar", "engine_settings", capsys, *given)
+
+
+def test_a_configuration_of_deepspeed_sets_the_batch_and_where_states_are(capsys, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "steps_per_print": 10, "gradient_clipping": 0.5,
+        "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.002, "betas": [0.8, 0.9]}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "activation_checkpointing": {"cpu_checkpointing": True}}))
+    given = [str(each) for each in Chapter("07_patrickstar", tmp_path).command("--config", tmp_path / "ds.json")[2:]]
+    place = given.index("--batch-size")
+    del given[place : place + 2]
+    program = str(ROOT / "chapters/07_patrickstar/train.py")
+    settings = resolve(technique("07_patrickstar", "engine_settings").Settings.from_command_line(program, "", given))
+    assert (settings.batch_size, settings.grad_accum, settings.nproc, settings.precision) == (12, 2, 2, "bf16")
+    config = settings.engine_config()
+    assert config["optimizer"]["params"] | {"use_hybrid_adam": False, "betas": (0.8, 0.9)} == config["optimizer"]["params"]
+    assert config["offload_activations"] and config["gradient_clipping"] == 0.5
+    assert "--config: translated: zero_optimization.stage 2: Every stage becomes" in capsys.readouterr().out
 
 
 def test_the_default_budget_is_a_quarter_or_the_least_that_works(ranks, tmp_path: Path) -> None:

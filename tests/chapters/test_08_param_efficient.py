@@ -306,6 +306,8 @@ def test_sigterm_while_the_base_is_trained_reaches_chapter_00(tmp_path, monkeypa
     (["--train-data", str(ROOT / "data/train/comments.json")], "has no other kind to train a base on; give --init-from"),
     (["--init-from", "random"], "--init-from random is for --method full: --method lora needs a base on the disk"),
     (["--init-from", "{t}/none"], "no trained model in"),
+    (["--resume", "x" * 300], "cannot read --resume x"),
+    (["--init-from", "x" * 300], "no trained model in x"),
     (["--base-steps", 0], "--base-steps must be at least 1, not 0"),
     (["--method", "lorra"], "--method: invalid choice: 'lorra'"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,9 +57,48 @@ def test_two_ranks_meet(program: list[str]) -> None:
     assert "rank 1 of 2: ([3.0, 2.0], 0.5, 1.0, False, 'cpu') threads 1" in said
 
 
+NO_NAMES = r"""
+#include <dlfcn.h>
+#include <netdb.h>
+#include <arpa/inet.h>
+typedef int (*lookup)(const char *, const char *, const struct addrinfo *, struct addrinfo **);
+int getaddrinfo(const char *node, const char *service, const struct addrinfo *hints, struct addrinfo **found) {
+    unsigned char address[16];
+    if (node && !inet_pton(AF_INET, node, address) && !inet_pton(AF_INET6, node, address)) return EAI_NONAME;
+    return ((lookup)dlsym(RTLD_NEXT, "getaddrinfo"))(node, service, hints, found);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="a C compiler makes the machine that resolves no name")
+def test_two_ranks_meet_on_a_machine_that_resolves_no_name_not_even_localhost(program: list[str], tmp_path: Path) -> None:
+    (tmp_path / "names.c").write_text("#define _GNU_SOURCE" + NO_NAMES)
+    library = str(tmp_path / "names.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "names.c"), "-ldl"], check=True)
+    asked = [sys.executable, "-c", "import socket; socket.getaddrinfo('localhost', 80)"]
+    preloaded = environment() | {"LD_PRELOAD": library}
+    assert "gaierror" in subprocess.run(asked, env=preloaded, capture_output=True, text=True).stderr, "it does its work"
+    done = subprocess.run(program, env=preloaded, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 0 and done.stdout.count("([3.0, 2.0], 0.5, 1.0,") == 2, done
+
+
 def test_a_failing_rank_fails_the_job(program: list[str]) -> None:
     said = fork([*program, "--fail"], status=1)
     assert "rank 1 gives up" in said and "error: rank 1 failed with status 1" in said
+
+
+@pytest.mark.parametrize("nproc, status, said", [
+    (1, 141, ""), (2, 1, "error: rank 0 failed with status 141; its output is above\n")])
+def test_a_run_whose_output_nobody_reads_any_more_ends_without_a_traceback(
+    tmp_path: Path, nproc: int, status: int, said: str
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    name = "00_single" if nproc == 1 else "02_ddp"
+    command = Chapter(name, tmp_path).command("--max-steps", 2, "--nproc", nproc)
+    done = subprocess.run(command, env=environment(), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=HANGS_S)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (status, said)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -53,7 +53,7 @@ def _run(micro_batches: list) -> Names:
     return {"torch": torch, "ranks": Ranks(), "autocast": optim.autocast, "clip_gradients": optim.clip_gradients, "step": 1,
             "scaler": optim.grad_scaler(torch.device("cpu"), "fp32"),
             "settings": SimpleNamespace(grad_accum=len(micro_batches), precision="fp32"),
-            "train": SimpleNamespace(micro_batches=lambda step: micro_batches)}  # fmt: skip
+            "train": SimpleNamespace(micro_batches=lambda step: micro_batches, weight=lambda *_: 1.0)}  # fmt: skip
 
 
 def of_00() -> Names:

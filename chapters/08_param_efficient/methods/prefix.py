@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt2_chinese.model.documents import document_mask, document_positions
 from methods.spec import MethodSpec
 from methods.virtual import KeysValues, VirtualTokens, keys_and_values, random_words, split_heads, use_virtual_tokens
 
@@ -46,8 +47,8 @@ class PrefixAttention(nn.Module):
         keys, values = self.prefix.chunk(2, dim=1)
         return split_heads(keys, self.num_heads), split_heads(values, self.num_heads)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)"""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); the mask of documents, (B, 1, T, T), is as in GPT-2's attention."""
         base = self.base_layer
         batch, length, _ = x.shape
         qkv = base.c_attn(x)
@@ -56,7 +57,9 @@ class PrefixAttention(nn.Module):
         # a row sees the whole prefix, itself and what came before:      p p a . .
         #                                                                p p a b .
         #                                                                p p a b c
-        mask = torch.ones(length, keys.shape[2] + length, dtype=torch.bool, device=x.device).tril(keys.shape[2])
+        if mask is None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        mask = F.pad(mask, (keys.shape[2], 0), value=True)
         dropout = base.dropout if self.training else 0.0
         k, v = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -69,10 +72,11 @@ class PrefixTuned(VirtualTokens):
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C)"""
         core = self.base_layer
-        positions = self.num_virtual_tokens + torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = self.num_virtual_tokens + document_positions(input_ids, core.marks)
+        mask = document_mask(input_ids, core.marks)
         x = core.drop(core.wte(input_ids) + core.wpe(positions))
         for block in core.h:
-            x = block(x)
+            x = block(x, mask=mask)
         return core.ln_f(x)
 
     def virtual_keys_values(self) -> KeysValues:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from methods.spec import MethodSpec
-from methods.virtual import KeysValues, VirtualTokens, keys_and_values, random_words, split_heads, use_virtual_tokens
+from methods.virtual import (
+    KeysValues,
+    VirtualTokens,
+    keys_and_values,
+    random_words,
+    split_heads,
+    use_virtual_tokens,
+    virtual_mask,
+    virtual_positions,
+)
 
 
 class PromptTuned(VirtualTokens):
@@ -22,13 +31,14 @@ class PromptTuned(VirtualTokens):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C)"""
-        core = self.base_layer
+        core, marks, v = self.base_layer, self.base_layer.marks, self.num_virtual_tokens
         prompt = self.prompt_embeddings.expand(len(input_ids), -1, -1)  # (B, v, C)
         x = torch.cat([prompt, core.wte(input_ids)], dim=1)  # (B, v + T, C)
-        x = core.drop(x + core.wpe(torch.arange(x.shape[1], device=x.device)))
+        x = core.drop(x + core.wpe(virtual_positions(input_ids, marks, v)))
+        mask = virtual_mask(input_ids, marks, v)
         for block in core.h:
-            x = block(x)
-        return core.ln_f(x)[:, self.num_virtual_tokens :]
+            x = block(x, mask=mask)
+        return core.ln_f(x)[:, v:]
 
     def virtual_keys_values(self) -> KeysValues:
         """Keys and values (1, heads, v, C / heads) in each block. They do not depend on the text: attention is causal."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gpt2_chinese.model.documents import Marks, document_mask, document_positions
 
 KeysValues = list[tuple[Tensor, Tensor]]  # of each block
 
@@ -62,6 +65,22 @@ def use_virtual_tokens(model: nn.Module, wrapper: VirtualTokens) -> None:
     model.transformer = wrapper
     left = model.config.n_positions - wrapper.num_virtual_tokens
     model.config = dataclasses.replace(model.config, n_positions=left)
+
+
+def virtual_positions(input_ids: Tensor, marks: Marks | None, number: int) -> Tensor:
+    """Positions of virtual tokens and text, (v + T,) or (B, v + T): the text, or each of its documents, begins at v."""
+    text = number + document_positions(input_ids, marks)
+    virtual = torch.arange(number, device=input_ids.device)
+    return torch.cat([virtual.expand(*text.shape[:-1], number), text], dim=-1)
+
+
+def virtual_mask(input_ids: Tensor, marks: Marks | None, number: int) -> Tensor | None:
+    """(B, 1, v + T, v + T) bool: every document attends to all virtual tokens; None where attention is only causal."""
+    text = document_mask(input_ids, marks)
+    if text is None:
+        return None
+    whole = F.pad(text, (number, 0, number, 0), value=True)
+    return whole.tril()
 
 
 def random_words(transformer: nn.Module, number: int) -> Tensor:

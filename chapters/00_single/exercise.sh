@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# bash chapters/00_single/exercise.sh [-k WORD]   grades exercise.py in this folder; WORD names one function
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+source "$HERE/../../scripts/setup.sh" dev
+cd "$REPO" && exec "$PYTHON" -m pytest tests/exercises/test_00.py "$@"

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# bash chapters/08_param_efficient/exercise.sh [-k WORD]   grades exercise.py in this folder; WORD names one function
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+source "$HERE/../../scripts/setup.sh" dev
+cd "$REPO" && exec "$PYTHON" -m pytest tests/exercises/test_08.py "$@"
