@@ -20,7 +20,11 @@ A page includes a fragment with a snippet line; its name says what it is:
     en/basics/TABLE.md       one of TABLES of arithmetic/basics.py; zh/basics/TABLE.md
     en/results/NAME.md       what benchmarks/results/NAME.md says of how it was measured, and its table; zh/results/NAME.md
     en/arithmetic/CHAPTER.md memory and traffic of a chapter, worked with formulas.py; zh/arithmetic/CHAPTER.md
+    en/wall/CHAPTER.md       what the chapter before ran into; en/prediction/CHAPTER.md: a question, its answer folded
+    en/links/CHAPTER.md      how long a chapter's messages take over real links; zh/links/CHAPTER.md
+    section/FILE/NAME.md     the part of a program below the comment line "# -- NAME ---"
     en/results_all/NAME.md   the same with all its tables; zh/results_all/NAME.md
+    en/real_links.md         the links, their speeds and sources; zh/real_links.md
     en/api.md, zh/api.md     what pstar exports, from its docstrings
     en/TABLE.md, zh/TABLE.md one of TABLES below; Chinese words come from zh.json, and one that is missing is an error
 """
@@ -40,12 +44,14 @@ from typing import Any
 
 from docs.generate import readme
 from docs.generate.arithmetic import adaptation, arithmetic, basics
-from docs.generate.pictures import collectives, overview, pictures
+from docs.generate.lessons import links, texts
+from docs.generate.pictures import collectives, dark, overview, pictures, roofline
 from docs.generate.recorded import captures, measured, programs, seen, timed
 from docs.generate.recorded.measured import GENERATED, REPO, write_whole
 from docs.generate.tables import api, tables
 
 DOCS = REPO / "docs"
+LESSON = {"wall": texts.wall, "prediction": texts.prediction, "links": links.times}
 SNIPPET = re.compile(r'^\s*--8<--\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -87,11 +93,18 @@ def fragment(name: str) -> str:
         return adaptation.chapter(Words(kind))
     if kind in ("en", "zh") and rest.startswith("arithmetic/"):
         return arithmetic.chapter(Words(kind), rest.partition("/")[2])
+    if kind == "section":
+        path, _, name = rest.rpartition("/")
+        return fence(section_of((REPO / path).read_text(encoding="utf-8"), name), "python", path)
+    if kind in ("en", "zh") and rest.partition("/")[0] in LESSON:
+        return LESSON[rest.partition("/")[0]](Words(kind), rest.partition("/")[2])
     if kind in ("en", "zh") and rest.startswith("results_all/"):
         name = rest.partition("/")[2]
         return tables.results(Words(kind), name, (REPO / "benchmarks/results" / f"{name}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest.startswith("timed/"):
         return timed.line(Words(kind), rest.partition("/")[2])
+    if kind in ("en", "zh") and rest == "real_links":
+        return links.all_links(Words(kind))
     if kind in ("en", "zh") and rest == "api":
         return api.reference(Words(kind))
     if kind in ("en", "zh") and rest in tables.TABLES:
@@ -131,6 +144,14 @@ def source_of(text: str, name: str) -> str:
         body = nodes[-1]
     first = min([body.lineno, *(decorator.lineno for decorator in body.decorator_list)])
     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : body.end_lineno]))
+
+
+def section_of(text: str, name: str) -> str:
+    """The lines of a program from "# -- NAME ---" to the next such line."""
+    found = re.search(rf"^# -- {re.escape(name)}(?: -|[:,])[^\n]*\n(.*?)(?=^# -- |\Z)", text, re.MULTILINE | re.DOTALL)
+    if not found:
+        raise SystemExit(f"error: there is no section {name} in the file that a page takes it from")
+    return found[1].strip("\n")
 
 
 def parent_of(text: str) -> str:
@@ -208,6 +229,8 @@ def generate() -> None:
     pictures.write(Words, figures)
     collectives.write(Words, figures)
     overview.write(Words, figures)
+    roofline.write(Words, figures)
+    dark.write(figures)
     measured.draw_profile(figures)
     for picture in (REPO / "benchmarks" / "results").glob("*.png"):
         if not (figures / picture.name).exists() or (figures / picture.name).read_bytes() != picture.read_bytes():

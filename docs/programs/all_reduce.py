@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc-per-node 4 docs/programs/all_reduce.py"""
+"""bash scripts/torchrun.sh --standalone --nproc-per-node 4 docs/programs/all_reduce.py"""
 
 import torch
 import torch.distributed as dist

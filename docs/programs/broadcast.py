@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc-per-node 4 docs/programs/broadcast.py"""
+"""bash scripts/torchrun.sh --standalone --nproc-per-node 4 docs/programs/broadcast.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc-per-node 4 docs/programs/hello.py"""
+"""bash scripts/torchrun.sh --standalone --nproc-per-node 4 docs/programs/hello.py"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""python docs/programs/holes.py"""
+"""bash scripts/python.sh docs/programs/holes.py"""
 
 memory = [None] * 12  # a device of 12 blocks
 

@@ -1,4 +1,4 @@
-"""python docs/programs/launcher.py 2 docs/programs/hello.py"""
+"""bash scripts/python.sh docs/programs/launcher.py 2 docs/programs/hello.py"""
 
 import os
 import socket

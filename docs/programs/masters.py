@@ -1,4 +1,4 @@
-"""python docs/programs/masters.py"""
+"""bash scripts/python.sh docs/programs/masters.py"""
 
 import torch
 

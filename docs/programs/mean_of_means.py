@@ -1,4 +1,4 @@
-"""python docs/programs/mean_of_means.py"""
+"""bash scripts/python.sh docs/programs/mean_of_means.py"""
 
 import torch
 

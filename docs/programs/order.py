@@ -1,4 +1,4 @@
-"""python docs/programs/order.py"""
+"""bash scripts/python.sh docs/programs/order.py"""
 
 import torch
 

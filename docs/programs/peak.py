@@ -1,4 +1,4 @@
-"""python docs/programs/peak.py"""
+"""bash scripts/python.sh docs/programs/peak.py"""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc-per-node 4 docs/programs/reduce_scatter.py"""
+"""bash scripts/torchrun.sh --standalone --nproc-per-node 4 docs/programs/reduce_scatter.py"""
 
 import torch
 import torch.distributed as dist

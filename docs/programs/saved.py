@@ -1,4 +1,4 @@
-"""python docs/programs/saved.py"""
+"""bash scripts/python.sh docs/programs/saved.py"""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc-per-node 4 docs/programs/scatter.py"""
+"""bash scripts/torchrun.sh --standalone --nproc-per-node 4 docs/programs/scatter.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc-per-node 4 docs/programs/send_recv.py"""
+"""bash scripts/torchrun.sh --standalone --nproc-per-node 4 docs/programs/send_recv.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""python docs/programs/start_cost.py"""
+"""bash scripts/python.sh docs/programs/start_cost.py"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""python docs/programs/underflow.py"""
+"""bash scripts/python.sh docs/programs/underflow.py"""
 
 import torch
 

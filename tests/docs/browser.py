@@ -35,6 +35,13 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "-
          "--disable-dev-shm-usage", "--disable-background-networking", "--force-color-profile=srgb",
          "--remote-debugging-pipe")  # fmt: skip
 
+# Chromium's errors for a call that was under way, or that came, between two pages.
+LEFT_PAGE = ("Inspected target navigated or closed", "Cannot find context", "Execution context was destroyed")
+
+
+class Navigated(AssertionError):
+    """The tab went to another page during a call."""
+
 
 def program() -> str | None:
     """The browser of this machine: $CHROMIUM, or the first of PROGRAMS."""
@@ -112,20 +119,31 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression or of its promise; raises AssertionError with the exception it throws."""
+        """The value of a JavaScript expression or of its promise.
+
+        Raises:
+            Navigated: the page was left before the browser answered.
+            AssertionError: with the exception that the expression throws.
+        """
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if thrown := answer.get("exceptionDetails"):
             raise AssertionError(_said(thrown))
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Evaluates an expression repeatedly and returns its first true value."""
+        """Evaluates an expression repeatedly, also while one page follows another, and returns its first true value."""
         end = time.monotonic() + self.timeout
         while time.monotonic() < end:
-            if value := self.evaluate(expression):
-                return value
+            with contextlib.suppress(Navigated):
+                if value := self.evaluate(expression):
+                    return value
             time.sleep(0.02)
         raise AssertionError(f"waited {self.timeout:g} s in vain for {expression}; {self.complaints}")
+
+    def follow(self, selector: str) -> None:
+        """Clicks on a link, and does not wait for the page it leads to."""
+        # After this call's answer: a click inside it would leave the page first, and the browser would answer by an error.
+        self.evaluate(f"void setTimeout(() => document.querySelector({json.dumps(selector)}).click())")
 
     def screenshot(self, path: Path | str, whole: bool = False) -> None:
         """Saves the window, or the whole page, as a PNG."""
@@ -144,7 +162,9 @@ class Browser:
         number, answers = self._number, []
         self._until(lambda: any(one.get("id") == number for one in answers), method, answers)
         answer = next(one for one in answers if one.get("id") == number)
-        assert "error" not in answer, f"{method}: {answer.get('error')}"
+        if error := answer.get("error"):
+            kind = Navigated if any(words in error["message"] for words in LEFT_PAGE) else AssertionError
+            raise kind(f"{method}: {error}")
         return answer["result"]
 
     def _until(self, done: Any, what: str, answers: list[dict[str, Any]] | None = None) -> None:
@@ -188,6 +208,18 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Prints nothing: pytest shows failures."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Sends 404.html for a wrong address, as servers of static sites do."""
+        page = Path(self.directory) / "404.html"
+        if code != 404 or not page.exists():
+            return super().send_error(code, message, explain)
+        content = page.read_bytes()
+        self.send_response(404)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
 
 @contextlib.contextmanager

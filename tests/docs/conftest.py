@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.docs.browser import Browser, serve
 from tests.limits import HANGS_S
 
+OF_AN_ENVIRONMENT = re.compile(r"(?:python|pip|pytest|tensorboard|pstar|torchrun|horovodrun|mkdocs|zensical)[\d.]*")
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def programs(folder: Path) -> Path:
+    """Fills a folder with links to the programs of the PATH, without those of an environment."""
+    for place in os.environ["PATH"].split(os.pathsep):
+        if Path(place).is_dir() and Path(place).resolve() != Path(sys.executable).parent.resolve():
+            for program in Path(place).iterdir():
+                if not OF_AN_ENVIRONMENT.fullmatch(program.name) and not (folder / program.name).is_symlink():
+                    (folder / program.name).symlink_to(program)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory):
     """shell(command, cwd=ROOT, **variables) runs a line of bash and returns its output; asserts its status.
 
+    The shell is a fresh one: no python, pytest, tensorboard, pstar or torchrun is on its PATH, and no environment is active.
     scripts/setup.sh finds and accepts this interpreter. If the checkout is only on PYTHONPATH and not installed, this
     fixture writes the metadata that an installation would have written.
     """
@@ -39,9 +54,10 @@ def shell(tmp_path_factory: pytest.TempPathFactory):
         path.append(str(folder))
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHON": sys.executable, "PYTHONIOENCODING": "utf-8",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
+        "PATH": str(programs(tmp_path_factory.mktemp("bin"))), "OMP_NUM_THREADS": "1",
         "GPT2_CHINESE_CACHE": str(tmp_path_factory.mktemp("tokens")), "NO_MKDOCS_2_WARNING": "1",
     }  # fmt: skip
+    environment.pop("VIRTUAL_ENV", None)
 
     def run(command: str, cwd: Path = ROOT, status: int = 0, **variables: str) -> str:
         done = subprocess.run(["bash", "-ec", command], cwd=cwd, env=environment | variables, stdout=subprocess.PIPE,
@@ -59,3 +75,17 @@ def site(shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shell(f"bash docs/build.sh --site-dir '{folder}'")
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless browser for the tests of a file."""
+    with Browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The address of the served site, without a slash at its end."""
+    with serve(site) as base:
+        yield base

@@ -5,19 +5,23 @@ from __future__ import annotations
 import html.parser
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from tests.limits import HANGS_S
+from tests.harness.program import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("zh", "en")
 SHELL_BLOCK = re.compile(r"^( *)```(?:bash|sh)\b[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 OTHER_BLOCK = re.compile(r"^( *)(`{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"pstar (?:config|plan|trace)")  # a command's name in a sentence
 PLACES = ("chapters/", "gpt2_chinese/", "pstar/", "durable/", "data/", "cache/", "docs/", "tests/", "scripts/")
+BY_SCRIPT = {"scripts/python.sh": "python", "scripts/torchrun.sh": "torchrun", "scripts/pstar.sh": "pstar"}
+# First words of commands that work as they are printed: bash; what only an own environment or a cluster has.
+IN_ANY_SHELL = ("bash", "source", "pip", "conda", "sbatch", "salloc", "srun", "accelerate")
 MADE = ("cache/tokens/", "docs/_generated")  # created by runs, and by building the pages
 
 
@@ -38,6 +42,10 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *rest = words
+    if program == "bash" and rest[:1] == ["scripts/tensorboard.sh"]:  # its flags are TensorBoard's
+        return [] if len(rest) > 1 and not rest[1].startswith("-") else [f"{command}: the run's folder is missing"]
+    if program == "bash" and rest and rest[0] in BY_SCRIPT:
+        return wrong_with_command(shlex.join([BY_SCRIPT[rest[0]], *rest[1:]]), root)
     if program == "salloc":  # Slurm's program: it allocates the nodes for the next lines
         return []
     if program == "srun":  # check the command that it starts in each task
@@ -65,13 +73,11 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         return [f"{command}: there is no {word}" for word in rest if word.endswith(".yml") and not (root / word).is_file()]
     if program == "source":  # the only environment on the pages, made by the set-up
         return [] if rest == [".venv/bin/activate"] else [f"{command}: not .venv/bin/activate"]
-    if program == "tensorboard":
-        return [] if rest[:1] == ["--logdir"] else [f"{command}: --logdir is missing"]
     if program == "pstar":
         if rest[:1] not in ([], ["config"], ["trace"], ["plan"]):
             return [f"{command}: pstar has no command {rest[0]}"]
         return _unknown_flags(command, rest, f"-m pstar.cli {' '.join(rest[:1])}".strip())
-    if program in ("sbatch", "torchrun"):
+    if program in ("sbatch", "torchrun", "accelerate"):
         scripts = [word for word in rest if "/" in word and not word.startswith("--")]
         return [] if scripts and (root / scripts[0]).is_file() else [f"{command}: {program} without a script that is there"]
     return [f"{command}: {program} is no program that the pages know; teach tests/docs/pages.py about it"]
@@ -100,10 +106,17 @@ def known_flags(script: str) -> set[str] | None:
         return set().union(*(known_flags(f"-m gpt2_chinese.vocabulary {command}") for command in ("train", "check")))
     else:
         target = script.split() if script.startswith("-m ") else [str(ROOT / script)]
-    done = subprocess.run([sys.executable, *target, "--help"], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""},
-                          capture_output=True, text=True, timeout=HANGS_S)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return set(re.findall(r"--[a-z][\w-]*", done.stdout))
+    status, said = run_forked([sys.executable, *target, "--help"], {"PYTHONPATH": str(ROOT), "PATH": ""}, ROOT)
+    assert status == 0, said
+    return set(re.findall(r"--[a-z][\w-]*", said))
+
+
+def not_in_a_fresh_shell(text: str) -> list[str]:
+    """Commands of a page whose program a new shell, without an active environment, does not find."""
+    names = [command for command in commands(OTHER_BLOCK.sub("", text)) if NAME.fullmatch(command)]
+    found = [re.sub(r"^(?:[A-Z_]+=(?:\"[^\"]*\"|\S*) +)+", "", command) for command in commands(text)]
+    wrong = [command for command in found if command.split()[0] not in IN_ANY_SHELL]
+    return list((Counter(wrong) - Counter(names)).elements())
 
 
 def missing_paths(text: str, root: Path = ROOT) -> list[str]:

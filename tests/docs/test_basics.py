@@ -10,6 +10,7 @@ from tests.docs.pages import LANGUAGES, ROOT
 
 PROGRAMS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/programs").glob("*.py")}
 PAGES = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/*/basics/*.md")}
+LONGER = {"profile_ddp": 42}  # lines; it has two variants and a profiler
 WHOLE = [1111, 2222, 3333, 4444]
 # The correct result of each collective by rank: computed here, not by the programs.
 AFTER = {
@@ -47,10 +48,10 @@ def test_every_program_is_on_a_page_with_its_output() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
-def test_a_program_has_at_most_15_lines(docs, name: str) -> None:
+def test_a_program_has_few_lines(docs, name: str) -> None:
     assert docs.programs.command_of(name)
     lines = [line for line in PROGRAMS[name].splitlines()[1:] if line.strip()]
-    assert len(lines) <= 15
+    assert len(lines) <= LONGER.get(name, 15)
 
 
 @pytest.mark.parametrize("name", AFTER)

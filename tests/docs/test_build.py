@@ -88,6 +88,13 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
     build.timed.line(words, build.captures.BASE)
     build.api.reference(words)
     build.overview.picture(words)
+    build.roofline.drawn(words)
+    build.links.all_links(words)
+    for chapter in build.texts.LESSONS:
+        build.texts.wall(words, chapter)
+        build.texts.prediction(words, chapter)
+    for chapter in build.links.ROWS:
+        build.links.times(words, chapter)
     for table in build.basics.TABLES.values():
         table(words)
     said = build.programs.outputs()    # stored by the build

@@ -19,18 +19,24 @@ SHORT = ("--max-steps 2 --warmup-steps 1 --batch-size 12 --seq-len 16 --eval-eve
 REASONS = {  # pattern for the beginning of a command -> why no test runs it
     r"salloc|MASTER_ADDR=\S+.* srun|srun": "a Slurm cluster: by hand only, as scripts/train.sbatch, docs/captured/slurm.log",
     r"bash chapters/\w+/train\.sh .*--model-config small": "its model is for a GPU; the flags are held against --help",
-    r"pytest tests/exercises": "tests/exercises runs the graders, on the exercise and on its solution",
     r"bash tests/run\.sh": "it is running",
+    r"bash chapters/07_patrickstar/quick\.sh": "three minutes; tests/chapters/test_07_quick.py runs it with --tiny",
     r"bash benchmarks/": "minutes; tests/benchmarks and tests/chapters run them with --quick",
-    r"python benchmarks/gpu/": "needs a GPU; tests/benchmarks runs all of them with toys on a CPU",
+    r"bash scripts/python\.sh benchmarks/gpu/": "needs a GPU; tests/benchmarks runs all of them with toys on a CPU",
     r"pip install -e|conda env": "they change the environment; tests of the set-up and the extras hold them",
-    r"source \.venv/bin/activate": "the environment of the tests is active; test_setup.py makes a .venv",
+    r"source \.venv/bin/activate": "there may be no .venv; test_setup.py makes one",
     r"pip install horovod": "the mistake that the sentence is about",
-    r"bash docs/serve\.sh|tensorboard --logdir": "it does not end",
-    r"pstar (trace|plan|config)$|pstar plan --state-bits 8$|pstar config my_config\.json|python -m pstar\.cli config$":
-        "the name in a sentence; docs/generate/ and tests/pstar run them",
-    r"python -m gpt2_chinese\.corpora convert INPUT": "a pattern; tests/gpt2_chinese/corpora runs it",
-    r"python chapters/04_apex/mistakes/": "chapters/test_04_apex.py runs the mistakes, shortened by what they import",
+    r"bash docs/serve\.sh": "it does not end",
+    r"bash scripts/tensorboard\.sh": "it does not end; test_what_a_program_prints_at_its_end runs it with --inspect",
+    r"pstar (trace|plan|config)$": "the name in a sentence; docs/generate/ and tests/pstar run them",
+    r"bash scripts/pstar\.sh (config (my_\w+\.json|FILE)|plan --state-bits 8)$": "tests/pstar gives them a file and a model",
+    r"bash scripts/pstar\.sh plan --machine yard --model 18B --host-memory 360GB":
+        "test_the_plan_with_another_amount_of_host_memory_prints_an_answer runs it",
+    r"bash scripts/pstar\.sh plan --layouts": "test_the_ranking_of_layouts_on_its_page_prints_an_answer runs it",
+    r"bash scripts/python\.sh -m gpt2_chinese\.corpora convert INPUT": "a pattern; tests/gpt2_chinese/corpora runs it",
+    r"bash scripts/python\.sh chapters/04_apex/mistakes/":
+        "chapters/test_04_apex.py runs the mistakes, shortened by what they import",
+    r"accelerate launch": "tests/chapters/test_accelerate.py runs both, shortened",
     r"bash chapters/02_ddp/train\.sh --nproc 2$": "the same as without the flag, which the chapter's page has",
     r"bash cache/make_vocab\.sh check --vocab mine": "its folder is the reader's; test_make_vocab.py runs it",
 }  # fmt: skip
@@ -54,7 +60,11 @@ def reader(tmp_path_factory: pytest.TempPathFactory, shell) -> Callable[..., str
 
     timed.reader_in(folder)
     tokens = str(folder / "tokens")
-    return lambda command, flags="": shell(f"{timed.here(command)} {flags}", cwd=folder, GPT2_CHINESE_CACHE=tokens)
+
+    def run(command: str, flags: str = "", status: int = 0) -> str:
+        return shell(f"{timed.here(command)} {flags}", folder, status, GPT2_CHINESE_CACHE=tokens)
+
+    return run
 
 
 def marks(chapter: str) -> list[pytest.MarkDecorator]:
@@ -66,9 +76,14 @@ def marks(chapter: str) -> list[pytest.MarkDecorator]:
 def test_the_commands_of_a_chapter_run(reader, page: Path) -> None:
     ran = [command for command in commands_of(page) if not reason(command)]
     for command in ran:
+        if "exercise.sh" in command:
+            assert "is yours to write" in reader(command, status=1)
+            continue
         short = SHORT if "train.sh" in command else "--length 8" if "generate.sh" in command else ""
         if "08_param_efficient/train.sh" in command:  # its base needs all kinds of text
             short = f"{SHORT.partition(' --valid-data')[0]} --base-steps 2"
+        if "ds_config.json" in command:  # the file sets the batch
+            short = re.sub(r"--batch-size \d+ ?", "", short)
         said = reader(command, short)
         assert "Traceback" not in said and (not short or "今天天气" in said or "\nDone.\n" in said), said
     assert sum("train.sh" in command for command in ran) >= 2 and any("generate.sh" in command for command in ran)
@@ -83,6 +98,33 @@ def test_every_command_of_other_pages_is_run_by_a_test_or_has_a_reason() -> None
         assert not left, f"{page.relative_to(ROOT)}: {left}"
 
 
+def test_the_plan_with_another_amount_of_host_memory_prints_an_answer(capsys) -> None:
+    from pstar.cli import main
+
+    (command,) = [c for c in commands_of(ROOT / "docs/en/engine/index.md") if "360GB" in c]
+    assert main(command.split()[2:]) == 0 and "335.3 GiB host" in capsys.readouterr().out
+
+
+def test_the_ranking_of_layouts_on_its_page_prints_an_answer(capsys) -> None:
+    from pstar.cli import main
+
+    (command,) = [c for c in commands_of(ROOT / "docs/en/which.md") if "--layouts" in c]
+    assert main(command.split()[2:]) == 0
+    said = capsys.readouterr().out
+    assert "train.sh" in said and "ZeRO" in said, said
+
+
+def test_no_program_of_an_environment_is_on_the_path(shell) -> None:
+    names = ("python", "pytest", "tensorboard", "pstar", "torchrun", "mkdocs", "bash")
+    found = shell(f"for name in {' '.join(names)}; do command -v $name || true; done")
+    assert len(found.splitlines()) == 1 and found.strip().endswith("/bash"), found
+
+
+def test_tensorboard_without_a_run_is_one_line(shell) -> None:
+    assert "error: which run? bash scripts/tensorboard.sh runs/" in shell("bash scripts/tensorboard.sh --port 0", status=2)
+    assert "error: there is no folder runs/none" in shell("bash scripts/tensorboard.sh runs/none", status=2)
+
+
 def test_every_reason_is_needed() -> None:
     every = [command for page in [*CHAPTERS, *OTHERS] for command in commands_of(page)]
     for pattern, why in REASONS.items():
@@ -92,6 +134,16 @@ def test_every_reason_is_needed() -> None:
 def test_without_its_program_a_command_fails(reader) -> None:
     with pytest.raises(AssertionError, match="status 2"):
         reader("bash chapters/02_ddp/train.sh --max-steps 2 --bucket-mb 0")
+
+
+def test_what_a_program_prints_at_its_end_runs_in_a_new_shell(shell, tmp_path: Path) -> None:
+    """`To go on:` names two commands. With --inspect TensorBoard prints what it finds in the folder, and ends."""
+    short = f"{SHORT} --output-dir '{tmp_path}/run'"
+    said = shell(f"bash chapters/00_single/train.sh {short}")
+    printed = dict(re.findall(r"^  (curves|more text) +(bash .+)$", said.partition("To go on:")[2], re.MULTILINE))
+    assert set(printed) == {"curves", "more text"} and f"{tmp_path}/run" in printed["curves"]
+    assert "loss" in shell(f"{printed['curves']} --inspect")
+    assert "今天天气" in shell(f"{printed['more text']} --length 8")
 
 
 def test_commands_for_readers_without_a_gpu_were_timed_and_are_short() -> None:

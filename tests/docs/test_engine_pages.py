@@ -44,7 +44,7 @@ def test_every_field_of_the_configuration_is_in_the_table(build) -> None:
     for language in ("en", "zh"):
         text = build.fragment(f"{language}/configuration.md")
         assert all(text.count(f"| `{key}` |") == 1 for key in rows if "." in key or rows[key][0] != "object")
-        assert re.findall(r"\{ #(\S+) \}", text) == ["top-level", "optimizer", "bf16", "fp16", "client"]
+        assert re.findall(r"\{ #(\S+) \}", text) == ["top-level", "optimizer", "bf16", "fp16", "scheduler", "client"]
 
 
 def test_a_new_field_without_chinese_or_without_a_sentence_is_an_error(build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_docstrings_become_markdown(build) -> None:
 def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) -> None:
     results = ROOT / "benchmarks/results"
     for name in ("memory_fits", "memory_link", "disk_model", "plan_memory", "adam", "ranks", "rank_memory", "zero",
-                 "zero_pays"):
+                 "zero_pays", "tiled_loss"):
         source = (results / f"{name}.md").read_text(encoding="utf-8")
         rows = [line.replace(" ", "") for line in source.splitlines() if line.startswith("|")]
         text = build.fragment(f"en/results_all/{name}.md")
@@ -199,4 +199,6 @@ def test_the_view_opens_and_answers_in_a_browser(build, site: Path, address: str
     said = re.search(r"<title>probe (.*?)</title>", done.stdout)
     assert said, done.stderr[-2000:]
     last = str(len(data["frames"]) - 1)
-    assert json.loads(said[1]) == ["0", "2", "1", last, "0", "1", len(data["held"]) + 1, 1, True]
+    moves = data["frames"][1]["moves"]
+    here = len(data["held"]) + sum(1 if came else -1 for _, _, came in moves)
+    assert json.loads(said[1]) == ["0", "2", "1", last, "0", "1", here, 1, True]

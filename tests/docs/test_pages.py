@@ -22,6 +22,11 @@ def test_every_command_exists(page: Path) -> None:
 
 
 @names
+def test_every_command_works_in_a_new_shell(page: Path) -> None:
+    assert not pages.not_in_a_fresh_shell(page.read_text())
+
+
+@names
 def test_every_path_exists(page: Path) -> None:
     assert not pages.missing_paths(page.read_text())
 
@@ -76,9 +81,11 @@ def test_both_languages_are_written_from_the_same_fragments() -> None:
     ("python data/split.py a.json --trian x", "--trian is in no --help"),
     ('pip install -e ".[doc]"', "there is no extra doc"),
     ("conda env create -f environments.yml", "there is no environments.yml"),
-    ("tensorboard runs", "--logdir is missing"),
-    ("pstar configure", "no command configure"),
-    ("pstar trace profile.json --output x", "--output is in no --help"),
+    ("bash scripts/tensorboard.sh --port 6006", "the run's folder is missing"),
+    ("bash scripts/pstar.sh configure", "no command configure"),
+    ("bash scripts/pstar.sh trace profile.json --output x", "--output is in no --help"),
+    ("bash scripts/python.sh data/spilt.py x", "there is no data/spilt.py"),
+    ("bash scripts/torchrun.sh --nproc-per-node 2 chapters/99_none/train.py", "torchrun without a script"),
     ("pytest tests/exercise -k 02", "there is no tests/exercise"),
     ("make all", "make is no program that the pages know"),
 ])  # fmt: skip
@@ -92,6 +99,13 @@ def test_a_wrong_command_is_found(command: str, complaint: str) -> None:
 def test_commands_in_a_list_and_in_prose_are_seen() -> None:
     text = "1. Do\n\n    ```bash\n    bash a.sh\n    ```\n\nor `bash b.sh --x` or `bash` alone.\n\n```text\nbash c.sh\n```\n"
     assert pages.commands(text) == ["bash a.sh", "bash b.sh --x"]
+
+
+def test_a_command_of_an_active_environment_is_found() -> None:
+    block = "```bash\n{}\n```\nor `pstar plan`\n"
+    for command in ("pytest tests", "python -m x", "tensorboard --logdir x", "pstar config", "A=1 B=\"x y\" torchrun x.py"):
+        assert pages.not_in_a_fresh_shell(block.format(command))
+    assert not pages.not_in_a_fresh_shell(block.format("A=1 B=\"x y\" bash x.sh"))
 
 
 def test_a_wrong_path_and_a_machine_path_are_found() -> None:

@@ -41,9 +41,10 @@ def said_by_code(message: str) -> bool:
 
 
 def messages(text: str) -> list[str]:
-    """The messages in a page's table of pitfalls; an ellipsis means any text."""
+    """The messages in a page's tables of pitfalls; an ellipsis means any text."""
     table = text.partition("{ #pitfalls }")[2].partition("\n## ")[0]
-    return [message for row in table.splitlines() if row.startswith("|") for message in MESSAGE.findall(row.split(" | ")[0])]
+    rows = [line.strip() for line in table.splitlines() if line.strip().startswith("|")]  # also the folded ones
+    return [message for row in rows for message in MESSAGE.findall(row.split(" | ")[0])]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parts[-3]}/{page.stem}")

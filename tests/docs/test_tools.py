@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import json
 import random
 import re
@@ -30,8 +31,11 @@ OF_A_RANK = ("held_parameters", "states", "live_micro_batches", "activations", "
 OF_BYTES = {"device_bytes": "memory", "host_bytes": "memory", "sent_bytes": "traffic", "received_bytes": "traffic"}
 PAGE = """<!doctype html><meta charset="utf-8"><pre id="out"></pre><script src="{folder}/formulas.js"></script>
 <script src="{folder}/schedules.js"></script><script src="{folder}/controls.js"></script>
-<script src="{folder}/adaptation.js"></script><script src="cases.js"></script><script>
-const all = {{ ...courseFormulas, ...courseSchedules, ...courseAdaptation, PRESETS: courseTools.PRESETS }};
+<script src="{folder}/adaptation.js"></script><script src="{folder}/layouts_model.js"></script>
+<script src="cases.js"></script><script>
+const layouts_answer = (own, job) => courseLayouts.plan_layouts(courseLayouts.cluster_of(...own), job);
+const all = {{ ...courseFormulas, ...courseSchedules, ...courseAdaptation, ...courseLayouts, layouts_answer,
+  PRESETS: courseTools.PRESETS }};
 const value = (x) => typeof all[x.name] === "function" ? all[x.name](...x.arguments) : all[x.name];
 document.getElementById("out").textContent = JSON.stringify(cases.map(value));
 </script>"""
@@ -144,8 +148,9 @@ def test_names_and_lists_are_the_same(formulas, schedules, tmp_path: Path) -> No
     lists = ("PIPELINES", "ZERO", "REPLICAS", "STRATEGIES", "KINDS", "HOST_KINDS")
     found = in_the_browser(tmp_path, [{"name": name, "arguments": []} for name in (*lists, "NAMES")])
     assert found == [*(list(getattr(formulas, name)) for name in lists), list(schedules.NAMES)]
-    public = {name for name, what in vars(formulas).items() if callable(what) and what.__module__ == "formulas"}
+    public = {name for name, what in vars(formulas).items() if inspect.isfunction(what)}
     text = (TOOLS / "formulas.js").read_text()
+    assert {"zero_states", "zero_shares", "ring_bytes"} <= public
     assert all(re.search(rf"(function|const) {name}\b", text) for name in public), "function by function"
 
 
@@ -187,7 +192,7 @@ def test_the_player_s_schedules_are_those_of_chapter_05(schedules, tmp_path: Pat
 
 @needs_browser
 @pytest.mark.parametrize("file, right, wrong", [
-    ("formulas.js", "12 * n_embd ** 2 + 13 * n_embd", "12 * n_embd ** 2 + 12 * n_embd"),
+    ("formulas.js", "12 * n_embd ** 2 + 7 * n_embd", "12 * n_embd ** 2 + 6 * n_embd"),
     ("formulas.js", "2 * num_bytes * (p - 1)", "2 * num_bytes * p"),
     ("formulas.js", "(number - (number % divisor)) / divisor", "number / divisor"),
     ("schedules.js", '"1f1b": p - rank', '"1f1b": p'),
@@ -345,6 +350,7 @@ def test_the_page_of_chapter_08_answers(site: Path, below: str) -> None:
 @needs_browser
 def test_an_impossible_run_is_refused_and_a_wrong_address_gives_the_default(formulas, site: Path) -> None:
     address = (site / "en/tools/memory").as_uri()
-    assert "heads do not divide" in dumped(f"{address}/index.html#model=small&strategy=tensor&precision=fp32&ranks=5")
+    refused = dumped(f"{address}/index.html#model=small&strategy=tensor&precision=fp32&ranks=5")
+    assert "Possible ranks: 1, 2, 3, 4, 6, 12." in refused
     default = formulas.device_bytes(formulas.memory({**SMALL, "strategy": "ddp", "precision": "O2", "ranks": 4}))
     assert answer(site, "en/tools/memory", "data-bytes", ranks=-3, strategy="none", batch="x", model='">') == default

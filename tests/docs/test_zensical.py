@@ -50,4 +50,4 @@ def test_a_missing_fragment_ends_the_build(built: Path, shell, tmp_path: Path) -
     (tmp_path / "docs/en/index.md").write_text('# Home\n\n--8<-- "none.md"\n')
     for name in ("mkdocs.yml", "zensical.en.yml"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
-    assert "none.md" in shell("python -m zensical build --strict -f zensical.en.yml", cwd=tmp_path, status=1)
+    assert "none.md" in shell('"$PYTHON" -m zensical build --strict -f zensical.en.yml', cwd=tmp_path, status=1)

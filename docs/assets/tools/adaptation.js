@@ -74,13 +74,19 @@ const courseAdaptation = (() => {
 
 courseTools.start("adaptation-tool", (root) => {
   const { say, element, table, dot, bytes_text, with_commas } = courseTools;
+  const at_most = (name, label, most, of) => [name, say(`${label[0]}最大 ${with_commas(most)}（${of[0]}）。`,
+    `${label[1]} can be at most ${with_commas(most)}, ${of[1]}.`)];
+  const WIDTH = ["模型宽度 n_embd", "the model's width n_embd"], PLACES = ["模型的位置数 n_positions", "the model's n_positions"];
   const REFUSALS = {
-    heads: say("n_embd 不能被 n_head 整除。", "n_embd does not divide by n_head."),
-    length: say("序列比模型的位置数（n_positions）长。", "The sequence is longer than the model has positions."),
-    rank: say("秩不能超过层的宽度 n_embd。", "The rank is above the layer's width, n_embd."),
-    bottleneck: say("瓶颈不能超过模型的宽度 n_embd。", "The bottleneck is above the model's width, n_embd."),
-    virtual_tokens: say("虚拟 token 要比模型的位置数少。", "Virtual tokens must be fewer than the model's positions."),
-    segments: say("只有一层，不能每 2 层一段。", "One layer makes no segment of two."),
+    heads: (job) => ["n_head", say(`n_embd（${job.n_embd}）必须是 n_head 的倍数。`,
+      `n_embd (${job.n_embd}) must be a multiple of n_head.`)],
+    length: (job) => at_most("seq_len", ["序列长度", "The sequence length"], job.n_positions, PLACES),
+    rank: (job) => at_most("rank", ["秩", "The rank"], job.n_embd, WIDTH),
+    bottleneck: (job) => at_most("bottleneck", ["瓶颈", "The bottleneck"], job.n_embd, WIDTH),
+    virtual_tokens: (job) => at_most("virtual_tokens", ["虚拟 token 数", "Virtual tokens"], job.n_positions - 1,
+      ["比模型的位置数少 1", "one less than the model's positions"]),
+    segments: () => ["recompute", say("只有一层，不能每 2 层一段：请选 none、block、sqrt 或 selective。",
+      "One layer makes no segment of two: choose none, block, sqrt or selective.")],
   };
   const whole = (name, label, max) => ({ name, label, min: 1, max });
   const sizes = courseTools.FIELDS.filter((field) => field.small);
@@ -97,8 +103,9 @@ courseTools.start("adaptation-tool", (root) => {
   function show(job, output) {
     const found = courseAdaptation.calculated(job);
     if (found.refusal) {
-      return output.replaceChildren(element("p", { class: "tool-refused", role: "alert" },
-        say("这一章的程序不会运行这个设置：", "The chapter does not run this: "), REFUSALS[found.refusal]));
+      const [field, sentence] = REFUSALS[found.refusal](job);
+      return output.replaceChildren(courseTools.refusal(field,
+        say("这一章的程序不会运行这个设置：", "The chapter does not run this: "), sentence));
     }
     const percent = (share) => `${with_commas(100 * share, 2)}%`, lora = found.methods.find((row) => row.name === "lora");
     const head = [say("方法", "method"), say("训练的参数", "trained"), say("占比", "share"),

@@ -70,8 +70,7 @@ courseTools.start("bubble-tool", (root) => {
     const order = S.orders(state.schedule, p, m, v);
     if (!order) {
       stop();
-      return output.replaceChildren(element("p", { class: "tool-refused", role: "alert" }, say(
-        "交错调度要求微批次数能被进程数整除。", "Interleaved wants micro-batches that divide by the ranks.")));
+      return output.replaceChildren(courseTools.refusal("micros", courseTools.multiple_of_ranks(p, m)));
     }
     const events = S.simulate(order, 1, Number(state.backward)), span = Math.max(...events.map((event) => event.end));
     const plan = JSON.stringify([state.schedule, p, m, v, state.backward]);
@@ -96,7 +95,7 @@ courseTools.start("bubble-tool", (root) => {
     function toggle() {
       if (timer) { stop(); return go(time); }
       if (time >= span) time = 0;
-      timer = setInterval(() => { if (time >= span) { stop(); go(span); } else go(time + 1); }, 450);
+      timer = setInterval(() => { if (!frame.isConnected) stop(); else if (time >= span) { stop(); go(span); } else go(time + 1); }, 450);
       go(time);
     }
 

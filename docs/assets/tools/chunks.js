@@ -3,9 +3,10 @@
 "use strict";
 
 (function () {
-  const STATES = "#2e7d32", ACTIVATIONS = "#8e24aa", CHUNKS = "#607d8b";
-  const COLOURS = { param: "#3f51b5", grad: "#ef6c00", activations: ACTIVATIONS };
-  const STAGES = { forward: "#c5cae9", backward: "#ffe0b2", adam: "#c8e6c9" };
+  // tools.css has the colours, for light and dark pages
+  const STATES = "var(--kind-optimizer)", ACTIVATIONS = "var(--kind-activations)", CHUNKS = "var(--kind-buffers)";
+  const COLOURS = { param: "var(--kind-parameters)", grad: "var(--kind-gradients)", activations: ACTIVATIONS };
+  const STAGES = { forward: "var(--stage-forward)", backward: "var(--stage-backward)", adam: "var(--stage-update)" };
   const FRAME_MS = 450;
   const SVG = "http://www.w3.org/2000/svg";
 
@@ -71,16 +72,16 @@
     const box = { class: "cs-time", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" };
     const svg = make(place, "svg", box);
     for (const [name, begin, end] of data.stages) {
-      make(svg, "rect", { x: x(begin), y: 0, width: x(end) - x(begin), height, fill: STAGES[name] || "#eeeeee" });
+      make(svg, "rect", { x: x(begin), y: 0, width: x(end) - x(begin), height, style: `fill:${STAGES[name] || "var(--kind-idle)"}` });
     }
     data.frames.forEach((frame, i) => {
       const end = i + 1 < data.frames.length ? data.frames[i + 1].ms : data.ms;
       const across = { x: x(frame.ms), width: Math.max(x(end) - x(frame.ms), 0.1) };
       const above = y(frame.near + frame.other);
-      make(svg, "rect", { ...across, y: y(frame.near), height: height - y(frame.near), fill: CHUNKS });
-      make(svg, "rect", { ...across, y: above, height: y(frame.near) - above, fill: ACTIVATIONS });
+      make(svg, "rect", { ...across, y: y(frame.near), height: height - y(frame.near), style: `fill:${CHUNKS}` });
+      make(svg, "rect", { ...across, y: above, height: y(frame.near) - above, style: `fill:${ACTIVATIONS}` });
     });
-    const line = { "vector-effect": "non-scaling-stroke", stroke: "#212121", "stroke-width": 1.5 };
+    const line = { "vector-effect": "non-scaling-stroke", style: "stroke:currentcolor", "stroke-width": 1.5 };
     make(svg, "line", { x1: 0, x2: width, y1: y(data.budget), y2: y(data.budget), "stroke-dasharray": "6 3", ...line });
     const cursor = make(svg, "line", { y1: 0, y2: height, ...line, "stroke-width": 2.5 });
     svg.addEventListener("click", (event) => {

@@ -41,17 +41,41 @@ const courseTools = (() => {
     parameters: say("参数", "parameters"), gradients: say("梯度", "gradients"), optimizer: say("优化器状态", "optimizer states"),
     activations: say("激活", "activations"), buffers: say("缓冲区", "buffers"), host: say("主机内存", "host memory"),
   };
+  // Why no program of the course runs a job, with what is possible: reason -> [the field to change, the sentence].
+  const upwards = (unit, above) => [0, 1, 2].map((n) => with_commas(unit * (Math.max(Math.ceil(above / unit), 1) + n))).join(", ");
+  const divisors = (number) => [...Array(number).keys()].map((n) => n + 1).filter((n) => number % n === 0).join(", ");
   const REFUSALS = {
-    ranks: say("单进程只有 1 个进程。", "One process is 1 rank."),
-    precision: say("课程里这种策略没有这种精度。", "The course has no such precision with this strategy."),
-    length: say("序列比模型的位置数（n_positions）长。", "The sequence is longer than the model has positions."),
-    batch: say("全局批次不能被“进程数 × 微批次数”整除（流水线和张量并行：不能被微批次数整除）。",
-      "The global batch does not divide by ranks × micro-batches (by micro-batches, where the model is split)."),
-    layers: say("层数不能被流水线的段数整除。", "The layers do not divide by the stages of the pipeline."),
-    heads: say("注意力头数不能被进程数整除。", "The heads do not divide by the ranks."),
-    micros: say("交错调度要求至少 2 个进程，且微批次数能被进程数整除。",
-      "Interleaved wants at least 2 ranks, and micro-batches that divide by them."),
+    ranks: () => ["ranks", say("单进程只有 1 个进程：把进程数改成 1，或换一种策略。",
+      "A single process is one rank: set ranks to 1, or choose another strategy.")],
+    precision: (job) => {
+      const possible = courseFormulas.precisions_of(job.strategy).map((name) => PRECISION_NAMES[name]).join(", ");
+      return ["precision", say(`课程里这种策略可选的精度：${possible}。`, `With this strategy the course has ${possible}.`)];
+    },
+    length: (job) => ["seq_len", say(`序列最长 ${with_commas(job.n_positions)}，即模型的位置数 n_positions。`,
+      `The sequence can have at most ${with_commas(job.n_positions)} tokens, the model's n_positions.`)],
+    batch: (job) => {
+      const split = courseFormulas.PIPELINES.includes(job.strategy) || job.strategy === "tensor";
+      const unit = (split ? 1 : job.ranks) * job.micro_batches, possible = upwards(unit, job.batch);
+      return ["batch", say(
+        `全局批次必须是 ${with_commas(unit)}（${split ? "微批次数" : "进程数 × 微批次数"}）的倍数，例如 ${possible}。`,
+        `The global batch must be a multiple of ${with_commas(unit)} (${split ? "the micro-batches" : "ranks × micro-batches"}), `
+        + `for example ${possible}.`)];
+    },
+    layers: (job) => {
+      const v = job.strategy === "interleaved" ? job.virtual_stages : 1;
+      const possible = job.n_layer % v ? "" : divisors(job.n_layer / v);
+      return ["ranks", possible ? say(`层数 ${job.n_layer} 必须能被流水线的段数整除，可选的进程数：${possible}。`,
+        `The ${job.n_layer} layers must be a multiple of the pipeline's stages. Possible ranks: ${possible}.`)
+        : say(`层数 ${job.n_layer} 必须能被每个进程的段数 ${v} 整除。`,
+          `The ${job.n_layer} layers must be a multiple of the ${v} stages of a rank.`)];
+    },
+    heads: (job) => ["ranks", say(`注意力头数 ${job.n_head} 必须能被进程数整除，可选的进程数：${divisors(job.n_head)}。`,
+      `The ${job.n_head} heads must be a multiple of the ranks. Possible ranks: ${divisors(job.n_head)}.`)],
+    micros: (job) => (job.ranks === 1 ? ["ranks", say("交错调度至少需要 2 个进程。", "The interleaved schedule needs at least 2 ranks.")]
+      : ["micro_batches", multiple_of_ranks(job.ranks, job.micro_batches)]),
   };
+  const multiple_of_ranks = (p, m) => say(`交错调度的微批次数必须是进程数 ${p} 的倍数，例如 ${upwards(p, m)}。`,
+    `The interleaved schedule needs a multiple of ${p} micro-batches, the number of ranks: for example ${upwards(p, m)}.`);
 
   // ---- elements
 
@@ -117,9 +141,9 @@ const courseTools = (() => {
     virtual_stages: 2, near_percent: 25, ...PRESETS.small };
 
   // Reads the address after #; an invalid value is replaced by its default.
-  function from_address(fields, defaults) {
+  function from_address(fields, defaults, presets) {
     const state = { ...defaults }, given = new URLSearchParams(location.hash.slice(1));
-    const preset = PRESETS[given.get("model")];
+    const preset = presets[given.get("model")];
     if (preset && "model" in defaults) Object.assign(state, preset);
     for (const field of fields) {
       const value = given.get(field.name);
@@ -134,29 +158,38 @@ const courseTools = (() => {
   const valid = (field, value) => Number.isFinite(value) && value >= field.min && value <= field.max
     && (field.step !== undefined || Number.isInteger(value));
 
-  function to_address(fields, state) {
-    const preset = state.model in PRESETS;
+  function to_address(fields, state, presets) {
+    const preset = state.model in presets;
     const said = fields.filter((field) => !(preset && OF_THE_MODEL.includes(field.name)) && (!field.of || field.of(state)));
     const words = said.map((field) => [field.name, field.check ? Number(state[field.name]) : state[field.name]]);
     history.replaceState(null, "", "#" + new URLSearchParams(words));
   }
 
-  // Adds a form to `root` and calls show(state) immediately and after every change.
-  function form(root, fields, defaults, show) {
-    let state = from_address(fields, defaults);
-    const inputs = {}, boxes = {};
+  // What a field can hold, as words.
+  function possible(field) {
+    const ends = [field.min, field.max].map((number) => number.toLocaleString("en-US", { maximumFractionDigits: 6 }));
+    return field.step === undefined ? say(`请填 ${ends.join(" 到 ")} 的整数`, `a whole number from ${ends.join(" to ")}`)
+      : say(`请填 ${ends.join(" 到 ")} 的数`, `a number from ${ends.join(" to ")}`);
+  }
+
+  // Adds a form to `root` and calls show(state) immediately and after every change. A field with an invalid value is marked
+  // and says what it can hold; meanwhile there is no result. `presets` are the sizes of the models that the form offers.
+  function form(root, fields, defaults, show, presets = PRESETS) {
+    let state = from_address(fields, defaults, presets);
+    const inputs = {}, boxes = {}, hints = {}, wrong = new Set();
     const main = element("div", { class: "tool-form" }), more = element("div", { class: "tool-form" });
     for (const field of fields) {
-      const change = (event) => changed(field, event.target);
+      const change = (event) => changed(field, event.target), hint = `${root.id}-${field.name}`;
       const input = field.options
         ? element("select", { onchange: change }, ...Object.entries(field.options).map(
           ([value, text]) => element("option", { value }, text)))
         : element("input", field.check ? { type: "checkbox", onchange: change } : { type: "number", inputmode: "decimal",
-          min: field.min, max: field.max, step: field.step || 1, required: true, oninput: change });
+          min: field.min, max: field.max, step: field.step || 1, required: true, oninput: change, "aria-describedby": hint });
       input.name = field.name;
       inputs[field.name] = input;
+      hints[field.name] = element("small", { id: hint, class: "tool-hint", role: "status" });
       boxes[field.name] = element("label", { class: field.check ? "tool-check" : "" },
-        element("span", {}, field.label), input);
+        element("span", {}, field.label), input, ...(field.check || field.options ? [] : [hints[field.name]]));
       (field.small ? more : main).append(boxes[field.name]);
     }
     root.replaceChildren(main);
@@ -169,13 +202,18 @@ const courseTools = (() => {
 
     function changed(field, input) {
       const value = field.check ? input.checked : field.options ? input.value : Number(input.value);
-      const wrong = !field.check && !field.options && (input.value === "" || !valid(field, value));
-      input.setAttribute("aria-invalid", wrong);
-      if (wrong) return;
+      if (!field.check && !field.options && (input.value.trim() === "" || !valid(field, value))) {
+        wrong.add(field.name);
+        return result();
+      }
+      wrong.delete(field.name);
       state[field.name] = value;
-      if (field.name === "model" && value in PRESETS) Object.assign(state, PRESETS[value]);
+      if (field.name === "model" && value in presets) {
+        Object.assign(state, presets[value]);
+        for (const name of Object.keys(presets[value])) wrong.delete(name);
+      }
       if (OF_THE_MODEL.includes(field.name)) state.model = "custom";
-      if (field.name === "strategy" && value === "single") state.ranks = 1;
+      if (field.name === "strategy" && value === "single") { state.ranks = 1; wrong.delete("ranks"); }
       refresh(input);
     }
 
@@ -186,26 +224,45 @@ const courseTools = (() => {
         for (const option of inputs.precision.options) option.hidden = option.disabled = !choices.includes(option.value);
       }
       for (const field of fields) {
-        const input = inputs[field.name];
+        const input = inputs[field.name], hidden = Boolean(field.of && !field.of(state));
+        if (hidden) wrong.delete(field.name);
         if (field.check) input.checked = state[field.name];
-        else if (input !== source) { input.value = state[field.name]; input.removeAttribute("aria-invalid"); }
-        boxes[field.name].hidden = Boolean(field.of && !field.of(state));
+        else if (input !== source && !wrong.has(field.name)) input.value = state[field.name];
+        boxes[field.name].hidden = hidden;
       }
-      if (source) to_address(fields, state);
-      show({ ...state }, output);
+      if (source) to_address(fields, state, presets);
+      result();
     }
 
+    // The result of the state, or what is wrong. A refusal names the field to change.
+    function result() {
+      if (wrong.size) {
+        output.replaceChildren(element("p", { class: "tool-refused", role: "alert" },
+          say("没有结果：请改正标出的输入。", "No result: correct the marked input.")));
+      } else show({ ...state }, output);
+      const refused = output.querySelector("[data-field]");
+      for (const field of fields) {
+        const input = inputs[field.name];
+        if (field.check) continue;
+        const marked = wrong.has(field.name) || (refused !== null && refused.dataset.field === field.name);
+        input.setAttribute("aria-invalid", marked);
+        hints[field.name].textContent = wrong.has(field.name) ? possible(field) : "";
+      }
+    }
+
+    // Links of the page that set the form: <a data-set="strategy=ddp&ranks=64">
+    for (const link of document.querySelectorAll("a[data-set]")) link.href = `#${link.dataset.set}`;
     addEventListener("hashchange", () => {
-      if (location.hash.includes("=")) { state = from_address(fields, defaults); refresh(); }
+      if (location.hash.includes("=")) { state = from_address(fields, defaults, presets); wrong.clear(); refresh(); }
     });
     refresh();
   }
 
   // The ranks whose numbers differ: [{rank, name}].
   function ranks_of(job) {
-    const p = job.ranks, last = p - 1, named = (rank) => ({ rank, name: say(`${rank} 号进程`, `rank ${rank}`) });
+    const p = job.ranks, last = p - 1, named = (rank) => ({ rank, name: say(`进程 ${rank}`, `rank ${rank}`) });
     if (job.strategy === "server" && p > 1) {
-      return [{ rank: 0, name: say("0 号，服务器", "rank 0, server") }, { rank: last, name: say("工作进程", "a worker") }];
+      return [{ rank: 0, name: say("进程 0，服务器", "rank 0, server") }, { rank: last, name: say("工作进程", "a worker") }];
     }
     if (courseFormulas.PIPELINES.includes(job.strategy) && p > 1) {
       return (p <= 8 ? [...Array(p).keys()] : [0, 1, Math.floor(p / 2), last]).map(named);
@@ -213,11 +270,15 @@ const courseTools = (() => {
     return [{ rank: 0, name: p > 1 ? say("每个进程", "every rank") : say("进程", "the rank") }];
   }
 
+  // A sentence in place of a result, which marks a field.
+  const refusal = (field, ...sentence) => element("p", { class: "tool-refused", role: "alert", "data-field": field }, ...sentence);
+
   // The reason why no program of the course runs the job, as a sentence; null if one does.
   function refused(job) {
     const reason = courseFormulas.refusal(job);
-    return reason ? element("p", { class: "tool-refused", role: "alert" },
-      say("课程的程序不会运行这个设置：", "No program of the course runs this: "), REFUSALS[reason]) : null;
+    if (!reason) return null;
+    const [field, sentence] = REFUSALS[reason](job);
+    return refusal(field, say("课程的程序不会运行这个设置：", "No program of the course runs this: "), sentence);
   }
 
   function start(id, run) {
@@ -227,5 +288,5 @@ const courseTools = (() => {
   }
 
   return { CHINESE, say, PRESETS, FIELDS, JOB, KIND_NAMES, element, table, dot, with_commas, three, bytes_text, seconds_text,
-    form, ranks_of, refused, start };
+    form, ranks_of, refusal, refused, multiple_of_ranks, start };
 })();

@@ -1,6 +1,6 @@
-// The formulas of docs/generate/arithmetic/formulas.py, function by function, under the same names;
-// tests/docs/test_tools.py compares the two files.
-// formulas.py explains each formula and names its paper. All bytes are whole numbers below 2^53, so doubles are exact.
+// The formulas of pstar/planner/shares.py and docs/generate/arithmetic/formulas.py, function by function, under the same
+// names; tests/docs/test_tools.py compares them. The Python explains each formula and names its paper.
+// All bytes are whole numbers below 2^53, so doubles are exact.
 "use strict";
 
 const courseFormulas = (() => {
@@ -19,7 +19,12 @@ const courseFormulas = (() => {
 
   // ---- the model
 
-  const block_parameters = (n_embd) => 12 * n_embd ** 2 + 13 * n_embd;
+  const block_parameters = (n_embd, tensor = 1) => 6 * n_embd + ceil_div(12 * n_embd ** 2 + 7 * n_embd, tensor);
+
+  function stage_outside(n_embd, n_positions, vocab_size, tensor, stages, rank) {
+    const first = rank === 0, last = rank === stages - 1, tables = first || last ? ceil_div(vocab_size, tensor) : 0;
+    return (tables + (first ? n_positions : 0) + (last ? 2 : 0)) * n_embd;
+  }
 
   const outside_parameters = (job) => (job.vocab_size + job.n_positions + 2) * job.n_embd;
 
@@ -62,19 +67,13 @@ const courseFormulas = (() => {
 
   const stages_of = (job) => (job.strategy === "interleaved" ? job.virtual_stages : 1);
 
+  // ranks that cut each block, and ranks that share the blocks
+  const split_of = (job) => [job.strategy === "tensor" ? job.ranks : 1, PIPELINES.includes(job.strategy) ? job.ranks : 1];
+
   function held_parameters(job, rank) {
-    const c = job.n_embd, p = job.ranks, strategy = job.strategy;
-    if (PIPELINES.includes(strategy) && p > 1) {
-      let own = floor_div(job.n_layer, p) * block_parameters(c);
-      if (rank === 0) own += (job.vocab_size + job.n_positions) * c;
-      if (rank === p - 1) own += (job.vocab_size + 2) * c;
-      return own;
-    }
-    if (strategy === "tensor") {
-      const block = 6 * c + ceil_div(12 * c ** 2 + 7 * c, p);
-      return job.n_layer * block + (ceil_div(job.vocab_size, p) + job.n_positions + 2) * c;
-    }
-    return num_parameters(job);
+    const [tensor, stages] = split_of(job);
+    return stage_outside(job.n_embd, job.n_positions, job.vocab_size, tensor, stages, stages > 1 ? rank : 0)
+      + floor_div(job.n_layer, stages) * block_parameters(job.n_embd, tensor);
   }
 
   function sharded_parameters(job) {
@@ -90,15 +89,13 @@ const courseFormulas = (() => {
     return floor_div(job.near_percent * each * num_parameters(job), 100);
   }
 
-  function pstar_states(job) {
-    const costs = parameter_costs("pstar", job.precision), total = num_parameters(job);
-    const own = ceil_div(total, job.ranks);
+  function pstar_shares(costs, total, ranks, room) {
+    const own = ceil_div(total, ranks);
     const wanted = {
       parameters: costs.parameters * own, buffers: costs.parameters * (total - own),
       gradients: costs.gradients * own, optimizer: (costs.masters + costs.moments) * own,
     };
     const found = no_bytes();
-    let room = near_budget(job);
     for (const [kind, amount] of Object.entries(wanted)) {
       const near = Math.min(room, amount);
       found[kind] = near;
@@ -108,21 +105,29 @@ const courseFormulas = (() => {
     return found;
   }
 
+  const pstar_states = (job) => pstar_shares(parameter_costs("pstar", job.precision), num_parameters(job), job.ranks,
+    near_budget(job));
+
   const no_bytes = () => Object.fromEntries([...KINDS, ...HOST_KINDS].map((kind) => [kind, 0]));
 
-  function zero_states(job) {
-    const costs = parameter_costs(job.strategy, job.precision), p = job.ranks, stage = zero_stage(job.strategy);
-    const offload = job.strategy.endsWith("_offload"), own = sharded_parameters(job);
-    const masters = offload && stage < 3 ? 4 : costs.masters;
-    const found = no_bytes();
-    const parameters = stage === 3 ? own : p * own, gradients = stage === 1 ? num_parameters(job) : own;
-    found[offload && stage === 3 ? "host_parameters" : "parameters"] = costs.parameters * parameters;
-    found[offload && stage > 1 ? "host_gradients" : "gradients"] = costs.gradients * gradients;
-    found[offload ? "host_optimizer" : "optimizer"] = (masters + costs.moments) * own;
-    const outside = outside_parameters(job), block = block_parameters(job.n_embd);
-    found.buffers = costs.gradients * (outside + block);
-    if (stage === 3) found.buffers += costs.parameters * (outside + Math.min(2, job.n_layer) * block);
+  function zero_shares(costs, outside, block, layers, shards, stage, offload) {
+    const found = no_bytes(), total = outside + layers * block;
+    const own = stage === 0 ? total : ceil_div(outside, shards) + layers * ceil_div(block, shards);
+    const masters = offload === "optimizer" ? 4 : costs.masters;
+    const parameters = stage === 3 ? own : stage === 0 ? total : shards * own;
+    found[offload === "optimizer,params" ? "host_parameters" : "parameters"] = costs.parameters * parameters;
+    const gradients = costs.gradients * (stage <= 1 ? total : own);
+    found[offload !== "none" && stage > 1 ? "host_gradients" : "gradients"] = gradients;
+    found[offload !== "none" ? "host_optimizer" : "optimizer"] = (masters + costs.moments) * own;
+    found.buffers = stage === 0 ? (shards > 1 ? gradients : 0) : costs.gradients * (outside + block);
+    if (stage === 3) found.buffers += costs.parameters * (outside + Math.min(2, layers) * block);
     return found;
+  }
+
+  function zero_states(job) {
+    const stage = zero_stage(job.strategy), offload = job.strategy.endsWith("_offload");
+    return zero_shares(parameter_costs(job.strategy, job.precision), outside_parameters(job), block_parameters(job.n_embd),
+      job.n_layer, job.ranks, stage, !offload ? "none" : stage === 3 ? "optimizer,params" : "optimizer");
   }
 
   function states(job, rank = 0) {
@@ -161,20 +166,20 @@ const courseFormulas = (() => {
     return 1;
   }
 
-  function activations(job, rank = 0) {
-    const costs = activation_costs(job.precision), tokens = micro_tokens(job), strategy = job.strategy;
-    const cuts = strategy === "tensor" ? job.ranks : 1, stages = PIPELINES.includes(strategy) ? job.ranks : 1;
-    const live = live_micro_batches(job, rank), width = tokens * job.n_embd;
-    const is_first = rank === 0 || stages === 1, is_last = rank === stages - 1 || stages === 1;
-    const block = floor_div((costs.whole * cuts + costs.cut) * width, cuts);
-    const layers = floor_div(job.n_layer, stages * stages_of(job));
-    const kept = live * layers * (job.checkpointing ? costs.input * width : block);
-    const micros = Math.min(live, job.micro_batches);
+  function activation_bytes(costs, logit, width, logits, layers, tensor, live, micros, is_first, is_last, recompute) {
+    const block = floor_div((costs.whole * tensor + costs.cut) * width, tensor);
+    const kept = live * layers * (recompute ? costs.input * width : block);
     const around = micros * width * ((is_first ? costs.first : 0) + (is_last ? costs.last : 0));
-    const ends = strategy === "interleaved" ? 1 : live;
-    const per_logit = 4 * ends + 4 + 2 * value_bytes(job.precision);
-    const logits = is_last ? tokens * ceil_div(job.vocab_size, cuts) * per_logit : 0;
-    return kept + around + Math.max(logits, job.checkpointing ? block : 0);
+    return kept + around + Math.max(is_last ? logits * logit : 0, recompute ? block : 0);
+  }
+
+  function activations(job, rank = 0) {
+    const tokens = micro_tokens(job), [cuts, stages] = split_of(job), live = live_micro_batches(job, rank);
+    const ends = job.strategy === "interleaved" ? 1 : live;
+    return activation_bytes(activation_costs(job.precision), 4 * ends + 4 + 2 * value_bytes(job.precision),
+      tokens * job.n_embd, tokens * ceil_div(job.vocab_size, cuts), floor_div(job.n_layer, stages * stages_of(job)), cuts,
+      live, Math.min(live, job.micro_batches), rank === 0 || stages === 1, rank === stages - 1 || stages === 1,
+      job.checkpointing);
   }
 
   function memory(job, rank = 0) {
@@ -193,13 +198,14 @@ const courseFormulas = (() => {
 
   const ring_bytes = (num_bytes, p) => floor_div(2 * num_bytes * (p - 1), p);
 
-  function tensor_bytes(job) {
-    const t = job.ranks, tokens = micro_tokens(job);
-    const calls = (job.checkpointing ? 5 : 4) * job.n_layer;
-    let own = calls * ring_bytes(value_bytes(job.precision) * tokens * job.n_embd, t);
-    own += 2 * ring_bytes(4 * tokens * job.n_embd, t);
-    return job.micro_batches * (own + ring_bytes(4 * tokens, t) + ring_bytes(8 * tokens, t));
+  function tensor_traffic(value, tokens, n_embd, layers, tensor, recompute, ends = 2) {
+    const calls = (recompute ? 5 : 4) * layers;
+    const own = calls * ring_bytes(value * tokens * n_embd, tensor) + ends * ring_bytes(4 * tokens * n_embd, tensor);
+    return own + ring_bytes(4 * tokens, tensor) + ring_bytes(8 * tokens, tensor);
   }
+
+  const tensor_bytes = (job) => job.micro_batches * tensor_traffic(value_bytes(job.precision), micro_tokens(job), job.n_embd,
+    job.n_layer, job.ranks, job.checkpointing);
 
   function boundaries(job, rank) {
     const p = job.ranks, v = stages_of(job);
@@ -210,6 +216,17 @@ const courseFormulas = (() => {
   function pstar_away(job) {
     const room = floor_div(near_budget(job), parameter_costs("pstar", job.precision).parameters);
     return Math.max(0, num_parameters(job) - room);
+  }
+
+  function pstar_traffic(costs, total, ranks, micros, room) {
+    const away = Math.max(0, total - floor_div(room, costs.parameters)), back = ceil_div(away, ranks);
+    const far = floor_div(pstar_shares(costs, total, ranks, room).host_optimizer, costs.masters + costs.moments);
+    return {
+      gather: floor_div(costs.parameters * (total + away * (2 * micros - 1)) * (ranks - 1), ranks),
+      reduce: floor_div(costs.gradients * total * (ranks - 1), ranks),
+      host_out: costs.gradients * far,
+      host_in: costs.parameters * (Math.max(far, back) + back * (2 * micros - 1)),
+    };
   }
 
   function traffic(job, rank = 0) {
@@ -246,12 +263,11 @@ const courseFormulas = (() => {
         found.host_in = costs.parameters * gathered;
       }
     } else if (strategy === "pstar") {
-      const away = pstar_away(job);
-      gradients = floor_div(costs.gradients * total * (p - 1), p);
-      parameters = floor_div(costs.parameters * (total + away * (2 * m - 1)) * (p - 1), p);
-      const far = floor_div(pstar_states(job).host_optimizer, costs.masters + costs.moments), back = ceil_div(away, p);
-      found.host_out = costs.gradients * far;
-      found.host_in = costs.parameters * (Math.max(far, back) + back * (2 * m - 1));
+      const own = pstar_traffic(costs, total, p, m, near_budget(job));
+      gradients = own.reduce;
+      parameters = own.gather;
+      found.host_out = own.host_out;
+      found.host_in = own.host_in;
     } else {
       gradients = ring_bytes(costs.gradients * total, p);
     }
@@ -292,7 +308,9 @@ const courseFormulas = (() => {
     PIPELINES, ZERO, REPLICAS, STRATEGIES, KINDS, HOST_KINDS, ceil_div, block_parameters, outside_parameters, num_parameters,
     num_tensors, precisions_of, parameter_costs, value_bytes, refusal, stages_of, held_parameters, sharded_parameters,
     zero_stage, near_budget, pstar_states, no_bytes, zero_states, states, activation_costs, micro_tokens,
-    live_micro_batches, activations, memory, device_bytes, host_bytes, usable_bytes, ring_bytes, tensor_bytes, boundaries,
+    live_micro_batches, activations, memory, device_bytes,
+    floor_div, stage_outside, split_of, zero_shares, pstar_shares, activation_bytes, tensor_traffic, pstar_traffic,
+    host_bytes, usable_bytes, ring_bytes, tensor_bytes, boundaries,
     pstar_away, traffic, sent_bytes, received_bytes, step_flops, bubble_fraction, compute_seconds, link_seconds,
   };
 })();

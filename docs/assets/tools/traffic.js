@@ -42,7 +42,7 @@ courseTools.start("traffic-tool", (root) => {
     const sent = Math.max(F.sent_bytes(busiest.found), F.received_bytes(busiest.found));
     const share = link / compute;
     const verdict = link === 0 ? say("没有通信。", "Nothing is sent.") : say(
-      `通信时间是计算时间的 ${courseTools.three(100 * share)} %：${share <= 1 ? "完全重叠时可以被计算盖住。" : "即使完全重叠，计算也盖不住。"}`,
+      `通信时间是计算时间的 ${courseTools.three(100 * share)} %：${share <= 1 ? "完全重叠时可以被计算掩盖。" : "即使完全重叠，也无法被计算掩盖。"}`,
       `The link takes ${courseTools.three(100 * share)} % of the computation's time: ${share <= 1
         ? "overlapped perfectly it costs nothing." : "even perfectly overlapped, ranks wait for it."}`);
     output.replaceChildren(

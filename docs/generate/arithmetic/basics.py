@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs.generate.arithmetic import formulas
+from docs.generate.arithmetic import formulas, speed
 from docs.generate.arithmetic.arithmetic import Row, bytes_text, job_of
 from docs.generate.tables.tables import table
 
@@ -84,4 +84,4 @@ def floats(words: Words) -> str:
     return table([words(word) for word in head], rows, right=6)
 
 
-TABLES = {"costs": costs, "kept": kept, "activations": activations, "traffic": traffic, "floats": floats}
+TABLES = {"costs": costs, "kept": kept, "activations": activations, "traffic": traffic, "floats": floats} | speed.TABLES

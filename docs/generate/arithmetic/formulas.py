@@ -14,36 +14,44 @@ A job is a dict of numbers and names, so that it travels as JSON:
     near_percent                                        for pstar only: near budget in per cent of all ranks' model data
 
 Bytes are whole numbers. A division that leaves a remainder is rounded up for held bytes and down for sent bytes.
+What depends on no strategy is in pstar/planner/shares.py, which the planner of layouts uses too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pstar.planner.shares import (
+    GIB,
+    HOST_KINDS,
+    KINDS,
+    Bytes,
+    activation_bytes,
+    activation_costs,
+    block_parameters,
+    bubble_fraction,
+    ceil_div,
+    no_bytes,
+    parameter_costs,
+    pstar_shares,
+    pstar_traffic,
+    ring_bytes,
+    stage_outside,
+    tensor_traffic,
+    value_bytes,
+    zero_shares,
+)
+
 Job = dict[str, Any]
-Bytes = dict[str, int]
 
 PIPELINES = ("layer_split", "gpipe", "1f1b", "interleaved")
 ZERO = ("zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
 REPLICAS = ("single", "ddp", "horovod")
 STRATEGIES = ("single", "server", "ddp", "horovod", *PIPELINES, "tensor", *ZERO, "pstar")
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-HOST_KINDS = ("host_parameters", "host_gradients", "host_optimizer", "host_buffers")
 HOROVOD_FUSION_BYTES = 64 * 2**20
-GIB = 2**30
-
-
-def ceil_div(number: int, divisor: int) -> int:
-    """The quotient, rounded up."""
-    return -(-number // divisor)
 
 
 # ---- the model --------------------------------------------------------------------------------------------------------
-
-
-def block_parameters(n_embd: int) -> int:
-    """Parameters of a block: two norms 4C, attention 4C^2 + 4C, MLP 8C^2 + 5C. (Radford et al. 2019, section 2.3.)"""
-    return 12 * n_embd**2 + 13 * n_embd
 
 
 def outside_parameters(job: Job) -> int:
@@ -75,34 +83,6 @@ def precisions_of(strategy: str) -> tuple[str, ...]:
     if strategy in ZERO or strategy == "pstar":
         return ("fp32", "bf16", "fp16")
     return ("fp32", "O1")
-
-
-def parameter_costs(strategy: str, precision: str) -> Bytes:
-    """Bytes per parameter at the end of backward: {parameters, gradients, masters, moments}.
-
-        fp32         4 + 4 +  8         the parameter is its own master
-        O1           6 + 4 +  8         fp32 weights and 16-bit copies for the matrix products
-        O2, ZeRO     2 + 2 + 12         16 bit, an fp32 master, two fp32 moments
-        O3           2 + 2 +  4         everything in 16 bit, also the moments
-        pstar bf16   2 + 2 + 10         the master split: its high half is the parameter
-        pstar fp16   2 + 2 + 12
-
-    Micikevicius et al. 2018, section 3.1 (masters); Rajbhandari et al. 2020, section 3.1 (the 16 bytes). For the update, O2
-    and ZeRO convert the 16-bit gradients to fp32. These copies are not counted here: by then the activations are freed.
-    """
-    if precision == "fp32":
-        return {"parameters": 4, "gradients": 4, "masters": 0, "moments": 8}
-    if precision == "O1":
-        return {"parameters": 6, "gradients": 4, "masters": 0, "moments": 8}
-    if precision == "O3":
-        return {"parameters": 2, "gradients": 2, "masters": 0, "moments": 4}
-    half = strategy == "pstar" and precision == "bf16"
-    return {"parameters": 2, "gradients": 2, "masters": 2 if half else 4, "moments": 8}
-
-
-def value_bytes(precision: str) -> int:
-    """Bytes of one value in a matrix product."""
-    return 4 if precision == "fp32" else 2
 
 
 # ---- who holds what ---------------------------------------------------------------------------------------------------
@@ -144,18 +124,15 @@ def held_parameters(job: Job, rank: int) -> int:
     Tensor (Shoeybi et al. 2019, section 3): matrices, their first biases and the vocabulary are cut. Norms, positions and
     the biases after a sum are not.
     """
-    c, p, strategy = job["n_embd"], job["ranks"], job["strategy"]
-    if strategy in PIPELINES and p > 1:
-        own = job["n_layer"] // p * block_parameters(c)
-        if rank == 0:
-            own += (job["vocab_size"] + job["n_positions"]) * c
-        if rank == p - 1:
-            own += (job["vocab_size"] + 2) * c
-        return own
-    if strategy == "tensor":
-        block = 6 * c + ceil_div(12 * c**2 + 7 * c, p)
-        return job["n_layer"] * block + (ceil_div(job["vocab_size"], p) + job["n_positions"] + 2) * c
-    return num_parameters(job)
+    tensor, stages = split_of(job)
+    outside = stage_outside(job["n_embd"], job["n_positions"], job["vocab_size"], tensor, stages, rank if stages > 1 else 0)
+    return outside + job["n_layer"] // stages * block_parameters(job["n_embd"], tensor)
+
+
+def split_of(job: Job) -> tuple[int, int]:
+    """Ranks that cut each block, and ranks that share the blocks."""
+    p, strategy = job["ranks"], job["strategy"]
+    return p if strategy == "tensor" else 1, p if strategy in PIPELINES else 1
 
 
 def sharded_parameters(job: Job) -> int:
@@ -180,47 +157,16 @@ def pstar_states(job: Job) -> Bytes:
 
     Fang et al. 2023 (PatrickStar), sections 5 and 8. The padding of chunks is not counted.
     """
-    costs, total = parameter_costs("pstar", job["precision"]), num_parameters(job)
-    own = ceil_div(total, job["ranks"])
-    wanted = {
-        "parameters": costs["parameters"] * own, "buffers": costs["parameters"] * (total - own),
-        "gradients": costs["gradients"] * own, "optimizer": (costs["masters"] + costs["moments"]) * own,
-    }  # fmt: skip
-    found, room = no_bytes(), near_budget(job)
-    for kind, amount in wanted.items():
-        near = min(room, amount)
-        found[kind], room = near, room - near
-        if kind != "buffers":
-            found["host_" + kind] = amount - near
-    return found
-
-
-def no_bytes() -> Bytes:
-    """0 bytes for every kind."""
-    return dict.fromkeys((*KINDS, *HOST_KINDS), 0)
+    return pstar_shares(parameter_costs("pstar", job["precision"]), num_parameters(job), job["ranks"], near_budget(job))
 
 
 def zero_states(job: Job) -> Bytes:
-    """ZeRO: bytes of a rank; the stage decides what is sharded. Gradients are counted at the end of backward.
-
-    Rajbhandari et al. 2020, section 5; Ren et al. 2021 (ZeRO-Offload), section 3: host memory holds the states and the
-    reduced gradients, here at stage 3 also the parameters. In fp32 the parameters are the masters, unless the masters are
-    offloaded and the parameters are not.
-    """
-    costs, p, stage = parameter_costs(job["strategy"], job["precision"]), job["ranks"], zero_stage(job["strategy"])
-    offload, own = job["strategy"].endswith("_offload"), sharded_parameters(job)
-    masters = 4 if offload and stage < 3 else costs["masters"]
-    found = no_bytes()
-    parameters, gradients = (own if stage == 3 else p * own), (num_parameters(job) if stage == 1 else own)
-    found["host_parameters" if offload and stage == 3 else "parameters"] = costs["parameters"] * parameters
-    found["host_gradients" if offload and stage > 1 else "gradients"] = costs["gradients"] * gradients
-    found["host_optimizer" if offload else "optimizer"] = (masters + costs["moments"]) * own
-    # Buffers: gradients of two units on their way; at stage 3 also the parameters of two blocks and those in no block.
-    outside, block = outside_parameters(job), block_parameters(job["n_embd"])
-    found["buffers"] = costs["gradients"] * (outside + block)
-    if stage == 3:
-        found["buffers"] += costs["parameters"] * (outside + min(2, job["n_layer"]) * block)
-    return found
+    """ZeRO: bytes of a rank. With offload, stage 3 keeps the parameters in host memory, too."""
+    stage, offload = zero_stage(job["strategy"]), job["strategy"].endswith("_offload")
+    where = "none" if not offload else "optimizer,params" if stage == 3 else "optimizer"
+    costs = parameter_costs(job["strategy"], job["precision"])
+    block = block_parameters(job["n_embd"])
+    return zero_shares(costs, outside_parameters(job), block, job["n_layer"], job["ranks"], stage, where)
 
 
 def states(job: Job, rank: int = 0) -> Bytes:
@@ -249,24 +195,6 @@ def states(job: Job, rank: int = 0) -> Bytes:
 # ---- activations ------------------------------------------------------------------------------------------------------
 
 
-def activation_costs(precision: str) -> Bytes:
-    """Bytes per token and channel that backward needs.
-
-    {whole, cut}: in a block; input: a block's input alone; first, last: before and after the blocks.
-
-    Korthikanti et al. 2022, section 4, equations 1 and 2: 10 + 24 in 16 bit without the attention matrix, which a fused
-    kernel never stores. Tensor parallelism cuts the 24. In fp32 everything is twice as large. O1 and O2 keep the inputs of a
-    block's two norms in fp32, 2 bytes more for each. Under O1 the residual path is also in fp32.
-    """
-    if precision == "fp32":
-        return {"whole": 20, "cut": 48, "input": 4, "first": 4, "last": 8}
-    if precision == "O1":
-        return {"whole": 14, "cut": 24, "input": 4, "first": 4, "last": 6}
-    if precision == "O2":
-        return {"whole": 14, "cut": 24, "input": 2, "first": 2, "last": 6}
-    return {"whole": 10, "cut": 24, "input": 2, "first": 2, "last": 4}
-
-
 def micro_tokens(job: Job) -> int:
     """Tokens of one micro-batch on one rank."""
     split = job["strategy"] in PIPELINES or job["strategy"] == "tensor"
@@ -292,23 +220,17 @@ def live_micro_batches(job: Job, rank: int) -> int:
 def activations(job: Job, rank: int = 0) -> int:
     """Bytes of activations at the worst moment of a step.
 
-    Blocks keep what backward needs. With checkpointing they keep their inputs, and one block at a time is computed again
-    (Chen et al. 2016). At the loss, logits and their gradient are in the model's precision, log-probabilities and theirs in
-    fp32. Other live micro-batches keep only log-probabilities. The worst moment is the loss or a recomputed block's
-    backward.
+    At the loss, logits and their gradient are in the model's precision, log-probabilities and theirs in fp32. Other live
+    micro-batches keep only log-probabilities.
     """
-    costs, tokens, strategy = activation_costs(job["precision"]), micro_tokens(job), job["strategy"]
-    cuts, stages = (job["ranks"], 1) if strategy == "tensor" else (1, job["ranks"] if strategy in PIPELINES else 1)
-    live, width = live_micro_batches(job, rank), tokens * job["n_embd"]
-    is_first, is_last = rank == 0 or stages == 1, rank == stages - 1 or stages == 1
-    block = (costs["whole"] * cuts + costs["cut"]) * width // cuts
-    kept = live * (job["n_layer"] // (stages * stages_of(job))) * (costs["input"] * width if job["checkpointing"] else block)
-    micros = min(live, job["micro_batches"])
-    around = micros * width * ((costs["first"] if is_first else 0) + (costs["last"] if is_last else 0))
-    ends = 1 if strategy == "interleaved" else live
-    per_logit = 4 * ends + 4 + 2 * value_bytes(job["precision"])
-    logits = tokens * ceil_div(job["vocab_size"], cuts) * per_logit if is_last else 0
-    return kept + around + max(logits, block if job["checkpointing"] else 0)
+    tokens, (cuts, stages) = micro_tokens(job), split_of(job)
+    live = live_micro_batches(job, rank)
+    ends = 1 if job["strategy"] == "interleaved" else live
+    return activation_bytes(
+        activation_costs(job["precision"]), 4 * ends + 4 + 2 * value_bytes(job["precision"]), tokens * job["n_embd"],
+        tokens * ceil_div(job["vocab_size"], cuts), job["n_layer"] // (stages * stages_of(job)), cuts, live,
+        min(live, job["micro_batches"]), rank == 0 or stages == 1, rank == stages - 1 or stages == 1,
+        job["checkpointing"])  # fmt: skip
 
 
 def memory(job: Job, rank: int = 0) -> Bytes:
@@ -336,22 +258,10 @@ def usable_bytes(gpu_gib: int) -> int:
 # ---- traffic ----------------------------------------------------------------------------------------------------------
 
 
-def ring_bytes(num_bytes: int, p: int) -> int:
-    """Bytes that each rank sends, and receives, in an all-reduce: 2 (p - 1) / p. (Patarasuk and Yuan 2009, section 3.)"""
-    return 2 * num_bytes * (p - 1) // p
-
-
 def tensor_bytes(job: Job) -> int:
-    """Tensor parallelism: all-reduces of B T C.
-
-    Each block has two in forward and two in backward (Shoeybi et al. 2019, section 3), and one more with checkpointing. The
-    embedding has one, the head has one, and the loss reduces three numbers per token.
-    """
-    t, tokens = job["ranks"], micro_tokens(job)
-    calls = (5 if job["checkpointing"] else 4) * job["n_layer"]
-    own = calls * ring_bytes(value_bytes(job["precision"]) * tokens * job["n_embd"], t)
-    own += 2 * ring_bytes(4 * tokens * job["n_embd"], t)
-    return job["micro_batches"] * (own + ring_bytes(4 * tokens, t) + ring_bytes(8 * tokens, t))
+    """Tensor parallelism: all-reduces of B T C, of all micro-batches."""
+    return job["micro_batches"] * tensor_traffic(value_bytes(job["precision"]), micro_tokens(job), job["n_embd"],
+                                                 job["n_layer"], job["ranks"], job["checkpointing"])  # fmt: skip
 
 
 def boundaries(job: Job, rank: int) -> Bytes:
@@ -409,12 +319,9 @@ def traffic(job: Job, rank: int = 0) -> Bytes:
             found["host_out"] = costs["gradients"] * own * (m if stage > 1 else 1)
             found["host_in"] = costs["parameters"] * (m * (2 * own - outside) if stage == 3 else own)
     elif strategy == "pstar":
-        gradients = costs["gradients"] * total * (p - 1) // p
-        away, states_bytes = pstar_away(job), costs["masters"] + costs["moments"]
-        parameters = costs["parameters"] * (total + away * (2 * m - 1)) * (p - 1) // p
-        far, back = pstar_states(job)["host_optimizer"] // states_bytes, ceil_div(away, p)
-        found["host_out"] = costs["gradients"] * far
-        found["host_in"] = costs["parameters"] * (max(far, back) + back * (2 * m - 1))
+        own = pstar_traffic(costs, total, p, m, near_budget(job))
+        gradients, parameters = own["reduce"], own["gather"]
+        found["host_out"], found["host_in"] = own["host_out"], own["host_in"]
     else:
         gradients = ring_bytes(costs["gradients"] * total, p)
     found["sent_gradients"] = found["received_gradients"] = gradients
@@ -445,15 +352,6 @@ def step_flops(job: Job) -> int:
     tokens, c = job["batch"] * job["seq_len"], job["n_embd"]
     blocks = job["n_layer"] * (24 * tokens * c**2 + 4 * tokens * job["seq_len"] * c)
     return (4 if job["checkpointing"] else 3) * blocks + 3 * 2 * tokens * c * job["vocab_size"]
-
-
-def bubble_fraction(strategy: str, p: int, m: int, v: int = 1) -> float:
-    """Share of the time that a pipeline's ranks wait: (p - 1) / (v m + p - 1), or (p - 1) / p without overlap.
-
-    Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
-    """
-    rounds = 1 if strategy == "layer_split" else m * (v if strategy == "interleaved" else 1)
-    return (p - 1) / (rounds + p - 1)
 
 
 def compute_seconds(job: Job, flops_per_s: float) -> float:

@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -20,9 +21,7 @@ def tiny() -> Any:
     from gpt2_chinese.model.config import PRESETS
     from gpt2_chinese.vocabulary.profiles import vocabulary_size
 
-    config = PRESETS["tiny"]
-    config.vocab_size = vocabulary_size(REPO / "cache/vocab.txt")
-    return config
+    return replace(PRESETS["tiny"], vocab_size=vocabulary_size(REPO / "cache/vocab.txt"))
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from docs.generate.recorded.measured import write_whole
 
 FAMILIES = "system-ui, 'PingFang SC', 'Microsoft YaHei', 'Noto Sans CJK SC', sans-serif"
-COLOURS = {"data": "#607d8b", "model parameters": "#3f51b5", "gradients": "#ef6c00", "optimizer states": "#2e7d32"}
+COLOURS = {"data": "#546e7a", "model parameters": "#3f51b5", "gradients": "#bf4f00", "optimizer states": "#2e7d32"}
 EMPTY, DARK = "#eeeeee", "#424242"
 WIDTH, FONT = 440, 14  # 14 units are more than 11 px on a phone of 390
 CELL, ROW = 13, 12

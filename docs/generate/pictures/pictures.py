@@ -21,7 +21,7 @@ Words = Callable[[str], str]
 
 WIDTH, FONT, MARGIN = 440, 14, 6
 DARK, FAINT, LINE = "#212121", "#eeeeee", "#424242"
-COLOURS = {"parameters": "#3f51b5", "gradients": "#ef6c00", "states": "#2e7d32", "activations": "#8e24aa", "data": "#607d8b"}
+COLOURS = {"parameters": "#3f51b5", "gradients": "#bf4f00", "states": "#2e7d32", "activations": "#8e24aa", "data": "#546e7a"}
 # A computation has the colour of its result.
 COLOURS |= {"forward": COLOURS["activations"], "backward": COLOURS["gradients"], "update": COLOURS["states"], "idle": FAINT}
 MEANING = {
@@ -123,6 +123,16 @@ class Drawing:
         start = ' marker-start="url(#tip)"' if both else ""
         line = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
         self._parts.append(f'<line {line} stroke="{LINE}" stroke-width="{thick}" marker-end="url(#tip)"{start}/>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, dashed: bool = False) -> None:
+        """A line without an arrowhead."""
+        dashes = ' stroke-dasharray="3 3"' if dashed else ' stroke-width="2"'
+        place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+        self._parts.append(f'<line {place} stroke="{"#9e9e9e" if dashed else LINE}"{dashes}/>')
+
+    def dot(self, x: float, y: float, kind: str) -> None:
+        """A point of a diagram."""
+        self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{COLOURS[kind]}" stroke="#ffffff"/>')
 
     # ---- blocks
 

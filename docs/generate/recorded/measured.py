@@ -71,7 +71,7 @@ def profile_commands() -> list[str]:
     """The commands of a run with a profile and of its drawing, as a reader would type them."""
     run = f"bash chapters/{PROFILED}/train.sh {PROFILE_FLAGS}"
     return ["mkdir -p runs", f"{run} --profile runs/profile.json --output-dir runs/profiled",
-            f"pstar trace runs/profile.json --steps {PROFILE_STEPS} --out runs/trace"]  # fmt: skip
+            f"bash scripts/pstar.sh trace runs/profile.json --steps {PROFILE_STEPS} --out runs/trace"]  # fmt: skip
 
 
 def profile() -> Path:

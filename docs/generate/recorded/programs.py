@@ -66,15 +66,21 @@ def run_all() -> dict[str, str]:
     for name in names():
         start, _, _ = command_of(name).partition(f" docs/programs/{name}.py")
         if name in OWN_PROCESS:
-            said[name] = _in_order(_start(shlex.split(command_of(name))))
+            said[name] = _in_order(_start(_without_set_up(command_of(name))))
         else:
             together.setdefault(start, []).append(name)
     for start, group in together.items():
         with tempfile.TemporaryDirectory() as folder:
-            _start([*shlex.split(start), str(Path(__file__)), folder, *group])
+            _start([*_without_set_up(start), str(Path(__file__)), folder, *group])
             for name in group:
                 said[name] = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob(f"{name}.*")))
     return said
+
+
+def _without_set_up(command: str) -> list[str]:
+    """The words of a reader's command, run by this Python: the environment is known here."""
+    script, *rest = shlex.split(command)[1:]
+    return [sys.executable, *(["-m", "torch.distributed.run"] if script == "scripts/torchrun.sh" else []), *rest]
 
 
 def _in_order(said: str) -> str:
@@ -97,6 +103,7 @@ def main(folder: str, *group: str) -> None:
     import torch.distributed as dist
 
     join, rank = dist.init_process_group, int(os.environ.get("RANK", 0))
+    os.chdir(folder)  # what a program writes goes when the folder goes
     for name in group:
         place = {"init_method": f"file://{folder}/meet.{name}", "rank": rank, "timeout": timedelta(seconds=300)}
         dist.init_process_group = partial(join, world_size=int(os.environ.get("WORLD_SIZE", 1)), **place)

@@ -1,6 +1,6 @@
 """Runs the commands of the production pages and chapter 08's first one, in one folder; git tracks their real output.
 
-    python -m docs.generate.recorded.seen [NAME ...]
+    bash scripts/python.sh -m docs.generate.recorded.seen [NAME ...]
                                       runs all, or these and what they need, and writes docs/captured/seen.json; two minutes
     block(name)                       for a page: the command and its output, with its status if that is not 0
 
@@ -52,21 +52,33 @@ u.find_spec = lambda name, *more: None if name.startswith("horovod") else f(name
 """
 CHILD = 'until [ "$(wc -l < {run}/metrics.jsonl)" -ge 3 ]; do sleep 0.2; done; kill -{signal} "$(pgrep -P "$P" | tail -n 1)"'
 RUN = "bash chapters/02_ddp/train.sh"
+PYTHON = "bash scripts/python.sh"
 
 SEEN = {
     # ---- corpus.md
-    "convert": Seen("python -m gpt2_chinese.corpora convert mine/raw --output mine/text --min-length 10 --max-length 200 "
+    "convert": Seen(f"{PYTHON} -m gpt2_chinese.corpora convert mine/raw --output mine/text --min-length 10 --max-length 200 "
                     "--vocab cache/vocab.txt", before="python -m docs.generate.recorded.seen --raw mine/raw"),
     "vocabulary": Seen("bash cache/make_vocab.sh mine/text/train 2000 mine/vocab.txt mine/text/valid"),
-    "check": Seen("python -m gpt2_chinese.vocabulary check --vocab mine/vocab.txt --corpus mine/text/valid"),
-    "tokens": Seen("python -m gpt2_chinese.tokens --corpus mine/text/train --vocab mine/vocab.txt"),
+    "check": Seen(f"{PYTHON} -m gpt2_chinese.vocabulary check --vocab mine/vocab.txt --corpus mine/text/valid"),
+    "tokens": Seen(f"{PYTHON} -m gpt2_chinese.tokens --corpus mine/text/train --vocab mine/vocab.txt"),
     "train": Seen(f"{RUN} {MINE} --output-dir runs/mine {SHORT}"),
+    "mix": Seen(f"{RUN} --documents pack --mix comments=0.5,news=0.3 --output-dir runs/mixed --max-steps 20 --device cpu",
+                keep=r"^  (corpus|documents|sources|batch|steps) |^step (1|10|20)/|^step 20:"),
+    "mix_unknown": Seen(f"{RUN} --mix news=0.5,songs=0.3", status=2, keep=ERROR),
     "generate": Seen("bash chapters/02_ddp/generate.sh --model runs/mine --prompt 今天天气 --num 2 --length 20"),
     "generate_json": Seen("bash chapters/02_ddp/generate.sh --model runs/mine --prompt 今天天气 --length 10 --json"),
-    "evaluate": Seen("python -m gpt2_chinese.evaluate --model runs/mine --corpus mine/text/valid --by position"),
-    "export": Seen("python -m gpt2_chinese.weights export runs/mine --output mine/exported"),
+    "evaluate": Seen(f"{PYTHON} -m gpt2_chinese.evaluate --model runs/mine --corpus mine/text/valid --by position"),
+    "english_convert": Seen(f'{PYTHON} -m gpt2_chinese.corpora convert mine/books --output mine/english --format paragraphs '
+                            '--join " " --min-length 40', before="python -m docs.generate.recorded.seen --books mine/books"),
+    "english_vocabulary": Seen("bash cache/make_vocab.sh mine/english/train 2000 mine/english/tokenizer.json "
+                               "mine/english/valid --kind bpe"),
+    "english_train": Seen("bash chapters/00_single/train.sh --train-data mine/english/train --valid-data mine/english/valid "
+                          f"--vocab mine/english/tokenizer.json --output-dir runs/english {SHORT}"),
+    "export": Seen(f"{PYTHON} -m gpt2_chinese.weights export runs/mine --output mine/exported"),
     "init_from": Seen("bash chapters/00_single/train.sh --init-from mine/exported --train-data mine/text/train --valid-data "
                       f"mine/text/valid --output-dir runs/begun {SHORT}"),
+    "evaluate_several": Seen(f"{PYTHON} -m gpt2_chinese.evaluate --model runs/mine runs/begun --corpus mine/text/valid "
+                             "--choices --samples 4"),
     # ---- checkpoints.md
     "stopped": Seen(f"{RUN} --output-dir runs/told {LONG}",
                     during='until [ "$(wc -l < runs/told/metrics.jsonl)" -ge 3 ]; do sleep 0.2; done; kill -USR1 "$P"',
@@ -90,12 +102,12 @@ SEEN = {
     "port": Seen(f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29876 {RUN}", status=2, keep=ERROR,
                  before="python -m http.server 29876 --bind 127.0.0.1 >/dev/null 2>&1 & echo $! > server; sleep 1"),
     "no_launcher": Seen(f"RANK=0 {RUN}", status=2, keep=ERROR, before="kill $(cat server)"),
-    "horovod": Seen("python chapters/03_horovod/train.py --nproc 2", status=2, without=True, keep=ERROR),
+    "horovod": Seen(f"{PYTHON} chapters/03_horovod/train.py --nproc 2", status=2, without=True, keep=ERROR),
     "vocabulary_size": Seen("bash chapters/00_single/train.sh --model-config mine/exported/config.json", status=2,
                             keep=ERROR),
     "corpus_small": Seen("bash chapters/00_single/train.sh --train-data mine/one.json", status=2, keep=ERROR,
                          before="echo '[\"今天天气很好。\"]' > mine/one.json"),
-    "unknown": Seen("python -m gpt2_chinese.vocabulary check --vocab mine/vocab.txt --corpus data/valid/wiki.json"),
+    "unknown": Seen(f"{PYTHON} -m gpt2_chinese.vocabulary check --vocab mine/vocab.txt --corpus data/valid/wiki.json"),
     "cuda": Seen("bash chapters/02_ddp/train.sh --device cuda", status=2, keep=ERROR),
     # ---- chapters/08_param_efficient.md
     "adapt": Seen("bash chapters/08_param_efficient/train.sh --device cpu --output-dir runs/adapted --base-dir runs/base",
@@ -196,8 +208,20 @@ def write_raw(folder: Path) -> None:
     (folder / "posts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_books(folder: Path) -> None:
+    """Makes an English corpus of this site's own pages: plain text, a file a page, without tables, code and headings."""
+    folder.mkdir(parents=True)
+    for page in sorted((REPO / "docs" / "en").rglob("*.md")):
+        text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8"))
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", lambda match: match[1] or "", text)
+        blocks = [block for block in re.split(r"\n\s*\n", text) if block[:1].isalpha()]
+        (folder / f"{page.parent.name}_{page.stem}.txt").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--raw"]:
         write_raw(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["--books"]:
+        write_books(Path(sys.argv[2]))
     else:
         run(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""How long the commands of the chapters' first tabs take a reader without a GPU: run as they stand, kept by git.
+"""How long the commands of the chapters' first tabs take a reader without a GPU: run unchanged, kept by git.
 
     python -m docs.generate.recorded.timed [NN ...]
                                      runs those of all chapters, or of these, and writes docs/captured/timed.json

@@ -14,8 +14,8 @@ from typing import Any
 GROUPS = {
     "Train": ("initialize_engine", "Engine"),
     "Configure and plan": ("load_config", "Config", "plan_engine", "Plan"),
-    "The model": ("torch_scope", "exclude", "TiledLinear", "tile_linears", "join_tiles"),
-    "The optimizer alone": ("HybridAdam",),
+    "The model": ("torch_scope", "exclude", "TiledLinear", "tile_linears", "join_tiles", "tiled_loss"),
+    "The optimizer alone": ("HybridAdam", "DeepSpeedLR"),
     "Errors": ("PstarError", "ConfigError", "BudgetError", "CheckpointError", "StateError", "ArgumentError"),
 }
 SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$")

@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from docs.generate.recorded import captures, measured, seen, steps
 from docs.generate.recorded.measured import REPO
-from docs.generate.tables import configuration, terms
+from docs.generate.tables import configuration, deepspeed, gpus, terms
 
 Words = Callable[[str], str]
 
@@ -22,7 +23,7 @@ TREE = {
     "chapters/": "one program a folder: the same training, each time shared in another way",
     "gpt2_chinese/": "what all chapters share: model, corpus, vocabulary, the run; knows no parallelism",
     "pstar/": "the engine of chapter 07, for any torch.nn.Module",
-    "durable/": "files and folders that are complete or absent, torch's distributed checkpoints; used by both packages",
+    "durable/": "files and folders that are complete or absent, sharded checkpoints, command lines; used by both packages",
     "data/": "the shipped corpus, its format, and how to split your own",
     "cache/": "the shipped vocabulary, and how to train another",
     "docs/": "the site in Chinese and English, and what makes its pages from these files",
@@ -38,6 +39,7 @@ TREE = {
     "zensical.zh.yml": "the Chinese pages for Zensical",
     "CONTRIBUTING.md": "the rules, each with the test that holds it",
     "CHANGELOG.md": "what changed",
+    "CITATION.cff": "how to cite this repository",
     "LICENSE": "BSD-3-Clause",
     ".gitignore": "what runs and builds leave behind",
 }
@@ -83,19 +85,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int = 0)
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *cells))
 
 
-def exists(chapter: str) -> bool:
-    """Whether a chapter of the course exists."""
-    return (REPO / "chapters" / chapter / "train.py").exists()
-
-
 def chapters(words: Words, link: str = "chapters/{}.md") -> str:
     """The table of chapters. `link` is the address of a chapter's page, with {} in place of its name."""
-    rows = []
-    for name, (technique, launcher) in COURSE.items():
-        here = exists(name)
-        rows.append((f"[{name}]({link.format(name)})" if here else name, words(technique), launcher,
-                     words("here") if here else words("planned")))  # fmt: skip
-    return table([words(word) for word in ("chapter", "technique", "launcher", "state")], rows)
+    rows = [(f"[{name}]({link.format(name)})", words(technique), launcher) for name, (technique, launcher) in COURSE.items()]
+    return table([words(word) for word in ("chapter", "technique", "launcher")], rows)
 
 
 def result(words: Words, text: str) -> str:
@@ -169,8 +162,7 @@ def arithmetic(words: Words) -> str:
     from pstar.layout.budget import model_data_bytes
     from pstar.memory.tier import format_bytes
 
-    config = PRESETS["tiny"]
-    config.vocab_size = vocabulary_size(REPO / "cache/vocab.txt")
+    config = replace(PRESETS["tiny"], vocab_size=vocabulary_size(REPO / "cache/vocab.txt"))
 
     def plan(num_ranks: int, **keys: object):
         return plan_engine(lambda: GPT2LMHeadModel(config), keys, num_ranks)
@@ -232,22 +224,22 @@ def loads(words: Words) -> str:
 
 def planned(words: Words) -> str:
     """The output of `pstar plan` for a model that is too large for a laptop's memory."""
-    return _asked("plan", "--model", "xl", "--machine", "cpu2")
+    return asked("plan", "--model", "xl", "--machine", "cpu2")
 
 
 def paper(words: Words) -> str:
     """The output of `pstar plan` for the machines of the paper."""
-    return _asked("plan", "--paper")
+    return asked("plan", "--paper")
 
 
 @functools.cache
-def _asked(*arguments: str) -> str:
-    """A command of pstar and its output, the same in both languages."""
+def asked(*arguments: str) -> str:
+    """A command of pstar in the repository's folder and its output, the same in both languages."""
     from pstar.cli import main
 
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.chdir(REPO), contextlib.redirect_stdout(io.StringIO()) as said:
         main(list(arguments))
-    return f"```text\n$ pstar {' '.join(arguments)}\n{said.getvalue().rstrip()}\n```\n"
+    return f"```text\n$ bash scripts/pstar.sh {' '.join(arguments)}\n{said.getvalue().rstrip()}\n```\n"
 
 
 def profiled(words: Words) -> str:
@@ -303,5 +295,6 @@ TABLES: dict[str, Callable[[Words], str]] = {
     "chapters": chapters, "tree": tree, "configuration": configuration.reference, "steps": steps.view,
     "circumstances": circumstances, "losses": losses, "commands": commands, "memory": memory, "arithmetic": arithmetic,
     "loads": loads, "loop": loop, "schedules": schedules, "profiled": profiled, "planned": planned, "paper": paper,
-    "profiles": profiles, "tried": tried, "glossary": glossary,
+    "profiles": profiles, "tried": tried, "glossary": glossary, "deepspeed": deepspeed.keys,
+    "deepspeed_example": deepspeed.example, "gpus": gpus.gpus,
 }  # fmt: skip

@@ -12,7 +12,10 @@ FILE = REPO / "docs" / "glossary.json"
 
 
 def terms() -> list[dict[str, Any]]:
-    """[{en, zh, says_en, says_zh, avoid}] in the order of the file; `avoid` are Chinese words that mean the same."""
+    """[{en, zh, says_en, says_zh, avoid}] in the order of the file; `avoid` are expressions for refused Chinese words.
+
+    An expression can look at its neighbours: 聚合 is refused for all-gather, but allowed in 聚合梯度 (a sum).
+    """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -22,7 +25,7 @@ def anchor(term: dict[str, Any]) -> str:
 
 
 def discouraged(text: str) -> list[str]:
-    """Complaints about words in a Chinese page that are not the glossary's: 'token 的译名是 token，不是 令牌' and so on."""
+    """Complaints about Chinese words that are not the glossary's: '令牌: the glossary says token for token' and so on."""
     prose = re.sub(r"^( *)(`{3,}).*?^\1\2", "", text, flags=re.MULTILINE | re.DOTALL)
-    return [f"{word}: the glossary says {term['zh']} for {term['en']}"
-            for term in terms() for word in term.get("avoid", ()) if word in prose]  # fmt: skip
+    return [f"{found[0]}: the glossary says {term['zh']} for {term['en']}"
+            for term in terms() for word in term["avoid"] if (found := re.search(word, prose))]  # fmt: skip
