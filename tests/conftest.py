@@ -27,6 +27,11 @@ settings.load_profile("tests")
 # Unbuffered, Python writes a line and its newline separately, and another process's output can come between them.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+# Where CI is set, pytest writes out the whole difference of two values. For long lists that takes an hour and more.
+if "CI" in os.environ:
+    os.environ[tally.STRICT_VARIABLE] = os.environ.pop("CI")
+os.environ.pop("BUILD_NUMBER", None)
+
 # A job that a script starts in the background (&) ignores Ctrl-C. Processes that tests interrupt would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,9 +61,12 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Puts token caches into a folder of the session. Runs before the first rank: ranks copy the environment."""
+    """Puts the caches of tokens and of torch.compile into folders of the session. Runs before the first rank: ranks copy
+    the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPT2_CHINESE_CACHE", str(tmp_path_factory.mktemp("tokens")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else torch.compile starts a pool of processes
         yield
 
 

@@ -5,7 +5,7 @@
 # bash tests/run.sh PYTEST ARGUMENTS     what they name (a path, -k WORDS, -m deep), in one process
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
-source "$here/../scripts/setup.sh" dev,docs,horovod,peft
+source "$here/../scripts/setup.sh" dev,docs,horovod,parquet,peft
 cd "$REPO"
 
 # One worker more than cores: a third of the time a test waits for a process to start or to end. At most three, because each

@@ -43,4 +43,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
 
+        def remove_node(self, node: Any) -> str | None:
+            """Counts the test that ended its worker as done. LoadScope would give it to one new worker after the other."""
+            workload = self.assigned_work.pop(node)
+            left = [(unit, nodeid) for unit in workload.values() for nodeid, done in unit.items() if not done]
+            if not left:
+                return None
+            unit, crashed = left[0]
+            unit[crashed] = True
+            self.workqueue.update({scope: unit for scope, unit in workload.items() if not all(unit.values())})
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return crashed
+
     return ByGroup(config, log)

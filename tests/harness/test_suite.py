@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,3 +109,33 @@ def test_two_workers_count_and_go_red(tmp_path: Path, budget: tuple[int, int], s
     cost = json.loads(report.read_text())["sample"]
     assert (cost["tests"], cost["programs"], cost["ranks"]) == (4, 1, 2)
     assert done.stdout.count("BUDGET: tests/sample needs") == (0 if status == 0 else 2), done.stdout
+
+
+HANGING = """
+import time
+def test_before(): pass
+def test_hangs(): time.sleep(1000)
+def test_after(): pass
+def test_long_difference(): assert list(range(1000)) == list(range(1, 1001))
+"""
+
+
+def test_a_test_that_hangs_ends_with_its_stack_and_the_others_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "sample"
+    folder.mkdir(parents=True)
+    (folder / "test_sample.py").write_text(HANGING)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    limit = "faulthandler_timeout = 3\nfaulthandler_exit_on_timeout = true\n"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\n{limit}markers =\n  deep\n  each\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--no-loadscope-reorder", "tests/sample"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "true"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "in test_hangs" in done.stderr, done.stderr
+    assert "crashed while running 'tests/sample/test_sample.py::test_hangs'" in done.stdout
+    assert "Use -v to get more diff" in done.stdout, "on CI pytest would compare long lists for an hour"
+
+
+def test_the_suite_has_a_limit_for_a_test() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["faulthandler_exit_on_timeout"] and 0 < options["faulthandler_timeout"] <= 900

@@ -22,12 +22,13 @@ FORBIDDEN = {
 # Files of one folder may import each other, without a circle. Nobody inside imports from the package's face, __init__.
 PSTAR_ROWS = {
     "errors": 0,
-    "config": 1,
+    "deepspeed": 1,
     "layout": 1,
     "schedule": 1,
     "profile": 1,
     "modules": 1,
     "kernels": 1,
+    "config": 2,
     "memory": 2,
     "comm": 3,
     "numerics": 4,
@@ -52,6 +53,7 @@ FOLDER_ROWS = {
         "parameters": 1,
         "room": 1,
         "gradients": 2,
+        "kept_gradients": 3,
         "unshard": 2,
         "prefetch": 3,
         "step": 4,
@@ -65,13 +67,16 @@ FOLDER_ROWS = {
 # its class.
 ASKED_OF_AN_OBJECT = {"__reduce_ex__"}
 # Pure functions of numbers: files, and folders with all that is in them.
-PSTAR_WITHOUT_TORCH = ("errors", "config", "layout", "schedule", "profile", "numerics.loss_scaler", "planner.gpt_shape",
-                       "planner.adam_choice", "planner.predict", "planner.paper")
+PSTAR_WITHOUT_TORCH = ("errors", "config", "deepspeed", "layout", "schedule", "profile", "numerics.loss_scaler",
+                       "planner.gpt_shape", "planner.adam_choice", "planner.disk_traffic", "planner.early_updates",
+                       "planner.predict", "planner.paper", "planner.shares", "planner.gpus", "planner.layout_memory",
+                       "planner.layout_time", "planner.layouts", "planner.course_commands")
 
 GPT2_ROWS = {
     "errors": 0,
     "locks": 0,
     "progress": 0,
+    "workers": 0,
     "files": 1,
     "corpus": 2,
     "model": 2,
@@ -91,6 +96,8 @@ GPT2_ROWS = {
 
 DURABLE_ROWS = {
     "boxes": 0,
+    "closed_pipe": 0,
+    "command_line": 0,
     "distributed_checkpoint": 0,
     "files": 0,
     "folders": 1,
@@ -109,7 +116,8 @@ KNOWS_HOROVOD = ("gpt2_chinese/distributed/horovod_launcher.py", "gpt2_chinese/d
 QUICK_MODULES = ("settings", "errors", "corpus", "tokens", "weights", "model.config", "vocabulary.profiles",
                  "vocabulary.fit", "vocabulary.__main__", "corpora.convert", "corpora.__main__", "data.token_cache",
                  "generate.sampling", "generate.writer", "generate.__main__", "checkpoint.trained_model", "checkpoint.load",
-                 "evaluate.loss", "evaluate.perplexity", "evaluate.__main__", "run.resolve", "distributed.devices",
+                 "evaluate.loss", "evaluate.perplexity", "evaluate.choices", "evaluate.samples", "evaluate.report",
+                 "evaluate.__main__", "run.resolve", "distributed.devices",
                  "distributed.horovod_launcher")
 
 CODE = {".py", ".sh", ".cpp", ".cu", ".cuh", ".h"}

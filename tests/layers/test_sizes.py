@@ -21,6 +21,7 @@ MOST_ATTRIBUTES, MOST_LINES = 15, 60
 # Each field of these classes is a flag of a command or a key of a configuration, which users find in one list.
 FLAG_CLASSES = {
     "gpt2_chinese/settings.py: Settings": "the flags that every chapter has",
+    "gpt2_chinese/model/config.py: ModelConfig": "the keys of a GPT-2's config.json",
     "chapters/07_patrickstar/engine_settings.py: Settings": "the flags of chapter 07",
     "chapters/08_param_efficient/adapt_settings.py: Settings": "the flags of chapter 08",
     "pstar/config.py: Config": "the keys of the engine's configuration",
