@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,8 +164,7 @@ def numels_of(size: str) -> list[int]:
     from gpt2_chinese.model.config import PRESETS
     from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
 
-    config = PRESETS[size]
-    config.vocab_size = MODEL["vocab_size"]
+    config = replace(PRESETS[size], vocab_size=MODEL["vocab_size"])
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
     return [sum(p.numel() for p in parameters.values()) for _, parameters in groups_of(model)]

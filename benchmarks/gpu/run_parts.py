@@ -50,7 +50,7 @@ def say(line: str) -> None:
 
 @dataclass
 class Memory:
-    """What was done, on disk after every step.
+    """The finished steps, written to disk after every step.
 
     Attributes:
         folder: of the steps' tables, logs and state.
