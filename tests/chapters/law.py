@@ -14,8 +14,10 @@ from tests.chapters.program import Chapter
 LONG, SHORT, CLIP, PEAK = 50, 12, 0.3, 0.001
 
 
-def flags_of(steps: int) -> tuple[object, ...]:
-    return ("--seq-len", 24, "--batch-size", 48, "--lr", PEAK, "--warmup-steps", 5, "--max-steps", steps,
+def flags_of(steps: int, seq_len: int = 0) -> tuple[object, ...]:
+    """Short runs have short sequences, unless told otherwise: most of the time goes into the logits of each token."""
+    seq_len = seq_len or (24 if steps >= LONG else 8)
+    return ("--seq-len", seq_len, "--batch-size", 48, "--lr", PEAK, "--warmup-steps", 5, "--max-steps", steps,
             "--eval-every", 1000, "--save-every", 1000, "--clip-grad-norm", CLIP)  # fmt: skip
 
 

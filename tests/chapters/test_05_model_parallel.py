@@ -30,7 +30,8 @@ CLIP = 0.3
 
 
 def flags_of(steps: int, accumulate: int = 1) -> tuple[object, ...]:
-    return ("--seq-len", 24, "--batch-size", 24, "--lr", 0.001, "--warmup-steps", 5, "--max-steps", steps,
+    seq_len = 24 if steps == 50 else 8
+    return ("--seq-len", seq_len, "--batch-size", 24, "--lr", 0.001, "--warmup-steps", 5, "--max-steps", steps,
             "--eval-every", 1000, "--save-every", 1000, "--clip-grad-norm", CLIP, "--grad-accum", accumulate)  # fmt: skip
 
 

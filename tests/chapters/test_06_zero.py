@@ -76,7 +76,7 @@ def test_fp16_skips_overflows_on_all_ranks_alike(ranks, tmp_path, stage) -> None
 # ---- checkpoints
 
 
-EIGHT = ("--seq-len", 24, "--batch-size", 24, "--lr", PEAK, "--warmup-steps", 2, "--max-steps", 8,
+EIGHT = ("--seq-len", 8, "--batch-size", 24, "--lr", PEAK, "--warmup-steps", 2, "--max-steps", 8,
          "--save-every", 4, "--eval-every", 4)  # fmt: skip
 
 

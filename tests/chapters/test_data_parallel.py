@@ -11,7 +11,7 @@ from tests.chapters.inside import train
 from tests.chapters.program import SMALL, Chapter, end_a_rank
 from tests.chapters.technique import settings_error
 
-FLAGS = ("--max-steps", 20, "--save-every", 10, "--eval-every", 20, "--seq-len", 24, "--lr", "0.003", "--warmup-steps", 3,
+FLAGS = ("--max-steps", 20, "--save-every", 10, "--eval-every", 20, "--seq-len", 8, "--lr", "0.003", "--warmup-steps", 3,
          "--clip-grad-norm", 0.3, "--batch-size", 24)  # fmt: skip
 
 

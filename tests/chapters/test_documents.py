@@ -39,7 +39,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def flags_for(corpus: Path) -> tuple[object, ...]:
-    return (*flags_of(STEPS), "--train-data", corpus, "--model-config", corpus / "model" / "config.txt")
+    return (*flags_of(STEPS, seq_len=24), "--train-data", corpus, "--model-config", corpus / "model" / "config.txt")
 
 
 @pytest.fixture(scope="module")

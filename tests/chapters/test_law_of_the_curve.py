@@ -2,8 +2,8 @@
 
 The programs run as they are, inside ranks that already run (tests/chapters/inside.py). A smaller model than tiny
 and a part of the validation texts keep 50 steps short. The corpus, the vocabulary and everything else are the shipped ones.
-The quick command runs 12 steps, and one variant 50; the deep tests run 50 steps of each technique at 1 to 4 processes, with
-and without accumulation.
+The quick command runs 12 steps on sequences of 8, and one variant 50 on sequences of 24; the deep tests run 50 steps of each
+technique at 1 to 4 processes, with and without accumulation.
 
 Tolerance: ranks add the same fp32 numbers in another order, which changes the last bits of gradients. Seen over 50 steps:
 2e-7 in the loss, 2e-6 in the norm. A wrong average, seed or learning rate shows at step 2 or 3. At the chosen learning

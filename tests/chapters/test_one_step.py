@@ -21,7 +21,7 @@ from tests.chapters.technique import technique
 from tests.limits import HANGS_S, wait_until
 
 STEPS, CLIP, PEAK = 12, 0.3, 0.003
-FLAGS = ("--seq-len", 16, "--batch-size", 24, "--lr", PEAK, "--warmup-steps", 2, "--max-steps", STEPS,
+FLAGS = ("--seq-len", 8, "--batch-size", 24, "--lr", PEAK, "--warmup-steps", 2, "--max-steps", STEPS,
          "--eval-every", STEPS, "--save-every", STEPS, "--clip-grad-norm", CLIP)  # fmt: skip
 STRATEGIES = {
     "01": ("01_parameter_server", ()),
