@@ -124,7 +124,7 @@ def run_under_horovod(num_ranks: int, runs: list[tuple[Chapter, tuple[object, ..
     folder = runs[0][0].folder
     jobs = [(chapter.name, chapter.command(*flags, "--nproc", num_ranks)[2:]) for chapter, flags in runs]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    return run(horovodrun(num_ranks, "-m", "tests.chapters.inside", folder))
+    return run(horovodrun(num_ranks, "-m", "tests.chapters.inside", folder), forks=True)
 
 
 def assert_one_clipped_step_a_batch(rows: list[dict[str, Any]], reports: list[Report], of: tuple[int, ...], *, steps: int,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.harness.handed_over import handing_over
 from tests.harness.program import run_forked
 from tests.limits import HANGS_S, wait_until
 
@@ -82,11 +83,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 
 
-def run(command: list[str], status: int = 0) -> str:
-    """Runs a command; returns stdout and stderr together, asserts the exit status."""
-    done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S
-    )
+def run(command: list[str], status: int = 0, forks: bool = False) -> str:
+    """Runs a command; returns stdout and stderr together, asserts the exit status.
+
+    Args:
+        forks: the Python programs that the command starts are forked from a process that has torch loaded.
+    """
+    given = handing_over(environment()) if forks else environment()
+    done = subprocess.run(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}"
     return done.stdout
 

@@ -1,6 +1,6 @@
 """Chapter 00 as a program: its output, its files, and that it resumes where it stopped.
 
-One run, its bar, and the run that is killed are started from nothing. The others are forked, or run in a rank that already
+One run and the run that is killed are started from nothing. The others are forked, or run in a rank that already
 runs: a start takes longer than ten steps.
 """
 
@@ -20,6 +20,7 @@ import pytest
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, SMALL, Chapter, environment, fork, run, without_torch
 from tests.cover import quick_only
+from tests.harness.handed_over import handing_over
 from tests.limits import wait_until
 
 # 6 N + 12 L C T by hand: N = 3980 x 32 + 2 x 12 x 32^2; two layers of width 32, sequences of 32
@@ -104,7 +105,7 @@ def test_a_run_prints_header_progress_sample_and_summary(finished) -> None:
 def test_a_bar_moves_on_a_terminal(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     command = Chapter("00_single", tmp_path).command("--max-steps", 40)
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=theirs)
+    process = subprocess.Popen(command, env=handing_over(environment()), stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
     said = b""
     while True:

@@ -22,7 +22,7 @@ from gpt2_chinese.evaluate.__main__ import main
 from gpt2_chinese.evaluate.perplexity import position_buckets, short_names
 from gpt2_chinese.evaluate.scoring import CLASS_ENDS, Windows, batches
 from tests.chapters.inside import train
-from tests.chapters.program import ROOT, Chapter, environment, run
+from tests.chapters.program import ROOT, Chapter, environment, fork
 
 STEPS = ("--max-steps", 12, "--save-every", 6, "--eval-every", 6, "--lr", "1e-2")
 GENRES = [ROOT / "data" / "valid" / name for name in ("comments.json", "news.json")]
@@ -244,7 +244,7 @@ def test_names_and_buckets() -> None:
 def test_the_command_prints_a_table_and_draws(runs, corpus: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, "-m", "gpt2_chinese.evaluate", "--model", str(runs["00_single"].output)]
-    said = run([*command, "--corpus", str(corpus), "--by", "position", "--plot", str(tmp_path / "loss.png")])
+    said = fork([*command, "--corpus", str(corpus), "--by", "position", "--plot", str(tmp_path / "loss.png")])
     rows = {line.split("  ")[0] or line.split()[0]: line.split() for line in said.splitlines() if line}
     assert {"loss", "perplexity", "bits/char", "top-1", "top-5"} <= set(rows["loss"]), said
     row = runs["00_single"].metrics()[-1]

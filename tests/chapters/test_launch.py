@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import Chapter, environment, fork, free_port, ranks_below, run, wait_for_rows
+from tests.chapters.program import Chapter, environment, fork, free_port, ranks_below, wait_for_rows
 from tests.cover import quick_only
+from tests.harness.handed_over import handing_over
 from tests.limits import HANGS_S
 
 PROGRAM = '''"""A program of two ranks."""
@@ -52,7 +53,7 @@ def program(tmp_path: Path) -> list[str]:
 
 
 def test_two_ranks_meet(program: list[str]) -> None:
-    said = run(program)
+    said = fork(program)
     assert "rank 0 of 2: ([3.0, 2.0], 0.5, 1.0, True, 'cpu') threads 1" in said
     assert "rank 1 of 2: ([3.0, 2.0], 0.5, 1.0, False, 'cpu') threads 1" in said
 
@@ -96,7 +97,8 @@ def test_a_run_whose_output_nobody_reads_any_more_ends_without_a_traceback(
     os.close(reading)
     name = "00_single" if nproc == 1 else "02_ddp"
     command = Chapter(name, tmp_path).command("--max-steps", 2, "--nproc", nproc)
-    done = subprocess.run(command, env=environment(), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=HANGS_S)
+    env = handing_over(environment())
+    done = subprocess.run(command, env=env, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=HANGS_S)
     os.close(writing)
     assert (done.returncode, done.stderr) == (status, said)
 
@@ -124,7 +126,7 @@ def started_by_hand(chapter: Chapter, *flags: object) -> list[subprocess.Popen[s
     """Two ranks, as two nodes start them; the second one has `flags` more."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     return [subprocess.Popen(chapter.command("--max-steps", 2, *flags[: rank * len(flags)]),
-                             env={**environment(), **where, "RANK": str(rank)}, text=True,
+                             env=handing_over({**environment(), **where, "RANK": str(rank)}), text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for rank in range(2)]  # fmt: skip
 
 
@@ -140,8 +142,9 @@ def test_ranks_without_a_shared_disk_are_told_so_in_one_line(tmp_path: Path) -> 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     """Refuses a second run started as usual, and one whose ranks were started by hand; the first run goes on undisturbed."""
     first, second = (Chapter(name, tmp_path) for name in ("00_single", "02_ddp"))
-    process = subprocess.Popen(first.command("--max-steps", 100_000, "--eval-every", 100_000), env=environment(),
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    process = subprocess.Popen(first.command("--max-steps", 100_000, "--eval-every", 100_000),
+                               env=handing_over(environment()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True)  # fmt: skip
     try:
         wait_for_rows(first, process)
         line = f"error: --output-dir {first.output} is in use by another run: "

@@ -76,8 +76,16 @@ class Browser:
                                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         for fd in (theirs, out, theirs_high, out_high):
             os.close(fd)
-        self._to, self._back = to, back
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._to, self._back, self._context = to, back, ""
+        self.renew()
+
+    def renew(self) -> None:
+        """Leaves the tab, with its storage and settings, for a new one, as in a browser that has just started."""
+        self._session = None
+        if self._context:
+            self.call("Target.disposeBrowserContext", browserContextId=self._context)
+        self._context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
@@ -192,6 +200,12 @@ class Browser:
         elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             entry = parameters["entry"]
             self.complaints.append(f"{entry['text']} {entry.get('url', '')}".strip())
+
+
+@functools.cache
+def shared() -> Browser:
+    """One browser for all tests of pages in this process; their conftest.py closes it."""
+    return Browser()
 
 
 def _write_all(fd: int, data: bytes) -> None:

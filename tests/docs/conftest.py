@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.browser import Browser, serve
+from tests.docs.browser import Browser, serve, shared
+from tests.harness.handed_over import VARIABLE, handing_over
 from tests.limits import HANGS_S
 
 OF_AN_ENVIRONMENT = re.compile(r"(?:python|pip|pytest|tensorboard|pstar|torchrun|horovodrun|mkdocs|zensical)[\d.]*")
@@ -30,9 +31,25 @@ def programs(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True, scope="package")
+def _programs_are_forked() -> Iterator[None]:
+    """Programs that docs/generate starts, also while it builds the site, need not import torch. Closes the browser."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in handing_over(dict(os.environ)).items():
+            if os.environ.get(name) != value:
+                patch.setenv(name, value)
+        yield
+    if shared.cache_info().currsize:
+        shared().close()
+        shared.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory):
     """shell(command, cwd=ROOT, **variables) runs a line of bash and returns its output; asserts its status.
+
+    The Python programs that it starts are forked from a process that has torch loaded (tests/harness/handed_over.py), but
+    not with from_nothing=True.
 
     The shell is a fresh one: no python, pytest, tensorboard, pstar or torchrun is on its PATH, and no environment is active.
     scripts/setup.sh finds and accepts this interpreter. If the checkout is only on PYTHONPATH and not installed, this
@@ -59,8 +76,11 @@ def shell(tmp_path_factory: pytest.TempPathFactory):
     }  # fmt: skip
     environment.pop("VIRTUAL_ENV", None)
 
-    def run(command: str, cwd: Path = ROOT, status: int = 0, **variables: str) -> str:
-        done = subprocess.run(["bash", "-ec", command], cwd=cwd, env=environment | variables, stdout=subprocess.PIPE,
+    def run(command: str, cwd: Path = ROOT, status: int = 0, from_nothing: bool = False, **variables: str) -> str:
+        given = handing_over(environment | variables)
+        if from_nothing:
+            del given[VARIABLE]
+        done = subprocess.run(["bash", "-ec", command], cwd=cwd, env=given, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, encoding="utf-8", timeout=HANGS_S)  # fmt: skip
         assert done.returncode == status, f"status {done.returncode}: {command}\n{done.stdout}"
         return done.stdout
@@ -78,10 +98,10 @@ def site(shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A headless browser for the tests of a file."""
-    with Browser() as started:
-        yield started
+def browser() -> Browser:
+    """The headless browser, with a new tab for the tests of a file."""
+    shared().renew()
+    return shared()
 
 
 @pytest.fixture(scope="module")

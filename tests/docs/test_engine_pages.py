@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +15,8 @@ import pstar
 from pstar import config
 from pstar.profile.recording import Profile, Recording, load_profile
 from pstar.profile.timeline import cut
+from tests.docs.browser import Browser, missing
 from tests.docs.pages import ROOT
-from tests.limits import HANGS_S
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +163,6 @@ def test_a_frame_names_the_copy_of_its_block(build) -> None:
     assert data["blocks"] == [["param", 0, 40], ["grad", 0, 40]] and data["held"] == [[0, "far"]]
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PROBE = """<script>
 const said = [], root = () => document.querySelector(".chunk-steps");
 window.addEventListener("error", (event) => said.push("error: " + event.message));
@@ -182,23 +179,20 @@ window.addEventListener("load", () => {
 </script>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("address", ["engine/design", "en/engine/design"])
-def test_the_view_opens_and_answers_in_a_browser(build, site: Path, address: str, tmp_path: Path) -> None:
+def test_the_view_opens_and_answers_in_a_browser(build, browser: Browser, site: Path, address: str) -> None:
     data = content_of(build.fragment("en/steps.md"))
     page = site / address / "index.html"
     probe = page.with_name("probe.html")
     probe.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}", 1), encoding="utf-8")
     try:
-        done = subprocess.run([CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=390,2000",
-                               f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", "--dump-dom",
-                               probe.as_uri()], capture_output=True, text=True, encoding="utf-8",
-                              timeout=HANGS_S)  # fmt: skip
+        browser.resize(390, 2000)
+        browser.open(probe.as_uri())
+        said = browser.wait_for('document.title.startsWith("probe ") && document.title.slice(6)')
     finally:
         probe.unlink()
-    said = re.search(r"<title>probe (.*?)</title>", done.stdout)
-    assert said, done.stderr[-2000:]
     last = str(len(data["frames"]) - 1)
     moves = data["frames"][1]["moves"]
     here = len(data["held"]) + sum(1 if came else -1 for _, _, came in moves)
-    assert json.loads(said[1]) == ["0", "2", "1", last, "0", "1", here, 1, True]
+    assert json.loads(said) == ["0", "2", "1", last, "0", "1", here, 1, True]

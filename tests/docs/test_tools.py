@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import inspect
 import json
 import random
 import re
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -18,11 +15,10 @@ import pytest
 
 from tests.chapters.technique import ROOT, technique
 from tests.cover import quick_only
-from tests.limits import HANGS_S
+from tests.docs.browser import Browser, missing, shared
 
 TOOLS = ROOT / "docs/assets/tools"
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the calculators cannot be run")
+needs_browser = pytest.mark.skipif(bool(missing()), reason=missing())
 
 # formulas that take a job, a job and a rank, or another formula's result
 OF_A_JOB = ("outside_parameters", "num_parameters", "num_tensors", "refusal", "stages_of", "sharded_parameters",
@@ -53,24 +49,21 @@ def schedules():
     return technique("05_model_parallel", "schedules")
 
 
-def dumped(address: str, *flags: str) -> str:
-    """The document at an address after its scripts have run."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:  # a second browser would pass its page to the first
-        command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-                   "--allow-file-access-from-files", "--virtual-time-budget=4000", f"--user-data-dir={own}", *flags,
-                   "--dump-dom", address]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=HANGS_S)
-    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
-    return done.stdout
+def opened(address: str) -> Browser:
+    """The browser with a page, which it loads anew also if only the part after # differs."""
+    shared().open("about:blank")
+    shared().open(address)
+    return shared()
 
 
 def in_the_browser(folder: Path, cases: list[dict[str, Any]], tools: Path = TOOLS) -> list[Any]:
     """The scripts' answers to the cases, each {name, arguments}."""
     (folder / "cases.js").write_text(f"const cases = {json.dumps(cases)};", encoding="utf-8")
     (folder / "cases.html").write_text(PAGE.format(folder=tools.as_uri()), encoding="utf-8")
-    found = re.search(r'<pre id="out">(.*?)</pre>', dumped((folder / "cases.html").as_uri()), re.DOTALL)
-    assert found and found[1], "the scripts ended with an error"
-    return json.loads(html.unescape(found[1]))
+    browser = opened((folder / "cases.html").as_uri())
+    found = browser.evaluate('document.getElementById("out").textContent')
+    assert found, f"the scripts ended with an error: {browser.complaints}"
+    return json.loads(found)
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -296,10 +289,8 @@ LANGUAGES = pytest.mark.parametrize("below", ["", "en/"])
 
 def answer(site: Path, page: str, attribute: str, **setting: Any) -> float:
     """The number that a calculator shows for a setting in the address."""
-    text = dumped(f"{(site / page).as_uri()}/index.html#{urlencode(setting)}")
-    found = re.search(rf'id="tool-answer" {attribute}="([^"]+)"', text)
-    assert found, f"{page} shows no answer"
-    return float(found[1])
+    browser = opened(f"{(site / page).as_uri()}/index.html#{urlencode(setting)}")
+    return float(browser.wait_for(f'document.getElementById("tool-answer")?.getAttribute("{attribute}")'))
 
 
 @needs_browser
@@ -350,7 +341,7 @@ def test_the_page_of_chapter_08_answers(site: Path, below: str) -> None:
 @needs_browser
 def test_an_impossible_run_is_refused_and_a_wrong_address_gives_the_default(formulas, site: Path) -> None:
     address = (site / "en/tools/memory").as_uri()
-    refused = dumped(f"{address}/index.html#model=small&strategy=tensor&precision=fp32&ranks=5")
-    assert "Possible ranks: 1, 2, 3, 4, 6, 12." in refused
+    browser = opened(f"{address}/index.html#model=small&strategy=tensor&precision=fp32&ranks=5")
+    assert browser.wait_for('document.body.textContent.includes("Possible ranks: 1, 2, 3, 4, 6, 12.")')
     default = formulas.device_bytes(formulas.memory({**SMALL, "strategy": "ddp", "precision": "O2", "ranks": 4}))
     assert answer(site, "en/tools/memory", "data-bytes", ranks=-3, strategy="none", batch="x", model='">') == default

@@ -50,13 +50,24 @@ def run_forked(command: list[str], environment: dict[str, str], folder: Path | N
         return process.exitcode, output.read_text(encoding="utf-8")
 
 
-def _become(arguments: list[str], environment: dict[str, str], folder: str, output: str) -> None:
-    """Makes this process the program, and ends it with the program's exit status."""
-    os.setsid()
+def _become(arguments: list[str], environment: dict[str, str], folder: str, output: str) -> NoReturn:
     file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+    become(arguments, environment, folder, {1: file, 2: file})
+
+
+def become(arguments: list[str], environment: dict[str, str], folder: str, files: dict[int, int]) -> NoReturn:
+    """Makes this process the program, and ends it with the program's exit status.
+
+    Args:
+        arguments: the command line after `python`.
+        files: number of stdin, stdout or stderr -> the open file that it becomes.
+    """
+    os.setsid()
+    for number, file in files.items():
+        os.dup2(file, number)
+    for file in {*files.values()} - {0, 1, 2}:
+        os.close(file)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()

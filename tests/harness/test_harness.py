@@ -161,6 +161,18 @@ def test_a_case_that_cannot_travel_is_refused(pool):
     assert_recovers(pool)
 
 
+def leave_a_mark(rank, num_ranks, folder, word):
+    with open(f"{folder}/{rank}", "a") as file:
+        file.write(word)
+    return word
+
+
+def test_a_case_that_runs_once_runs_again_only_with_other_arguments(pool, tmp_path):
+    answers = [pool.run_once(leave_a_mark, str(tmp_path), word) for word in ("a", "a", "b", "a")]
+    assert answers == [["a", "a"], ["a", "a"], ["b", "b"], ["a", "a"]]
+    assert [(tmp_path / name).read_text() for name in "01"] == ["ab", "ab"]
+
+
 # ---- one rank dies
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.handed_over import handing_over
 from tests.harness.program import run_forked
-from tests.limits import HANGS_S
+from tests.limits import HANGS_S, wait_until
 
 PROGRAMS = {
     "arguments and surroundings": "print(__name__, sys.argv, os.environ['WORD'], os.getcwd(), sys.path[0], '中文')",
@@ -50,3 +52,56 @@ def test_a_module_runs_and_nothing_of_one_program_reaches_the_next(tmp_path: Pat
     for _ in range(2):
         status, said = run_forked([sys.executable, "-m", "left", "x"], environment, tmp_path)
         assert (status, said) == (0, f"[{str(tmp_path / 'left.py')!r}, 'x'] False\n")
+
+
+INNER = """
+import os, sys
+assert "torch" in sys.modules, "it was forked"
+print(sys.argv, os.environ["WORD"], os.getcwd(), sys.stdin.read(), flush=True)
+print("an error", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+OUTER = """
+import subprocess, sys
+print("outer", flush=True)
+sys.exit(subprocess.run([sys.executable, "-u", "inner.py", "5"], input="given", text=True).returncode)
+"""
+
+
+def test_programs_inside_a_command_are_handed_over_with_their_files_and_end_with_their_status(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text(INNER)
+    (tmp_path / "outer.py").write_text(OUTER)
+    code = "import sys; print('torch' in sys.modules)"
+    line = f"'{sys.executable}' -m outer 2> said || echo status $?; '{sys.executable}' -c \"{code}\""
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=handing_over({**os.environ, "WORD": "word"}), text=True,
+                          stdout=subprocess.PIPE, timeout=HANGS_S)  # fmt: skip
+    inner = f"['inner.py', '5'] word {tmp_path} given"
+    assert done.stdout.splitlines() == ["outer", inner, "status 5", "False"], (tmp_path / "said").read_text()
+    assert (tmp_path / "said").read_text() == "an error\n"
+
+
+WAITS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+pathlib.Path("made").write_text(str(os.getpid()))
+pathlib.Path("made").rename("pid")
+while True:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 7), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_signal_to_python_reaches_the_program_that_it_handed_over(tmp_path: Path, number: int, status: int) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    python = subprocess.Popen([sys.executable, "waits.py"], cwd=tmp_path, env=handing_over(dict(os.environ)))
+    wait_until((tmp_path / "pid").exists, "the program", lambda: python.poll() is None)
+    pid = int((tmp_path / "pid").read_text())
+    assert pid != python.pid
+    python.send_signal(number)
+    assert python.wait(HANGS_S) == status
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the program")
+
+
+def test_a_program_that_a_signal_ends_ends_its_python_by_the_same(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    assert subprocess.run([sys.executable, "dies.py"], cwd=tmp_path, env=handing_over(dict(os.environ))).returncode == -9
