@@ -138,10 +138,13 @@ def has_heard(pid: int, *ranks: int) -> bool:
 
 @pytest.mark.parametrize(("nproc", "status"), [pytest.param(1, -signal.SIGTERM, marks=pytest.mark.deep), (2, 130)])
 def test_a_second_signal_ends_at_once(tmp_path: Path, nproc: int, status: int) -> None:
+    """In a step that does not end. After a step the program would end by itself, with status 0 and a checkpoint."""
     chapter = Chapter("02_ddp", tmp_path)
-    # steps of a second: after one it would end by itself, with status 0, what it has trained saved
-    process = started(chapter, "--nproc", nproc, "--batch-size", 2400, "--max-steps", 50, "--eval-every", 100, rows=1)
+    long = ("--max-steps", 5000) if nproc > 1 else ("--batch-size", 2400, "--max-steps", 50)  # steps of a second
+    process = started(chapter, "--nproc", nproc, *long, "--eval-every", 10_000, rows=1)
     ranks = ranks_below(process.pid)
+    if nproc > 1:
+        os.kill(ranks[1], signal.SIGSTOP)
     os.kill(process.pid, signal.SIGTERM)
     heard = partial(has_heard, process.pid, *ranks.values())
     wait_until(heard, "the first signal to be heard", lambda: process.poll() is None)
