@@ -251,7 +251,7 @@ def test_on_a_gpu_the_engine_decides_and_a_small_model_stays_there(monkeypatch, 
 @pytest.mark.parametrize("steps", quick_only([80, 200], 80))
 def test_in_16_bit_the_curve_stays_within_one_per_cent(ranks, tmp_path: Path, steps: int) -> None:
     """The law of the curve for mixed precision: the mean gap over the last 20 steps."""
-    flags = ("--max-steps", steps, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 16)
+    flags = ("--max-steps", steps, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 8)
     curves, rows = {}, []
     for name, precision in (("00_single", "fp32"), ("07_patrickstar", "bf16"), ("07_patrickstar", "fp16")):
         chapter = Chapter(name, tmp_path / precision)

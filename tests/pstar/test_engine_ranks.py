@@ -83,7 +83,7 @@ def test_the_curve_with_one_chunk_at_a_time(ranks, num_ranks, near, chunk):
 def test_accumulation_is_reduced_once(ranks, num_ranks, num_micros):
     results = ranks(num_ranks).run(case, {"near_budget": "min", "default_chunk_size": 5_000}, num_micros)
     assert_follows(results, num_micros)
-    once = ranks(num_ranks).run(case, {"near_budget": "min", "default_chunk_size": 5_000})
+    once = ranks(num_ranks).run_once(case, {"near_budget": "min", "default_chunk_size": 5_000})
     assert results[0]["moves"]["reduce"] == once[0]["moves"]["reduce"]
 
 
@@ -92,7 +92,7 @@ def test_accumulation_is_reduced_once(ranks, num_ranks, num_micros):
                                   {"near_budget": "80%", "prefetch": False}])
 def test_placement_never_changes_a_number_while_the_layout_stays(ranks, keys):
     base = {"near_budget": "min", "default_chunk_size": 5_000}
-    first = ranks(2).run(case, base)[0]
+    first = ranks(2).run_once(case, base)[0]
     second = ranks(2).run(case, base | keys)[0]
     assert first["losses"] == second["losses"]
     assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
@@ -218,7 +218,7 @@ def test_bytes_with_and_without_activation_checkpointing(ranks, num_ranks, commu
     expected, _, _ = toy.oracle(2)
     moved = {}
     for mode in (None, reentrant):
-        results = ranks(num_ranks).run(checkpointed_case, keys, mode)
+        results = ranks(num_ranks).run_once(checkpointed_case, keys, mode)
         for losses, _, held, elems in results:
             assert losses == pytest.approx(expected, rel=1e-5)
             assert held == 16 * elems

@@ -33,7 +33,7 @@ def case(rank: int, num_ranks: int, keys: dict, all_the_same: bool = False, path
     ids=lambda keys: " ".join(map(str, keys.values())))
 def test_equal_gradients_give_the_bits_of_one_process(ranks, num_ranks, kind, keys):
     """g/p + ... + g/p is g for p a power of two: so every rank's update is that of one process, if blocks are the same."""
-    alone = ranks(1).run(case, {"near_budget": "100%"}, True)[0]
+    alone = ranks(1).run_once(case, {"near_budget": "100%"}, True)[0]
     keys = {"default_chunk_size": 5_000} | keys | KINDS[kind]
     for number, result in enumerate(ranks(num_ranks).run(case, keys, True)):
         assert result["losses"] == alone["losses"]
@@ -43,7 +43,7 @@ def test_equal_gradients_give_the_bits_of_one_process(ranks, num_ranks, kind, ke
 @pytest.mark.parametrize("kind", KINDS)
 def test_placement_changes_no_bit_at_two_ranks_in_bf16(ranks, kind):
     plain = {"default_chunk_size": 5_000} | PRECISIONS["bf16"]
-    first = ranks(2).run(case, plain | {"near_budget": "100%"})[0]
+    first = ranks(2).run_once(case, plain | {"near_budget": "100%"})[0]
     for keys in ({"near_budget": "min"}, {"near_budget": "min", "default_chunk_size": 3_000, "eviction_policy": "lru"}):
         got = ranks(2).run(case, plain | KINDS[kind] | keys)[0]
         assert got["losses"] == first["losses"]

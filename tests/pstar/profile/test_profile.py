@@ -4,6 +4,7 @@ The recordings come from a real BlockStore that is walked through training steps
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from pstar.profile.recording import FORMAT, VERSION, Profile, Recording, load_pr
 from pstar.profile.timeline import Interval, Life, cut, lives, non_model_levels, stages, used_levels
 from pstar.profile.trace_command import parse_steps
 from pstar.schedule.schedule import Schedule
+from tests.harness.program import run_forked
 
 CPU = torch.device("cpu")
 NUMEL = 1000
@@ -508,10 +510,10 @@ def test_the_command_writes_all_files_and_prints_their_names(saved, tmp_path):
     train(rank=1)[0].save(other)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "pstar.cli", "trace", str(saved), str(other), "--out", str(out), "--steps", "1-2"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    status, said = run_forked(command, dict(os.environ))
+    assert status == 0, said
     names = ["trace.json", "near_rank0.png", "blocks_rank0.png", "near_rank1.png", "blocks_rank1.png"]
-    assert [line.split(": ")[0] for line in done.stdout.splitlines()] == [str(out / name) for name in names]
+    assert [line.split(": ")[0] for line in said.splitlines()] == [str(out / name) for name in names]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     trace = json.loads((out / "trace.json").read_text())
     check_trace(trace)
