@@ -28,7 +28,7 @@ def test_a_chapter_trains_as_with_its_own_launcher(name: str, tmp_path: Path) ->
     for chapter in (theirs, ours):
         chapter.folder.mkdir()
     python, *command = theirs.command(*SHORT, *flags)
-    said = run([python, *LAUNCH, "--main_process_port", str(free_port()), *command])
+    said = run([python, *LAUNCH, "--main_process_port", str(free_port()), *command], forks=True)
     assert "= 2 ranks x" in said and "Traceback" not in said
     ours.train_forked(*SHORT, *flags, "--nproc", 2)
     assert theirs.losses() == ours.losses() and len(ours.losses()) == 3

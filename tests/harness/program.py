@@ -160,6 +160,8 @@ def _become_rank(arguments: list[str], environment: dict[str, str]) -> NoReturn:
         sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), encoding="utf-8", write_through=True)  # noqa: SIM115
         os.environ.clear()
         os.environ.update(environment)
+        if arguments[0] != "-m":
+            sys.path.insert(0, str(Path(arguments[0]).parent))
         atexit._clear()
         status = _status_of(arguments)
         threading._shutdown()
