@@ -15,7 +15,8 @@ import ranks  # noqa: E402
 
 
 def contender(name: str, *seconds: float) -> ranks.Contender:
-    return ranks.Contender(name, name, lambda: None, seconds=list(seconds), loss=8.7)
+    turns = [ranks.Turn(each, 8.7, None, each, 2**20) for each in seconds]
+    return ranks.Contender(name, name, lambda job: None, turns=turns, loss=8.7)
 
 
 def test_a_ratio_is_the_median_of_ratios_in_the_same_round() -> None:
