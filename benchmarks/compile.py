@@ -26,27 +26,27 @@ GOAL = 1.05
 TOLERANCE = 1e-5    # of the losses, relative
 
 
-def make_compiled_model() -> Any:
-    model = ranks.make_model()
+def make_compiled_model(job: ranks.Job) -> Any:
+    model = job.make_model()
     for block in model.transformer.h:
         block.compile()
     return model
 
 
-def plain_compiled() -> Step:
-    return ranks.plain_loop(make_compiled_model())
+def plain_compiled(job: ranks.Job) -> Step:
+    return ranks.plain_loop(make_compiled_model(job))
 
 
-def ddp_compiled() -> Step:
+def ddp_compiled(job: ranks.Job) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
-    return ranks.plain_loop(DistributedDataParallel(make_compiled_model(), gradient_as_bucket_view=True))
+    return ranks.plain_loop(DistributedDataParallel(make_compiled_model(job), gradient_as_bucket_view=True))
 
 
 def contenders() -> list[Contender]:
     """Pairs: eager, then compiled."""
-    found = [Contender("plain", "one PyTorch process, all cores", ranks.plain, one_process=True),
-             Contender("plain, compiled", "the same, blocks compiled", plain_compiled, one_process=True),
+    found = [Contender("plain", "one PyTorch process, all cores", ranks.plain, num_ranks=1),
+             Contender("plain, compiled", "the same, blocks compiled", plain_compiled, num_ranks=1),
              Contender("ddp", "DDP of torch", ranks.ddp),
              Contender("ddp, compiled", "the same, blocks compiled", ddp_compiled)]  # fmt: skip
     for near in ("100%", "25%"):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from command_line import parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
+from process_memory import status
 from processes import started
 from turns import in_turns
 
@@ -68,15 +69,6 @@ def batch(work: Work, step: int) -> dict[str, Any]:
     labels = ids.clone()
     labels[:, 0] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def memory(field: str) -> int:
-    """A field of this process's memory in bytes: VmHWM, its peak, or VmRSS; 0 if the system does not count it."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
-    except (OSError, StopIteration):
-        return 0
 
 
 def with_trainer(work: Work) -> tuple[list[float], list[float]]:
@@ -155,10 +147,10 @@ def turn(contender: str, work: Work, pipe: Connection) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     transformers.Trainer, transformers.GPT2LMHeadModel  # noqa: B018  (loads what both need before memory is measured)
-    before = memory("VmRSS")
+    before = status("VmRSS")
     near = CONTENDERS[contender]
     losses, seconds = with_trainer(work) if near is None else with_pstar(work, near)
-    pipe.send(Turn(losses, seconds, memory("VmHWM") - before))
+    pipe.send(Turn(losses, seconds, status("VmHWM") - before))
 
 
 def one_turn(contender: str, work: Work) -> Turn:

@@ -27,7 +27,8 @@ from typing import Any
 
 from command_line import parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
-from rank_memory import reset_peak, run, status, warm_up
+from process_memory import status
+from rank_memory import reset_peak, run, warm_up
 
 HERE = Path(__file__).resolve().parent
 MIB, STEPS, TOLERANCE = 2**20, 5, 0.05

@@ -6,6 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from process_memory import status
+
 
 def run_and_watch(command: list[str], environment: dict[str, str]) -> tuple[str, float, int, int]:
     """Runs a command. Returns (what it prints, seconds, peak bytes, most processes at once).
@@ -20,7 +22,7 @@ def run_and_watch(command: list[str], environment: dict[str, str]) -> tuple[str,
         while process.poll() is None:
             alive = _tree(process.pid)
             for number in alive:
-                peaks[number] = max(peaks.get(number, 0), _high_water(number))
+                peaks[number] = max(peaks.get(number, 0), status("VmHWM", number))
             most = max(most, len(alive))
             time.sleep(0.02)
         seconds = time.perf_counter() - begin
@@ -41,12 +43,3 @@ def _tree(number: int) -> list[int]:
         for child in children:
             found += _tree(int(child))
     return found
-
-
-def _high_water(number: int) -> int:
-    """The peak of one process in bytes, 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{number}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)

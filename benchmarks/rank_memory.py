@@ -29,6 +29,7 @@ from typing import Any
 
 from command_line import parser_of
 from facts import bullets, versions, when_and_how
+from process_memory import status
 from processes import started
 
 HERE = Path(__file__).resolve().parent
@@ -50,12 +51,6 @@ def make_model(layers: int) -> Any:
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(ModelConfig(n_layer=layers, n_embd=768, n_head=12, n_positions=LENGTH, vocab_size=2000))
-
-
-def status(key: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
 
 
 def reset_peak() -> int:

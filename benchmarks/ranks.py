@@ -29,6 +29,7 @@ from typing import Any
 
 from command_line import parser_of
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from process_memory import status
 from processes import started
 from turns import in_turns
 
@@ -44,31 +45,75 @@ Step = Callable[[Any, Any], Any]
 """From this rank's (inputs, targets) to its loss, a detached tensor; one whole training step."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """What all contenders train: a GPT-2 (fields of ModelConfig), the tokens of a row, and the rows of the global batch."""
+
+    model: dict[str, Any]
+    length: int = LENGTH
+    batch: int = BATCH
+
+    def make_model(self) -> Any:
+        import torch
+
+        from gpt2_chinese.model.config import ModelConfig
+        from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(ModelConfig(**self.model))
+
+    def share(self, rank: int, num_ranks: int) -> tuple[Any, Any]:
+        """This rank's (inputs, targets), (batch / num_ranks, length) each, of random tokens."""
+        import torch
+
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, self.model["vocab_size"], (self.batch, self.length + 1), generator=generator)
+        mine = tokens[rank * self.batch // num_ranks : (rank + 1) * self.batch // num_ranks]
+        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+JOB = Job(MODEL)
+
+
+@dataclass
+class Turn:
+    """What a contender's turn of some steps took; of several ranks the largest, and the means of loss and waiting."""
+
+    seconds: float
+    """Of one step."""
+    loss: float
+    waited: float | None
+    """Seconds of a step in which a rank only waited for other ranks; None if not known."""
+    cpu: float
+    """CPU seconds of a step, of all ranks together."""
+    peak: int
+    """Bytes: the most that the process has ever held, less what it held with torch loaded; 0 if the system does not say."""
+
+
 @dataclass
 class Contender:
     name: str
     about: str
-    prepare: Callable[[], Step]
-    one_process: bool = False
-    seconds: list[float] = field(default_factory=list)
-    """Seconds of one step, by round."""
+    prepare: Callable[[Job], Step]
+    num_ranks: int | None = None
+    """Its processes; None: as many as the benchmark has."""
+    turns: list[Turn] = field(default_factory=list)
+    """By round."""
     loss: float = float("nan")
     """Mean loss over the ranks after the warm-up."""
-    waits: list[float] = field(default_factory=list)
-    """Seconds of a step in which a rank only waited for other ranks: means over ranks, by round; empty if not known."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of one step, by round."""
+        return [turn.seconds for turn in self.turns]
+
+    @property
+    def waits(self) -> list[float]:
+        """Seconds that a rank waited for others in a step, by round; empty if not known."""
+        return [turn.waited for turn in self.turns if turn.waited is not None]
 
 
 # ---- the contenders: each makes the model, shards or replicates it, and returns one training step ------------------------
-
-
-def make_model() -> Any:
-    import torch
-
-    from gpt2_chinese.model.config import ModelConfig
-    from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(ModelConfig(**MODEL))
 
 
 def plain_loop(model: Any) -> Step:
@@ -87,36 +132,36 @@ def plain_loop(model: Any) -> Step:
     return step
 
 
-def plain() -> Step:
-    return plain_loop(make_model())
+def plain(job: Job) -> Step:
+    return plain_loop(job.make_model())
 
 
-def plain_kept() -> Step:
+def plain_kept(job: Job) -> Step:
     """A plain loop that keeps freed memory between steps: a part of pstar's speed that any program can have."""
     from pstar.memory.tier import keep_freed_memory
 
     keep_freed_memory()
-    return plain()
+    return plain(job)
 
 
-def ddp() -> Step:
+def ddp(job: Job) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
-    return plain_loop(DistributedDataParallel(make_model(), gradient_as_bucket_view=True))
+    return plain_loop(DistributedDataParallel(job.make_model(), gradient_as_bucket_view=True))
 
 
-def fsdp2() -> Step:
+def fsdp2(job: Job) -> Step:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), make_model()
+    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), job.make_model()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     return plain_loop(fully_shard(model, mesh=mesh))
 
 
-def zero3() -> Step:
+def zero3(job: Job) -> Step:
     import warnings
 
     import deepspeed
@@ -124,9 +169,9 @@ def zero3() -> Step:
     import torch.distributed as dist
 
     warnings.simplefilter("ignore", FutureWarning)    # it calls torch's collectives by their old names at every step
-    model = make_model()
+    model = job.make_model()
     settings = {
-        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(), "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": job.batch // dist.get_world_size(), "zero_optimization": {"stage": 3},
         "gradient_clipping": 0.0,    # without this key it clips at 1.0
         "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
     }  # fmt: skip
@@ -142,13 +187,13 @@ def zero3() -> Step:
     return step
 
 
-def pstar_with(**keys: Any) -> Callable[[], Step]:
-    def prepare() -> Step:
+def pstar_with(**keys: Any) -> Callable[[Job], Step]:
+    def prepare(job: Job) -> Step:
         import pstar
 
         waits = []
         optimizer_keys = {"type": "AdamW", "params": ADAM}
-        model, optimizer = pstar.initialize_engine(make_model, 0, {"optimizer": optimizer_keys} | keys)
+        model, optimizer = pstar.initialize_engine(job.make_model, 0, {"optimizer": optimizer_keys} | keys)
 
         def step(inputs: Any, targets: Any) -> Any:
             optimizer.zero_grad()
@@ -167,8 +212,8 @@ def pstar_with(**keys: Any) -> Callable[[], Step]:
 def contenders() -> list[Contender]:
     """All contenders that can run here."""
     found = [
-        Contender("plain", "one PyTorch process, all cores", plain, one_process=True),
-        Contender("plain-kept", "the same, keeping the memory it frees, as pstar does", plain_kept, one_process=True),
+        Contender("plain", "one PyTorch process, all cores", plain, num_ranks=1),
+        Contender("plain-kept", "the same, keeping the memory it frees, as pstar does", plain_kept, num_ranks=1),
         Contender("ddp", "DDP of torch", ddp),
         Contender("fsdp2", "FSDP2 of torch, by block", fsdp2),
         Contender("zero3", "DeepSpeed ZeRO-3", zero3),
@@ -183,9 +228,9 @@ def contenders() -> list[Contender]:
 # ---- processes -----------------------------------------------------------------------------------------------------------
 
 
-def work(name: str, listed: Callable[[], list[Contender]], rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
-    """A rank of a contender, one of `listed`: receives numbers of steps, sends (seconds a step, last loss, seconds waited a
-    step)."""
+def work(name: str, listed: Callable[[], list[Contender]], job: Job, rank: int, num_ranks: int, folder: str,
+         pipe: Connection) -> None:
+    """A rank of a contender, one of `listed`: receives numbers of steps, sends the turn of each."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
@@ -197,19 +242,20 @@ def work(name: str, listed: Callable[[], list[Contender]], rank: int, num_ranks:
     dist.init_process_group("gloo", init_method=Path(folder, name).as_uri(), rank=rank, world_size=num_ranks)
     if num_ranks == 1:
         dist.destroy_process_group()
-    step = next(each for each in listed() if each.name == name).prepare()
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, MODEL["vocab_size"], (BATCH, LENGTH + 1), generator=generator)
-    share = tokens[rank * BATCH // num_ranks : (rank + 1) * BATCH // num_ranks]
-    inputs, targets = share[:, :-1].contiguous(), share[:, 1:].contiguous()
+    from gpt2_chinese.model import gpt2  # noqa: F401  what every contender imports belongs to no contender's peak
+
+    contender, loaded = next(each for each in listed() if each.name == name), status("VmRSS")
+    step, (inputs, targets) = contender.prepare(job), job.share(rank, num_ranks)
     while (steps := pipe.recv()) is not None:
         if num_ranks > 1:
             dist.barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             loss = step(inputs, targets)
-        seconds, waits = (time.perf_counter() - begin) / steps, getattr(step, "waits", [])
-        pipe.send((seconds, float(loss), statistics.fmean(waits[-steps:]) if waits else None))
+        seconds, cpu = (time.perf_counter() - begin) / steps, (time.process_time() - cpu) / steps
+        waits = getattr(step, "waits", [])
+        waited = statistics.fmean(waits[-steps:]) if waits else None
+        pipe.send(Turn(seconds, float(loss), waited, cpu, status("VmHWM") - loaded))
     if num_ranks > 1:
         dist.destroy_process_group()
 
@@ -217,25 +263,27 @@ def work(name: str, listed: Callable[[], list[Contender]], rank: int, num_ranks:
 class Team:
     """The processes of one contender."""
 
-    def __init__(self, contender: Contender, listed: Callable[[], list[Contender]], num_ranks: int, folder: str):
+    def __init__(self, contender: Contender, listed: Callable[[], list[Contender]], job: Job, num_ranks: int, folder: str):
         context = multiprocessing.get_context("spawn")
         self.contender, self.pipes, self.processes = contender, [], []
-        num_ranks = 1 if contender.one_process else num_ranks
+        num_ranks = contender.num_ranks or num_ranks
         for rank in range(num_ranks):
-            process, pipe = started(context, work, contender.name, listed, rank, num_ranks, folder)
+            process, pipe = started(context, work, contender.name, listed, job, rank, num_ranks, folder)
             self.pipes.append(pipe)
             self.processes.append(process)
 
-    def run(self, steps: int) -> tuple[float, float, float | None]:
-        """(seconds a step, of the slowest rank; mean loss; mean seconds waited in a step, or None)."""
+    def run(self, steps: int) -> Turn:
+        """The turn of all ranks together."""
         for pipe in self.pipes:
             pipe.send(steps)
         try:
             answers = [pipe.recv() for pipe in self.pipes]
         except EOFError:
             raise SystemExit(f"error: a process of {self.contender.name} ended; see above for the reason") from None
-        seconds, losses, waits = zip(*answers, strict=True)
-        return max(seconds), statistics.fmean(losses), None if None in waits else statistics.fmean(waits)
+        waits = [turn.waited for turn in answers]
+        return Turn(max(turn.seconds for turn in answers), statistics.fmean(turn.loss for turn in answers),
+                    None if None in waits else statistics.fmean(waits), sum(turn.cpu for turn in answers),
+                    max(turn.peak for turn in answers))
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -260,19 +308,17 @@ def own_seconds(teams: list[Team]) -> float:
 
 
 def measure(found: list[Contender], num_ranks: int, rounds: int, steps: int,
-            listed: Callable[[], list[Contender]] = contenders) -> float:
-    """Fills seconds and loss of every contender, all of them in `listed`. Returns the number of cores that other programs
+            listed: Callable[[], list[Contender]] = contenders, job: Job = JOB) -> float:
+    """Fills turns and loss of every contender, all of them in `listed`. Returns the number of cores that other programs
     used meanwhile."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         teams = []
         for contender in found:    # one after the other: some time out if all start at once
-            teams.append(Team(contender, listed, num_ranks, folder))
-            contender.loss = teams[-1].run(WARM_UP_STEPS)[1]
+            teams.append(Team(contender, listed, job, num_ranks, folder))
+            contender.loss = teams[-1].run(WARM_UP_STEPS).loss
         busy, own, begin = busy_seconds(), own_seconds(teams), time.perf_counter()
         for team in in_turns(teams, rounds):
-            seconds, _, waited = team.run(steps)
-            team.contender.seconds.append(seconds)
-            team.contender.waits += [] if waited is None else [waited]
+            team.contender.turns.append(team.run(steps))
         elapsed = time.perf_counter() - begin
         others = max(0.0, (busy_seconds() - busy) - (own_seconds(teams) - own)) / elapsed
         for team in teams:

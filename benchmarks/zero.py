@@ -28,6 +28,7 @@ from typing import Any
 
 from command_line import parser_of
 from facts import bullets, num_cores, versions, when_and_how
+from process_memory import status
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "chapters" / "06_zero")]
@@ -83,7 +84,7 @@ def work(rank: int, num_ranks: int, case: tuple[int, str, str], folder: str, que
     queue.put((rank, {
         "states": sum(sharded.ledger.states["after backward"].values()),
         "host": sum(n for kind, n in sharded.ledger.states["after backward"].items() if kind.startswith("host")),
-        "formula": sum(sharded.ledger.formula().values()), "peak": peak(), "sent": sent if num_ranks > 1 else 0,
+        "formula": sum(sharded.ledger.formula().values()), "peak": status("VmHWM"), "sent": sent if num_ranks > 1 else 0,
         "sent_formula": sent_formula(numels, stage, num_ranks, sharded.units[0].full.element_size()),
         "moved": sum(sharded.host.last.values()) if sharded.host else 0,
         "seconds": statistics.median(seconds[1:]), "numel": sum(numels),
@@ -97,15 +98,6 @@ def forget_peak() -> None:
     """Resets the kernel's count of this process's peak memory, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak() -> int:
-    """Peak memory of this process since `forget_peak`, in bytes; 0 if /proc does not have it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def measure(num_ranks: int, case: tuple[int, str, str], folder: str) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import compile as compiled  # noqa: E402
+import parity  # noqa: E402
 import rank_memory  # noqa: E402
 import ranks  # noqa: E402
 
 
 def contender(name: str, *seconds: float) -> ranks.Contender:
-    return ranks.Contender(name, name, lambda: None, seconds=list(seconds), loss=8.7)
+    turns = [ranks.Turn(each, 8.7, None, each, 2**20) for each in seconds]
+    return ranks.Contender(name, name, lambda job: None, turns=turns, loss=8.7)
 
 
 def test_a_ratio_is_the_median_of_ratios_in_the_same_round() -> None:
@@ -34,12 +36,29 @@ def test_the_page_names_the_goals() -> None:
     (ranks, ["--only", "horovod"], "--only horovod: not known or not installed; choose from plain"),
     (compiled, ["--nproc", "1,3"], "--nproc 1,3: give numbers that divide the global batch of 4"),
     (compiled, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
+    (parity, ["--runs", "-1"], "--runs, --rounds and --steps must be at least 1"),
     (rank_memory, ["--nproc", "1"], "--nproc must be at least 2"),
 ])
 def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         program.parse(flags)
     assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def parity_run(date: str, speed: float, peak: int) -> dict:
+    row = {"speed": 1.0, "cpu": 1.0, "peak": 100 * 2**20, "tokens_per_s": 1000.0}
+    rows = {each.name: dict(row) for each in parity.contenders()}
+    rows["pstar 1, 25%"] |= {"speed": speed, "peak": peak * 2**20}
+    return {"date": f"{date} 10:00 UTC", "versions": "torch 1", "processor": "x", "others": 0.0, "rows": rows}
+
+
+def test_parity_is_the_median_of_the_runs_with_its_spread() -> None:
+    runs = [parity_run("2026-11-01", 0.9, 90), parity_run("2026-11-02", 1.1, 130), parity_run("2026-11-02", 1.0, 110)]
+    text = parity.page({"wide": runs}, parity.parse([]), [])
+    about = "pstar, near 25% of the model data, 1 process"
+    assert f"| {about} | 1,000 | 1.00 | 0.90 to 1.10 | 1.00 | 110 | 1.10 |" in text
+    assert f"- {about}: 1.00 of plain's tokens/s (goal 0.97), 1.10 of its peak (goal at most 1.05)" in text
+    assert "3 runs, 2026-11-01, 2026-11-02." in text and "## The model of ranks.sh" in text and "Others used" not in text
 
 
 def test_memory_is_reported_against_the_formula() -> None:
