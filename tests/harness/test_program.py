@@ -106,5 +106,5 @@ def test_a_signal_to_python_reaches_the_program_that_it_handed_over(tmp_path: Pa
 def test_a_program_that_a_signal_ends_ends_its_python_by_the_same(tmp_path: Path, number: int) -> None:
     (tmp_path / "dies.py").write_text(f"import os\nprint('runs', flush=True)\nos.kill(os.getpid(), {int(number)})\n")
     done = subprocess.run([sys.executable, "dies.py"], cwd=tmp_path, env=handing_over(dict(os.environ)), text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+                          capture_output=True)  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (-number, "runs\n", ""), "once, and by the signal"
