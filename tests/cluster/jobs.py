@@ -1,8 +1,9 @@
-"""Starts a chapter on two nodes as docs/en/production/clusters.md says: the same torchrun command on each of them."""
+"""Starts a chapter on two nodes by the command of docs/en/production/clusters.md, the same on each of them."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import subprocess
 import sys
 import uuid
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chapters.program import ROOT, environment
-from tests.cluster.nodes import DEVICE, Node
+from tests.cluster.nodes import Node
 from tests.limits import wait_until
 
-PORT = 29500  # each node has its own ports: this one is free
+PAGE = ROOT / "docs" / "en" / "production" / "clusters.md"
 
 
 @dataclass
@@ -44,15 +45,19 @@ class Job:
 
 
 def torchrun(num_ranks: int, program: list[str]) -> list[str]:
-    """The command line for each node, `num_ranks` ranks a node."""
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=node1:{PORT}", f"--rdzv-id={uuid.uuid4()}"]
-    return ["bash", str(ROOT / "scripts" / "torchrun.sh"), "--nnodes=2", f"--nproc-per-node={num_ranks}", *meeting, *program]
+    """The page's command line for torchrun with `num_ranks` ranks a node, another program, and an id that no other job has."""
+    [line] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "--rdzv-backend=c10d" in line]
+    *words, chapter = shlex.split(line)
+    assert chapter == "chapters/02_ddp/train.py", line
+    changed = {"--nproc-per-node": num_ranks, "--rdzv-id": uuid.uuid4()}
+    words = [f"{name}={changed[name]}" if (name := word.partition("=")[0]) in changed else word for word in words]
+    return ["env", *(str(ROOT / word) if (ROOT / word).is_file() else word for word in words), *program]
 
 
 @contextlib.contextmanager
 def started(nodes: tuple[Node, Node], command: list[str], folder: Path) -> Iterator[Job]:
     """A job under way: `command` on both nodes. After the block none of its processes runs, whatever happened."""
-    variables = {**environment(), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": DEVICE}
+    variables = {**environment(), "PYTHON": sys.executable}
     logs = [folder / f"{node.name}.log" for node in nodes]
     job = Job([node.start(command, log, variables) for node, log in zip(nodes, logs, strict=True)], logs)
     try:
