@@ -25,7 +25,7 @@ holder() {
     for pid in $(pgrep -x unshare); do
         if [ "$(tr '\0' '\n' <"/proc/$pid/cmdline" 2>/dev/null | tail -n 1)" = "$FOLDER" ]; then
             echo "$pid"
-            return
+            return 0 # a bare return in a trap has the status of what was before the trap
         fi
     done
     return 1
@@ -77,6 +77,7 @@ PartitionName=class Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 CONF
 }
 
+# The first process: it ends as soon as a daemon ends, because the others are of no use without it.
 # shellcheck disable=SC2016
 DAEMONS='
 set -e
@@ -87,7 +88,7 @@ until munge --socket="$1/munge.socket" --no-input >/dev/null 2>&1; do sleep 0.1;
 slurmctld -D &
 slurmd -D -N n1 &
 slurmd -D -N n2 &
-wait'
+wait -n'
 
 up() {
     [ "$(id -u)" -eq 0 ] || fail "a Slurm on this machine needs root"
@@ -110,7 +111,7 @@ up() {
     local end=$((SECONDS + WAIT_S))
     until [ "$(sinfo --noheader --Node --format=%T 2>/dev/null | sort -u)" = idle ]; do
         if ! holder >/dev/null || [ $SECONDS -ge $end ]; then
-            tail -n 5 "$FOLDER"/*.log >&2
+            tail -n 20 "$FOLDER"/*.log >&2
             fail "the nodes are not ready after $WAIT_S s, or a daemon ended; the logs say why"
         fi
         sleep 0.2

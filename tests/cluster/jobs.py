@@ -45,7 +45,7 @@ class Job:
 
 
 def torchrun(num_ranks: int, program: list[str]) -> list[str]:
-    """The page's command line for torchrun with `num_ranks` ranks a node, another program, and an id that no other job has."""
+    """The command of the page with `num_ranks` ranks a node, another program, and an id that no other job has."""
     [line] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "--rdzv-backend=c10d" in line]
     *words, chapter = shlex.split(line)
     assert chapter == "chapters/02_ddp/train.py", line

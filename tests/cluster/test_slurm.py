@@ -75,7 +75,7 @@ def test_chapters_under_slurm_follow_the_curve(two_slurm_nodes: Slurm, curve, tm
 def test_down_takes_a_running_job_with_it(two_slurm_nodes: Slurm, tmp_path: Path) -> None:
     slurm, folder = two_slurm_nodes, two_slurm_nodes.folder
     started = tmp_path / "started"
-    slurm("srun", "--nodes=2", "bash", "-c", f"touch {started}.$SLURM_NODEID; sleep 0 {folder}")
+    slurm("srun", "--nodes=2", "bash", "-c", f"touch {started}.$SLURM_NODEID")
     assert {file.name for file in tmp_path.glob("started.*")} == {"started.0", "started.1"}
     slurm("sbatch", "--nodes=2", f"--output={tmp_path}/log", "--wrap",
           f"srun bash -c 'touch {started}; sleep 1000 # {folder}'")  # fmt: skip
@@ -91,18 +91,19 @@ def test_down_takes_a_running_job_with_it(two_slurm_nodes: Slurm, tmp_path: Path
 @pytest.mark.deep
 def test_a_cluster_that_is_only_half_made_is_taken_away(slurm: Slurm, two_slurm_nodes: Slurm, tmp_path: Path) -> None:
     folder = slurm.folder
-    for pid in subprocess.check_output(["pgrep", "-f", f"munged.*{folder}"], text=True).split():
-        os.kill(int(pid), 9)
+    slurm("pkill", "-KILL", "-f", f"^munged .*{folder}")
+    wait_until(lambda: not processes_of(folder), "the end of the others: without munge they are of no use")
+    assert "no Slurm of this script is running" in slurm("bash", SCRIPT, "status", status=1)
     (folder / "slurm.conf").unlink()
-    slurm("bash", SCRIPT, "down")
+    assert "is gone" in slurm("bash", SCRIPT, "down")
     assert not processes_of(folder) and not folder.exists()
     # A slurmd that fails at its start: `up` itself takes the rest away and says why.
     fake = tmp_path / "bin"
     fake.mkdir()
-    (fake / "slurmd").write_text("#!/bin/sh\necho this slurmd does not start\nkill -KILL 1\n")
+    (fake / "slurmd").write_text("#!/bin/sh\necho this slurmd does not start\n")
     (fake / "slurmd").chmod(0o755)
     said = slurm("bash", SCRIPT, "up", status=2, PATH=f"{fake}:{os.environ['PATH']}")
-    assert "error: the nodes are not ready" in said, said
+    assert "this slurmd does not start" in said and "error: the nodes are not ready" in said, said
     assert not processes_of(folder) and not folder.exists()
 
 
