@@ -28,10 +28,12 @@ def ssh_between(nodes: tuple[Node, Node], folder: Path) -> Iterator[None]:
         make_key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(make_key, check=True, timeout=HANGS_S)
     (folder / "sshd_config").write_text(
-        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nPermitRootLogin yes\nStrictModes no\nUsePAM no\n"
-        "PidFile none\n")  # fmt: skip
+        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nPermitRootLogin yes\nStrictModes no\n"
+        "UsePAM no\nPidFile none\n"
+    )
     (folder / "ssh_config").write_text(
-        f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n")  # fmt: skip
+        f"IdentityFile {folder}/user\nUserKnownHostsFile /dev/null\nStrictHostKeyChecking no\nLogLevel ERROR\n"
+    )
     servers = []
     try:
         for node in nodes:

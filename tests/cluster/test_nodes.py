@@ -13,8 +13,10 @@ import pytest
 
 from tests.chapters.program import ROOT, environment
 from tests.cluster import nodes as nodes_module
+from tests.cluster.conftest import skip_or_fail
 from tests.cluster.nodes import ADDRESSES, BURST_BYTES, Node, reason_why_not, two_nodes
 from tests.limits import HANGS_S, wait_until
+from tests.tally import STRICT_VARIABLE
 
 RECEIVER = """
 import socket
@@ -172,3 +174,13 @@ def test_the_reason_names_what_is_missing(monkeypatch, tmp_path: Path) -> None:
         (tmp_path / tool).chmod(0o755)
     why, could_change = reason_why_not()
     assert why.endswith("refuses namespaces or a veth pair: unshare failed: Operation not permitted") and not could_change
+
+
+@pytest.mark.parametrize("strict, could_change, outcome", [
+    (False, True, pytest.skip.Exception), (True, True, pytest.fail.Exception), (True, False, pytest.skip.Exception)])  # fmt: skip
+def test_where_ci_is_set_only_the_kernel_s_refusal_is_a_skip(monkeypatch, strict: bool, could_change: bool, outcome) -> None:
+    monkeypatch.delenv(STRICT_VARIABLE, raising=False)
+    if strict:
+        monkeypatch.setenv(STRICT_VARIABLE, "true")
+    with pytest.raises(outcome, match="no root"):
+        skip_or_fail("no root", could_change)
