@@ -156,7 +156,7 @@ def _end_rank(
                 line += f": rank {', '.join(map(str, missing))} did not come, or not within --timeout-s"
         except Exception as lost:
             missing = []
-            line += f" ({type(lost).__name__} while asking which ranks are missing)"
+            line += f": {os.environ['MASTER_ADDR']}, where they meet, no longer answers ({type(lost).__name__})"
         if reports:
             print(f"\nerror: {line}", file=sys.stderr, flush=True)
             with contextlib.suppress(Exception):
