@@ -57,11 +57,11 @@ def assert_the_ring_s_bytes(sent: list[int], ranks_a_node: int, rows: list[dict]
     """The kernel's count on the veth against the page of chapter 02: a rank sends 2 (p - 1) / p of the gradients' bytes.
 
     Ranks are numbered node by node. So in a ring one rank of each node sends to the other node, and nothing else crosses.
-    At the start each rank of node1 also sends the weights to one of node2: gloo's broadcast is a tree, rank r to rank r + p / 2.
-    Within 2 %: meeting, heartbeats, losses of a few bytes, what TCP sends twice.
+    At the start each rank of node1 also sends the weights to a rank of node2, as gloo's broadcast does. Within 2 %:
+    meeting, heartbeats, losses of a few bytes, what TCP sends twice.
     """
     with safe_open(chapter.output / "final" / "model.safetensors", "pt") as file:
         weights = ranks_a_node * sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
     by_formula = sum(row["formula_bytes"] for row in rows)
     assert by_formula > 10 * weights / ranks_a_node
-    assert sent == pytest.approx([by_formula + weights, by_formula], rel=0.02), "by the kernel, by the formula"
+    assert sent == pytest.approx([by_formula + weights, by_formula], rel=0.02), "what the kernel counted is the formula"
