@@ -12,8 +12,10 @@ import pytest
 from tests.chapters.program import Chapter, wait_for_rows
 from tests.cluster import jobs
 from tests.cluster.nodes import two_nodes
+from tests.limits import wait_until
 
 MANY = ("--max-steps", 10**5, "--eval-every", 10**6, "--save-every", 10**6)
+LOST = r"error: rank \d waited in vain for the others: "
 
 
 @pytest.mark.deep
@@ -40,7 +42,7 @@ def test_a_node_that_dies_ends_the_job_on_the_other(needs_nodes, tmp_path: Path,
     print(f"{nodes[victim].name} killed: the other ended after {seconds:.1f} s")
     assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] == 1, said
     missing = "node1, where they meet, no longer answers" if victim == 0 else r"rank [\d, ]*2, 3 did not come"
-    assert re.search(rf"error: rank \d waited in vain for the others: {missing}", said), said
+    assert re.search(LOST + missing, said), said
 
 
 @pytest.mark.deep
@@ -49,10 +51,19 @@ def test_a_link_that_is_cut_ends_the_job_on_both_nodes(needs_nodes, tmp_path: Pa
     command = jobs.torchrun(2, chapter.command(*MANY, "--timeout-s", 15)[1:])
     with two_nodes(tmp_path) as nodes, jobs.started(nodes, command, tmp_path) as job:
         wait_for_rows(chapter, job.launchers[0], 4, job.logs[0])
-        begin = time.monotonic()
+        begin, seconds = time.monotonic(), {}
         nodes[0].cut()
-        while job.running():
-            time.sleep(0.1)
-            if time.monotonic() - begin > 500:
-                break
-        print(f"cut: {time.monotonic() - begin:.1f} s {[one.returncode for one in job.launchers]}\n{job.said()}")
+        wait_until(lambda: not _note_ends(job, seconds, begin), lambda: f"the end of the job on both nodes\n{job.said()}")
+        first, second = (log.read_text() for log in job.logs)
+    print(f"link cut: ended after {seconds} s")
+    assert 0 not in [launcher.returncode for launcher in job.launchers], job.said()
+    assert re.search(LOST + r"rank [\d, ]*2, 3 did not come", first), first
+    assert re.search(LOST + "node1, where they meet, no longer answers", second), second
+
+
+def _note_ends(job: jobs.Job, seconds: dict[str, float], begin: float) -> bool:
+    """Notes when each launcher has ended; returns whether one is running."""
+    for launcher, log in zip(job.launchers, job.logs, strict=True):
+        if launcher.poll() is not None:
+            seconds.setdefault(log.stem, round(time.monotonic() - begin, 1))
+    return job.running()
