@@ -14,7 +14,7 @@ from tests.chapters.program import Chapter, environment
 from tests.cluster import ssh
 from tests.cluster.conftest import skip_or_fail
 from tests.cluster.nodes import DEVICE, Node, two_nodes
-from tests.cluster.test_torchrun import assert_the_ring_s_bytes, worst_gap
+from tests.cluster.test_torchrun import weight_bytes, worst_gap
 from tests.limits import HANGS_S
 
 PROGRAMS = {"03": ("03_horovod", ()), "04 over Horovod": ("04_apex", ("--opt-level", "O0", "--comm", "horovod"))}
@@ -36,15 +36,16 @@ def ssh_nodes(needs_nodes: None, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_horovod_on_two_nodes_follows_the_curve(ssh_nodes, curve, tmp_path: Path, name: str, ranks_a_node: int) -> None:
     program, flags = PROGRAMS[name]
-    chapter, log = Chapter(program, tmp_path), tmp_path / "log"
+    chapter, log, num_ranks = Chapter(program, tmp_path), tmp_path / "log", 2 * ranks_a_node
     hosts = ",".join(f"{node.name}:{ranks_a_node}" for node in ssh_nodes)
-    launcher = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(2 * ranks_a_node), "-H", hosts]
+    launcher = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(num_ranks), "-H", hosts]
     command = [*launcher, "--network-interfaces", DEVICE, "--disable-cache", *chapter.command(*flags_of(LONG), *flags)]
     before = [node.sent() for node in ssh_nodes]
     status = ssh_nodes[0].start(command, log, environment()).wait(HANGS_S)
     assert status == 0, f"status {status}\n{log.read_text()}"
     sent = [node.sent().since(count).payload_bytes for node, count in zip(ssh_nodes, before, strict=True)]
     rows = chapter.metrics()
-    print(f"{name}, 2 x {ranks_a_node}: worst gap {worst_gap(rows, curve(LONG)):.1e}, bytes sent {sent}")
+    print(f"{name}, 2 x {ranks_a_node}: worst gap {worst_gap(rows, curve(LONG)):.1e}, sent {sent}")
     assert_same_curve(rows, curve(LONG), rel=1e-4)
-    assert_the_ring_s_bytes(sent, rows, chapter)
+    ring = 2 * (num_ranks - 1) / num_ranks * weight_bytes(chapter) * LONG
+    assert min(sent) > ring, "the gradients cross the link; negotiation comes on top, more of it the longer a step takes"
