@@ -58,7 +58,7 @@ def processes_of(folder: Path) -> list[str]:
 
 @pytest.mark.deep
 def test_chapters_under_slurm_follow_the_curve(two_slurm_nodes: Slurm, curve, tmp_path: Path) -> None:
-    assert set(two_slurm_nodes("sinfo", "--noheader", "--Node", "--format=%n %T").splitlines()) == {"n1 idle", "n2 idle"}
+    assert set(two_slurm_nodes("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()) == {"n1 idle", "n2 idle"}
     for name in ("02_ddp", "06_zero", "07_patrickstar"):
         chapter = Chapter(name, tmp_path / name)
         chapter.folder.mkdir()
