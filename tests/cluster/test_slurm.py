@@ -57,18 +57,15 @@ def processes_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.deep
-def test_chapters_under_slurm_follow_the_curve(two_slurm_nodes: Slurm, curve, tmp_path: Path) -> None:
-    assert set(two_slurm_nodes("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()) == {"n1 idle", "n2 idle"}
-    for name in ("02_ddp", "06_zero", "07_patrickstar"):
-        chapter = Chapter(name, tmp_path / name)
-        chapter.folder.mkdir()
-        log = chapter.folder / "log"
-        flags = chapter.command(*flags_of(LONG))[2:]
-        two_slurm_nodes("sbatch", "--wait", f"--output={log}", ROOT / "scripts" / "train.sbatch", name, *flags)
-        rows = chapter.metrics()
-        print(f"{name} under Slurm: worst gap {worst_gap(rows, curve(LONG)):.1e}")
-        assert "2 ranks" in log.read_text(), log.read_text()
-        assert_same_curve(rows, curve(LONG), rel=1e-4)
+@pytest.mark.parametrize("name", ["02_ddp", "06_zero", "07_patrickstar"])
+def test_a_chapter_under_slurm_follows_the_curve(two_slurm_nodes: Slurm, curve, tmp_path: Path, name: str) -> None:
+    slurm, chapter, log = two_slurm_nodes, Chapter(name, tmp_path), tmp_path / "log"
+    assert set(slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()) == {"n1 idle", "n2 idle"}
+    flags = chapter.command(*flags_of(LONG))[2:]
+    slurm("sbatch", "--wait", f"--output={log}", ROOT / "scripts" / "train.sbatch", name, *flags)
+    print(f"{name} under Slurm: worst gap {worst_gap(chapter.metrics(), curve(LONG)):.1e}")
+    assert "2 ranks" in log.read_text(), log.read_text()
+    assert_same_curve(chapter.metrics(), curve(LONG), rel=1e-4)
 
 
 @pytest.mark.deep
