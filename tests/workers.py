@@ -12,7 +12,7 @@ from tests.tally import folder_of
 
 TOGETHER = ("docs",)  # its tests share the built site
 # The slowest folders come first, so that no worker runs one alone at the end.
-FIRST = ("docs", "chapters", "pstar", "exercises", "harness")
+FIRST = ("docs", "chapters", "pstar", "cluster", "exercises", "harness")
 SEED_VARIABLE = "TESTS_ORDER"  # a seed for a random order of the files
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,6 +38,7 @@ from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserErro
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
 
+ANSWER_S = 30.0  # how long a rank that has lost another waits for the store
 LOOPBACK = "127.0.0.1"  # where the processes of one machine meet
 
 
@@ -145,18 +147,15 @@ def _end_rank(
             if store.add("an error was said", 1) == 1:
                 print(f"\nerror: rank {rank}: {error}", file=sys.stderr, flush=True)
     elif _is_about_peers(error):
-        status, reports, line = LOST_PEER, True, f"rank {rank} waited in vain for the others"
+        status, missing, reports, line = LOST_PEER, [], True, f"rank {rank} waited in vain for the others"
         try:
-            store.set(f"gave up {rank}", "1")
-            time.sleep(GRACE_S)  # where a rank has died, the launcher reports it and ends this rank meanwhile
-            waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
-            missing = [r for r in range(num_ranks) if r not in waited]
-            reports = rank == min(waited)
+            # In a thread: over a link that is cut, the store's answer would never come.
+            asked = ThreadPoolExecutor(1).submit(_who_is_missing, store, rank, num_ranks)
+            missing, reports = asked.result(GRACE_S + ANSWER_S)
             if missing:
                 line += f": rank {', '.join(map(str, missing))} did not come, or not within --timeout-s"
         except Exception as lost:
-            missing = []
-            line += f" ({type(lost).__name__} while asking which ranks are missing)"
+            line += f": {os.environ['MASTER_ADDR']}, where they meet, no longer answers ({type(lost).__name__})"
         if reports:
             print(f"\nerror: {line}", file=sys.stderr, flush=True)
             with contextlib.suppress(Exception):
@@ -166,6 +165,14 @@ def _end_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no normal exit: with collectives under way it would wait for them, or abort
+
+
+def _who_is_missing(store: Any, rank: int, num_ranks: int) -> tuple[list[int], bool]:
+    """(the ranks that have not given up, whether this rank is the first that has and so reports them)."""
+    store.set(f"gave up {rank}", "1")
+    time.sleep(GRACE_S)  # where a rank has died, the launcher reports it and ends this rank meanwhile
+    waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]
+    return [r for r in range(num_ranks) if r not in waited], rank == min(waited)
 
 
 def _report_alone(

@@ -21,17 +21,18 @@ NOT_RUN = {
     "bash scripts/python.sh -m gpt2_chinese.evaluate --model runs/mine --choices clue/chid/dev.json clue/c3/c3-d-dev.json "
     "clue/cmnli/dev.json":
         "CLUE's files are not here; tests/gpt2_chinese/evaluate reads files of their forms",
-    "sbatch scripts/train.sbatch 02_ddp": "it needs Slurm; run once by hand, docs/captured/slurm.log",
+    "sbatch scripts/train.sbatch 02_ddp": "tests/cluster/test_slurm.py runs it, shortened, on a Slurm of two nodes",
+    "bash scripts/slurm_on_one_machine.sh up": "tests/cluster/test_slurm.py runs it",
+    "SLURM_CONF=/run/slurm_on_one_machine/slurm.conf sbatch scripts/train.sbatch 02_ddp":
+        "tests/cluster/test_slurm.py runs it, shortened, with a folder of its own",
+    "bash scripts/slurm_on_one_machine.sh down": "tests/cluster/test_slurm.py runs it",
     'sbatch --output="$HOME/%x-%j.log" scripts/train.sbatch 02_ddp --output-dir "$HOME/runs/02_ddp"': "it needs Slurm",
     "sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 scripts/train.sbatch 07_patrickstar --model-config small":
         "it needs 32 GPUs",
-    "bash scripts/torchrun.sh --nnodes=2 --node-rank=0 --nproc-per-node=4 --master-addr=node1 --master-port=29500 "
-    "chapters/02_ddp/train.py":
-        "it needs two machines; not run yet",
+    "GLOO_SOCKET_IFNAME=eth0 bash scripts/torchrun.sh --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d "
+    "--rdzv-endpoint=node1:29500 --rdzv-id=gpt2 chapters/02_ddp/train.py":
+        "tests/cluster/test_torchrun.py takes it from the page and runs it, shortened, on two nodes",
     'pip install -e ".[parquet]"': "it changes the environment; tests/scripts/test_environment.py holds the extra",
-    "bash scripts/torchrun.sh --nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr=node1 --master-port=29500 "
-    "chapters/02_ddp/train.py":
-        "as the line above",
 }  # fmt: skip
 
 

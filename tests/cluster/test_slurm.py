@@ -1,0 +1,114 @@
+"""scripts/slurm_on_one_machine.sh: a real Slurm of two nodes, scripts/train.sbatch on it, and its removal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chapters.law import LONG, assert_same_curve, flags_of
+from tests.chapters.program import ROOT, Chapter, environment, free_port
+from tests.cluster.conftest import skip_or_fail
+from tests.cluster.test_torchrun import worst_gap
+from tests.limits import HANGS_S, wait_until
+
+SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
+Slurm = Callable[..., str]
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """slurm(command...) runs a command with a folder and ports of its own; afterwards the cluster is taken away."""
+    short = Path(tempfile.mkdtemp(prefix="slurm_"))  # the path of a socket has at most 108 bytes
+    folder = short / "cluster"
+    variables = {**environment(), "GPT2_CHINESE_SLURM": str(folder), "GPT2_CHINESE_SLURM_PORT": str(free_port()),
+                 "SLURM_CONF": str(folder / "slurm.conf")}  # fmt: skip
+
+    def run(*command: object, status: int = 0, **more: str) -> str:
+        done = subprocess.run([str(word) for word in command], env={**variables, **more}, cwd=ROOT, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)  # fmt: skip
+        assert done.returncode == status, f"{command}: status {done.returncode}\n{done.stdout}"
+        return done.stdout
+
+    run.folder = folder
+    yield run
+    run("bash", SCRIPT, "down")
+    shutil.rmtree(short)
+
+
+@pytest.fixture
+def two_slurm_nodes(needs_nodes: None, slurm: Slurm) -> Slurm:
+    """The same, with the cluster up. It needs root and namespaces, too."""
+    if not shutil.which("slurmd") and not shutil.which("apt-get"):
+        skip_or_fail("there is no Slurm, and no apt-get to install it", could_change=True)
+    slurm("bash", SCRIPT, "up")
+    return slurm
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines that name the cluster's folder."""
+    table = subprocess.check_output(["ps", "-eo", "args"], text=True).splitlines()
+    return [line for line in table if str(folder) in line and "pytest" not in line]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["02_ddp", "06_zero", "07_patrickstar"])
+def test_a_chapter_under_slurm_follows_the_curve(two_slurm_nodes: Slurm, curve, tmp_path: Path, name: str) -> None:
+    slurm, chapter, log = two_slurm_nodes, Chapter(name, tmp_path), tmp_path / "log"
+    assert set(slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()) == {"n1 idle", "n2 idle"}
+    flags = chapter.command(*flags_of(LONG))[2:]
+    slurm("sbatch", "--wait", f"--output={log}", ROOT / "scripts" / "train.sbatch", name, *flags)
+    print(f"{name} under Slurm: worst gap {worst_gap(chapter.metrics(), curve(LONG)):.1e}")
+    assert "2 ranks" in log.read_text(), log.read_text()
+    assert_same_curve(chapter.metrics(), curve(LONG), rel=1e-4)
+
+
+@pytest.mark.deep
+def test_down_takes_a_running_job_with_it(two_slurm_nodes: Slurm, tmp_path: Path) -> None:
+    slurm, folder = two_slurm_nodes, two_slurm_nodes.folder
+    started = tmp_path / "started"
+    slurm("srun", "--nodes=2", "bash", "-c", f"touch {started}.$SLURM_NODEID")
+    assert {file.name for file in tmp_path.glob("started.*")} == {"started.0", "started.1"}
+    slurm("sbatch", "--nodes=2", f"--output={tmp_path}/log", "--wrap",
+          f"srun bash -c 'touch {started}; sleep 1000 # {folder}'")  # fmt: skip
+    wait_until(started.exists, "the job")
+    assert "it is running already" in slurm("bash", SCRIPT, "up")
+    assert "n[1-2]" in slurm("bash", SCRIPT, "status")
+    assert "is gone" in slurm("bash", SCRIPT, "down")
+    assert not processes_of(folder) and not folder.exists()
+    assert "no Slurm of this script is running" in slurm("bash", SCRIPT, "status", status=1)
+    assert "no Slurm of this script is here" in slurm("bash", SCRIPT, "down")
+
+
+@pytest.mark.deep
+def test_a_cluster_that_is_only_half_made_is_taken_away(slurm: Slurm, two_slurm_nodes: Slurm, tmp_path: Path) -> None:
+    folder = slurm.folder
+    slurm("pkill", "-KILL", "-f", f"^munged .*{folder}")
+    wait_until(lambda: not processes_of(folder), "the end of the others: without munge they are of no use")
+    assert "no Slurm of this script is running" in slurm("bash", SCRIPT, "status", status=1)
+    (folder / "slurm.conf").unlink()
+    assert "is gone" in slurm("bash", SCRIPT, "down")
+    assert not processes_of(folder) and not folder.exists()
+    # A slurmd that fails at its start: `up` itself takes the rest away and says why.
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "slurmd").write_text("#!/bin/sh\necho this slurmd does not start\n")
+    (fake / "slurmd").chmod(0o755)
+    said = slurm("bash", SCRIPT, "up", status=2, PATH=f"{fake}:{os.environ['PATH']}")
+    assert "this slurmd does not start" in said and "error: the nodes are not ready" in said, said
+    assert not processes_of(folder) and not folder.exists()
+
+
+def test_a_folder_with_other_files_and_an_unknown_word_are_refused(slurm: Slurm) -> None:
+    assert "up, status or down" in slurm("bash", SCRIPT, "upp", status=2)
+    slurm.folder.mkdir()
+    (slurm.folder / "thesis.txt").write_text("mine")
+    assert "no Slurm of this script is here" in slurm("bash", SCRIPT, "down")
+    if os.geteuid() == 0:
+        assert "is not a folder of this script" in slurm("bash", SCRIPT, "up", status=2)
+    assert (slurm.folder / "thesis.txt").read_text() == "mine"
