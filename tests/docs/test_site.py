@@ -63,7 +63,7 @@ def heavy(site: Path) -> dict[str, int]:
     """The pages that load more than LARGEST bytes, without the search: page -> bytes."""
     found = {}
     for page in site.rglob("index.html"):
-        own = [name.split("?")[0] for name in pages.Page(page.read_text(encoding="utf-8")).loads]
+        own = [re.split("[?#]", name)[0] for name in pages.Page(page.read_text(encoding="utf-8")).loads]
         files = {(page.parent / name).resolve() for name in own if not name.startswith("data:")}
         # A reader's browser loads the figures of one scheme.
         shown = {path for path in files if ".dark." not in path.name and path.parent.name != "search"}

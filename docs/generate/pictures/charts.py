@@ -53,7 +53,7 @@ def bars(drawing: Drawing, title: str, groups: Sequence[Group], reference: float
             drawing.text(MARGIN, drawing.y + 8, line)
             if number == len(lines) - 1:
                 drawing.text(WIDTH - MARGIN, drawing.y + 8, group.text, "end", bold=True)
-            drawing.y += 18
+            drawing.y += 17
         for bar in group.bars:
             x = float(MARGIN)
             for value, kind in bar.parts:
@@ -63,7 +63,7 @@ def bars(drawing: Drawing, title: str, groups: Sequence[Group], reference: float
             if bar.low is not None and bar.high is not None:
                 places.append((MARGIN + bar.low * scale, MARGIN + bar.high * scale, drawing.y + BAR / 2))
             drawing.y += BAR + GAP
-        drawing.y += 5
+        drawing.y += 4
     if reference is not None:
         drawing.line(MARGIN + reference * scale, top, MARGIN + reference * scale, drawing.y, dashed=True)
     for left, right, y in places:

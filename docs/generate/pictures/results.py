@@ -37,7 +37,7 @@ def curve(words: Words, chapters: Sequence[str]) -> str:
     """Losses of one chapter, or of two: the first wide and grey, the second dashed on top of it."""
     drawing = Drawing(words, "curve")
     drawing.heading(words("training loss, nats per token"))
-    panel = _losses(drawing, chapters, (34, drawing.y + 12, WIDTH - 34 - MARGIN, 190), labelled=True)
+    panel = _losses(drawing, chapters, (34, drawing.y + 12, WIDTH - 34 - MARGIN, 120), labelled=True)
     panel.ticks(xs=(1, 20, 40, captures.STEPS), ys=panel.ys)
     drawing.y = panel.top + panel.height + 20
     drawing.text(WIDTH - MARGIN, drawing.y + 10, words("step"), "end")
@@ -130,7 +130,7 @@ def staleness(words: Words) -> str:
     drawing, rows = Drawing(words, "staleness"), rows_of("staleness")
     bars(drawing, words("loss of the last tenth, above the synchronous one, in per cent"),
          [Group(words(row[""]), share := row["against synchronous"], [Bar([(float(share.strip("+%")), "gradients")])])
-          for row in rows])  # fmt: skip
+          for row in rows if row["staleness, mean"] != "0.00"])  # fmt: skip
     drawing.y += 8
     bars(drawing, words("steps of the server in a second"),
          [Group(words(row[""]), row["steps/s"], [Bar([(float(row["steps/s"]), "measured")])]) for row in rows])  # fmt: skip
@@ -139,14 +139,16 @@ def staleness(words: Words) -> str:
 
 def quantization(words: Words) -> str:
     """Each format: how much the perplexity of both models grows."""
+    plain, hard = ([row for row in rows_of("quantization", number) if row["format"] != "fp32"] for number in (0, 1))
+    groups = []
+    for one, other in zip(plain, hard, strict=True):
+        shares = [max(0.0, float(row["against fp32"].strip("+%"))) for row in (one, other)]
+        label = words("{format}, {bits} bits a weight").format(format=one["format"], bits=one["bits a weight"])
+        groups.append(Group(label, f"{one['against fp32']}, {other['against fp32']}",
+                            [Bar([(shares[0], "baseline")]), Bar([(shares[1], "measured")])]))  # fmt: skip
     drawing = Drawing(words, "quantization")
-    for number, title in enumerate(("The model as trained", "The model with 4 outlier features")):
-        rows = [row for row in rows_of("quantization", number) if row["format"] != "fp32"]
-        bars(drawing, words(title) + words(": perplexity above that of fp32, in per cent"),
-             [Group(words("{format}, {bits} bits a weight").format(format=row["format"], bits=row["bits a weight"]),
-                    row["against fp32"], [Bar([(max(0.0, float(row["against fp32"].strip("+%"))), "measured")])])
-              for row in rows])  # fmt: skip
-        drawing.y += 8
+    bars(drawing, words("perplexity above that of fp32, in per cent"), groups)
+    drawing.note(words("Grey: the model as trained. Green: the model with 4 outlier features."))
     return drawing.svg()
 
 
