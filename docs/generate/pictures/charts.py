@@ -11,7 +11,7 @@ from typing import NamedTuple
 from docs.generate.pictures.pictures import COLOURS, FONT, MARGIN, WIDTH, Drawing, width_of, wrapped
 
 Points = Sequence[tuple[float, float]]
-BAR, GAP = 7, 2
+BAR, GAP = 6, 1
 
 
 class Bar(NamedTuple):

@@ -129,7 +129,7 @@ def _named(words: Words, row: str) -> str:
         if name and (known := words.known(name)) != name:
             cells[place] = f" {known} "
         elif found := re.fullmatch(r" ([\d.]+) (to|of) ([\d.]+) ", cell):
-            cells[place] = f" {found[1]} {words.known(found[2])} {found[3]} "
+            cells[place] = f" {words(f'{{}} {found[2]} {{}}').format(found[1], found[3])} "
     return f"|{'|'.join(cells)}|"
 
 
