@@ -71,8 +71,8 @@ class Settings:
         shown="the whole corpus",
     )  # fmt: skip
     mix_temperature: float | None = flag(
-        None, "In place of --mix: each source's share is as its tokens to the power 1/T.", shown="the whole corpus"
-    )
+        None, "In place of --mix: each source's share is proportional to its tokens to the power 1/T.",
+        shown="the whole corpus")  # fmt: skip
     seq_len: int | None = flag(None, "Tokens in a sequence.", shown="by config, tiny: 128")
     batch_size: int | None = flag(None, "Sequences in a GLOBAL batch, whatever --nproc.", shown="by config, tiny: 24")
     grad_accum: int = flag(1, "Micro-batches per step, to save memory.")

@@ -24,6 +24,7 @@ A page includes a fragment with a snippet line; its name says what it is:
     en/links/CHAPTER.md      how long a chapter's messages take over real links; zh/links/CHAPTER.md
     section/FILE/NAME.md     the part of a program below the comment line "# -- NAME ---"
     en/results_all/NAME.md   the same with all its tables; zh/results_all/NAME.md
+    en/uses/PAGE.md          the basics and tools that a page uses, or the pages that use it; zh/uses/PAGE.md
     en/real_links.md         the links, their speeds and sources; zh/real_links.md
     en/api.md, zh/api.md     what pstar exports, from its docstrings
     en/TABLE.md, zh/TABLE.md one of TABLES below; Chinese words come from zh.json, and one that is missing is an error
@@ -36,7 +37,6 @@ import ast
 import difflib
 import json
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,10 +45,10 @@ from typing import Any
 from docs.generate import readme
 from docs.generate.arithmetic import adaptation, arithmetic, basics
 from docs.generate.lessons import links, texts
-from docs.generate.pictures import collectives, dark, overview, pictures, roofline
+from docs.generate.pictures import collectives, dark, overview, pictures, recorded_run, results, roofline
 from docs.generate.recorded import captures, measured, programs, seen, timed
 from docs.generate.recorded.measured import GENERATED, REPO, write_whole
-from docs.generate.tables import api, tables
+from docs.generate.tables import api, tables, uses
 
 DOCS = REPO / "docs"
 LESSON = {"wall": texts.wall, "prediction": texts.prediction, "links": links.times}
@@ -103,6 +103,8 @@ def fragment(name: str) -> str:
         return tables.results(Words(kind), name, (REPO / "benchmarks/results" / f"{name}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest.startswith("timed/"):
         return timed.line(Words(kind), rest.partition("/")[2])
+    if kind in ("en", "zh") and rest.startswith("uses/"):
+        return uses.line(Words(kind), rest.removeprefix("uses/"))
     if kind in ("en", "zh") and rest == "real_links":
         return links.all_links(Words(kind))
     if kind in ("en", "zh") and rest == "api":
@@ -129,6 +131,11 @@ class Words:
         if english not in self._chinese:
             raise SystemExit(f"error: docs/zh.json has no Chinese for {english!r}")
         return self._chinese[english]
+
+
+    def known(self, english: str) -> str:
+        """The word in the page's language if zh.json has it; else the word itself: a name."""
+        return english if self.language == "en" else self._chinese.get(english, english)
 
 
 # ---- code
@@ -225,14 +232,12 @@ def generate() -> None:
             raise SystemExit(f"{error} (included by {', '.join(pages)})") from error
         write_whole(GENERATED / name, text)
     figures = GENERATED / "figures"
-    captures.draw(figures)
     pictures.write(Words, figures)
     collectives.write(Words, figures)
     overview.write(Words, figures)
     roofline.write(Words, figures)
+    results.write(Words, figures)
+    recorded_run.write(Words, figures)
+    for old in figures.glob("*.png"):  # of a build by an earlier version
+        old.unlink()
     dark.write(figures)
-    measured.draw_profile(figures)
-    for picture in (REPO / "benchmarks" / "results").glob("*.png"):
-        if not (figures / picture.name).exists() or (figures / picture.name).read_bytes() != picture.read_bytes():
-            shutil.copyfile(picture, figures / picture.name)
-

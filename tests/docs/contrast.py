@@ -46,6 +46,9 @@ TOO_FAINT = """((least, large) => {
         let below = ground(element), colour = parse(drawn ? style.fill : style.color);
         const work = element.closest(".tool-work");
         if (work) below = filled(work.querySelector("rect"), filled(drawn.querySelector(".tool-idle"), below));
+        const on = element.matches(".figure-on, .figure-number")
+            && element.parentElement.querySelector("rect:not(.figure-edge):not(.figure-empty)");
+        if (on) below = filled(on, filled(drawn.querySelector(".figure-empty") ?? on, below));
         if (!colour) continue;
         colour = over([...colour.slice(0, 3), colour[3] * opacity(element)], below);
         const [high, low] = [luminance(colour), luminance(below)].sort((a, b) => b - a);

@@ -180,7 +180,7 @@ window.addEventListener("load", () => {
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("address", ["engine/design", "en/engine/design"])
+@pytest.mark.parametrize("address", ["chapters/07_patrickstar", "en/chapters/07_patrickstar"])
 def test_the_view_opens_and_answers_in_a_browser(build, browser: Browser, site: Path, address: str) -> None:
     data = content_of(build.fragment("en/steps.md"))
     page = site / address / "index.html"

@@ -18,7 +18,8 @@ from tests.docs.browser import Browser, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 FIGURES = ROOT / "docs/assets/figures"
-PAGES = {"ring": "02_ddp", "loss-scale": "04_apex", "zero": "06_zero", "staleness": "01_parameter_server"}
+PAGES = {"ring": "02_ddp", "loss-scale": "04_apex", "zero": "06_zero", "staleness": "01_parameter_server",
+         "pipeline": "05_model_parallel", "states": "06_zero"}  # fmt: skip
 PAGE = """<!doctype html><html lang="{language}"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 {styles}<style>:root {{ --md-default-bg-color: #fff }}</style>
 <body style="margin:16px"><div data-figure="{figure}">text</div>{scripts}</body></html>"""
@@ -215,13 +216,12 @@ def test_a_wrong_server_is_found(browser: Browser, change: tuple[str, str]) -> N
 # ---- on a page
 
 
-def show(browser: Browser, folder: Path, figure: str, language: str = "en") -> None:
-    """Opens a page that has only this figure."""
-    assets = ROOT / "docs/assets"
+def show(browser: Browser, folder: Path, figure: str, language: str = "en", assets: Path = ROOT / "docs/assets") -> None:
+    """Opens a page that has only this figure, with the scripts of a folder of assets."""
     styles = "".join(f'<link rel="stylesheet" href="{(assets / name).as_uri()}">'
                      for name in ("site.css", "tools/tools.css", "figures/figures.css"))  # fmt: skip
-    names = ["tools/controls.js", "figures/frame.js", *(f"figures/{one.name}" for one in sorted(FIGURES.glob("*.js"))
-                                                        if one.name != "frame.js")]  # fmt: skip
+    own = [f"figures/{one.name}" for one in sorted(FIGURES.glob("*.js")) if one.name != "frame.js"]
+    names = ["tools/formulas.js", "tools/schedules.js", "tools/controls.js", "figures/frame.js", *own]
     scripts = "".join(f'<script src="{(assets / name).as_uri()}"></script>' for name in names)
     page = folder / f"{figure}_{language}.html"
     page.write_text(PAGE.format(language=language, styles=styles, figure=figure, scripts=scripts), encoding="utf-8")
@@ -244,9 +244,11 @@ def pressed(browser: Browser, key: str) -> tuple[int, str]:
     return int(step), text
 
 
-@pytest.mark.parametrize("figure, last", [("ring", 6), ("loss-scale", 16), ("zero", 14), ("staleness", 10)])
+@pytest.mark.parametrize("figure, last", [("ring", 6), ("loss-scale", 16), ("zero", 14), ("staleness", 10),
+                                          ("pipeline", 22), ("states", 4)])  # fmt: skip
 def test_keys_and_buttons_move_a_figure(browser: Browser, tmp_path: Path, figure: str, last: int) -> None:
     show(browser, tmp_path, figure)
+    assert press(browser, "Home") == 0
     keys = ("ArrowRight", "ArrowRight", "ArrowLeft", "Home", "ArrowLeft", "End", "ArrowRight")
     assert [press(browser, key) for key in keys] == [1, 2, 1, 0, 0, last, last]
     browser.evaluate("document.querySelectorAll('.tool-player button')[1].click()")
@@ -263,6 +265,7 @@ def test_a_reader_who_wants_less_motion_gets_steps_only(browser: Browser, tmp_pa
     try:
         show(browser, tmp_path, figure)
         assert browser.evaluate("document.querySelectorAll('.tool-player button')[2].hidden")
+        press(browser, "Home")
         assert press(browser, "ArrowRight") == 1 and pressed(browser, " ") == (1, "play")
     finally:
         browser.call("Emulation.setEmulatedMedia", features=[])

@@ -162,6 +162,24 @@ def test_texts_name_their_numbers_instead_of_repeating_them(language: str) -> No
         assert not re.findall(r"\d+\.\d{2}|\d,\d{3}", template), chapter
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_chapter_02_asks_what_its_reader_must_know(language: str) -> None:
+    """Five questions with folded answers: what an all-reduce costs, by the chapter's function, and when not to use DDP."""
+    from docs.generate.lessons.links import LINKS, time_text
+    from docs.generate.pictures.data import chapter_module
+
+    text = written(language, "02_ddp").partition("{ #questions }")[2]
+    questions = re.findall(r'^\?\?\? question "(.+)"\n\n((?:    .*\n|\n)+)', text, re.MULTILINE)
+    assert len(questions) == 5 and all(len(answer) > 60 for _, answer in questions)
+    cost, wrong = questions[0][1], questions[1]
+    gradients, p, rates = 4 * 124_439_808, 8, {link.name: link.gb_per_s * 1e9 for link in LINKS}
+    sent = chapter_module("02_ddp", "ring").ring_bytes(gradients, p)
+    for number in (f"{gradients / 2**20:.0f} MiB", f"{sent / 2**20:.0f} MiB", f"2 (p − 1) = {2 * (p - 1)}",
+                   time_text(sent / rates["NVLink 4"]), time_text(sent / rates["Ethernet 10G"])):  # fmt: skip
+        assert number in cost, number
+    assert "(06_zero.md)" in wrong[1] and ("wrong" in wrong[0] or "不该" in wrong[0])
+
+
 # ---- in a browser
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ import pytest
 from tests.docs import pages
 from tests.docs.pages import ROOT
 
+LARGEST = 600_000  # bytes of a page with all that it loads, as sent, without the search index
 WRITTEN = {path.relative_to(ROOT / "docs/zh").with_suffix("").as_posix() for path in ROOT.glob("docs/zh/**/*.md")}
 
 
@@ -38,20 +41,50 @@ def test_no_path_of_this_machine_is_on_a_page(site: Path) -> None:
 
 
 def test_only_pages_and_the_files_they_need_are_published(site: Path) -> None:
+    from docs.generate import build
+
     kinds = {path.suffix for path in site.rglob("*") if path.is_file()}
     assert not kinds & {".py", ".sh", ".md"} and not (site / "zh.json").exists() and not (site / "zh").exists()
     courses = [path.parent.name for path in ROOT.glob("chapters/*/train.py")]
-    drawn = {"loss_00_07.png", "near.png", "blocks.png", "curves_all.png", "overview_en.svg", "overview_zh.svg",
-             *(f"curve_{name}.png" for name in courses),
-             *(f"{name}{kind}_{lang}.svg" for name in courses for kind in ("", "_time") for lang in ("en", "zh"))}
+    charts = ["adam", "ablation_speedup", "blocks", "curves_all", "loss_00_07", "near", "overview", "quantization", "quick",
+              "quick_bytes", "staleness", *(f"curve_{name}" for name in courses)]  # fmt: skip
+    if build.results.drawn(build.Words("en")).get("ablation_loss"):
+        charts.append("ablation_loss")
+    drawn = {f"{name}_{lang}.svg" for name in charts for lang in ("en", "zh")}
+    drawn |= {f"{name}{kind}_{lang}.svg" for name in courses for kind in ("", "_time") for lang in ("en", "zh")}
     pages_of_basics = "".join(path.read_text() for path in ROOT.glob("docs/en/basics/*.md"))
     drawn |= {f"basics_{name}_{lang}.svg" for name in re.findall(r"/basics_(\w+)_en\.svg", pages_of_basics)
               for lang in ("en", "zh")}
     drawn |= {f"{name}_{lang}.svg" for name in ("05_model_parallel_tensor", "08_param_efficient_decision")
               for lang in ("en", "zh")}  # fmt: skip
     drawn |= {name.replace(".svg", ".dark.svg") for name in drawn if name.endswith(".svg")}
-    figures = {*drawn, *(path.name for path in (ROOT / "benchmarks/results").glob("*.png"))}
-    assert {path.name for path in (site / "_generated").rglob("*") if path.is_file()} == figures
+    assert {path.name for path in (site / "_generated").rglob("*") if path.is_file()} == drawn
+
+
+@functools.cache
+def as_sent(path: Path) -> int:
+    """The bytes of a file as servers send it, compressed."""
+    return min(len(gzip.compress(path.read_bytes(), 6)), path.stat().st_size)
+
+
+def heavy(site: Path) -> dict[str, int]:
+    """The pages that load more than LARGEST bytes, without the search: page -> bytes."""
+    found = {}
+    for page in site.rglob("index.html"):
+        own = [re.split("[?#]", name)[0] for name in pages.Page(page.read_text(encoding="utf-8")).loads]
+        files = {(page.parent / name).resolve() for name in own if not name.startswith("data:")}
+        # A reader's browser loads the figures of one scheme.
+        shown = {path for path in files if ".dark." not in path.name and path.parent.name != "search"}
+        weight = sum(as_sent(path) for path in [page, *shown])
+        if weight > LARGEST:
+            found[page.relative_to(site).as_posix()] = weight
+    return found
+
+
+def test_no_page_is_heavier_than_600_kb(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not heavy(site)
+    monkeypatch.setattr("tests.docs.test_site.LARGEST", 100_000)
+    assert heavy(site), "weights are counted"
 
 
 def test_pages_show_the_content_of_the_files(site: Path) -> None:

@@ -15,16 +15,17 @@ const courseFigures = (() => {
 
   const picture = (width, height, label) => svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
 
-  // A select with its label; `change` gets the chosen number.
-  function choice(label, numbers, chosen, change) {
-    const select = element("select", { onchange: () => change(Number(select.value)) },
-      ...numbers.map((number) => element("option", { value: number, selected: number === chosen }, number)));
+  // A select with its label; `change` gets the chosen value. `values` are numbers, or an object: value -> its name.
+  function choice(label, values, chosen, change) {
+    const named = !Array.isArray(values), options = named ? Object.entries(values) : values.map((number) => [number, number]);
+    const select = element("select", { onchange: () => change(named ? select.value : Number(select.value)) },
+      ...options.map(([value, text]) => element("option", { value, selected: value === chosen }, text)));
     return element("label", {}, `${label} `, select);
   }
 
   // A player below `choices`. last() is the number of the last step, draw(now) the picture, said(now) its sentence; `extra`
-  // nodes follow. Returns go(step), which also draws anew after a choice.
-  function player(root, { choices = [], last, draw, said, extra = [] }) {
+  // nodes follow. `ended`: it opens at the last step, whose picture is the whole. Returns go(step), which also draws anew after a choice.
+  function player(root, { choices = [], last, draw, said, extra = [], ended = false }) {
     let now = 0, timer = null;
     const place = element("div", { class: "figure-picture" }), text = element("p", { class: "figure-said", "aria-live": "polite" });
     const clock = element("output", {}), play = element("button", { type: "button", onclick: toggle });
@@ -69,7 +70,7 @@ const courseFigures = (() => {
         button("▶", say("前进一步", "a step on"), () => now + 1),
         button("▶|", say("到结尾", "to the end"), () => last()), slider, clock),
       text, place, ...extra);
-    go(0);
+    go(ended ? last() : 0);
     return { go: pick, now: () => now };
   }
 

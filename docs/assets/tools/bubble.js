@@ -50,16 +50,6 @@ courseTools.start("bubble-tool", (root) => {
     return picture;
   }
 
-  // Micro-batches (times stages) whose activations each rank holds at a time.
-  function live_at(events, p, now) {
-    const live = Array(p).fill(0);
-    for (const { rank, work, begin, end } of events) {
-      if (work.kind === "F" && begin < now) live[rank]++;
-      if (work.kind === "B" && end <= now) live[rank]--;
-    }
-    return live;
-  }
-
   function stop() {
     clearInterval(timer);
     timer = null;
@@ -110,7 +100,7 @@ courseTools.start("bubble-tool", (root) => {
       play.textContent = timer ? say("暂停", "pause") : say("播放", "play");
       const peaks = order.map(S.peak_live);
       live.replaceChildren(say("保留着激活的微批次（现在 / 最多）：", "live micro-batches (now / at most): "),
-        ...live_at(events, p, time).map((now, rank) => element("span", { class: "tool-chip" },
+        ...S.live_at(events, p, time).map((now, rank) => element("span", { class: "tool-chip" },
           `${say("进程", "rank")} ${rank}: ${now} / ${peaks[rank]}`)));
     }
 

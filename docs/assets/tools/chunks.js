@@ -7,7 +7,7 @@
   const STATES = "var(--kind-optimizer)", ACTIVATIONS = "var(--kind-activations)", CHUNKS = "var(--kind-buffers)";
   const COLOURS = { param: "var(--kind-parameters)", grad: "var(--kind-gradients)", activations: ACTIVATIONS };
   const STAGES = { forward: "var(--stage-forward)", backward: "var(--stage-backward)", adam: "var(--stage-update)" };
-  const FRAME_MS = 450;
+  const FRAME_MS = 450, still = matchMedia("(prefers-reduced-motion: reduce)");
   const SVG = "http://www.w3.org/2000/svg";
 
   const colourOf = (kind) => COLOURS[kind] || STATES;
@@ -137,6 +137,7 @@
     button("◀", words.back, () => pick(now - 1));
     const play = button("", words.play, toggle);
     play.classList.add("cs-play");
+    play.hidden = still.matches;
     button("▶", words.next, () => pick(now + 1));
     const slider = make(controls, "input", { type: "range", min: 0, max: last, value: 0, "aria-label": words.place });
     slider.addEventListener("input", () => pick(Number(slider.value)));
@@ -184,7 +185,7 @@
     }
 
     function toggle() {
-      if (timer !== null) return stop();
+      if (timer !== null || still.matches) return stop();
       if (now === last) go(0);
       label(words.pause);
       timer = setInterval(() => { if (now < last) go(now + 1); else stop(); }, FRAME_MS);

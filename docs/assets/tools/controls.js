@@ -287,6 +287,6 @@ const courseTools = (() => {
     else go();
   }
 
-  return { CHINESE, say, PRESETS, FIELDS, JOB, KIND_NAMES, element, table, dot, with_commas, three, bytes_text, seconds_text,
+  return { CHINESE, say, PRESETS, FIELDS, JOB, KIND_NAMES, STRATEGY_NAMES, element, table, dot, with_commas, three, bytes_text, seconds_text,
     form, ranks_of, refusal, refused, multiple_of_ranks, start };
 })();

@@ -73,10 +73,20 @@ const courseSchedules = (() => {
     return peak;
   }
 
+  // Works whose activations each rank keeps after a number of units of time; Python has only the peak.
+  function live_at(events, p, now) {
+    const live = Array(p).fill(0);
+    for (const { rank, work, begin, end } of events) {
+      if (work.kind === "F" && begin < now) live[rank]++;
+      if (work.kind === "B" && end <= now) live[rank]--;
+    }
+    return live;
+  }
+
   function bubble(events, p) {
     const span = Math.max(...events.map((event) => event.end)) - Math.min(...events.map((event) => event.begin));
     return 1 - events.reduce((sum, event) => sum + event.end - event.begin, 0) / (p * span);
   }
 
-  return { NAMES, orders, simulate, needed_by, peak_live, bubble };
+  return { NAMES, orders, simulate, needed_by, peak_live, live_at, bubble };
 })();

@@ -7,11 +7,14 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from docs.generate.pictures import pictures
+from docs.generate.pictures.pictures import FAINT, MEANING
+from docs.generate.pictures.pictures import LINE as LINE_COLOUR
 from docs.generate.recorded.measured import write_whole
 
 FAMILIES = "system-ui, 'PingFang SC', 'Microsoft YaHei', 'Noto Sans CJK SC', sans-serif"
-COLOURS = {"data": "#546e7a", "model parameters": "#3f51b5", "gradients": "#bf4f00", "optimizer states": "#2e7d32"}
-EMPTY, DARK = "#eeeeee", "#424242"
+COLOURS = {MEANING[kind]: pictures.COLOURS[kind] for kind in ("data", "parameters", "gradients", "states")}
+EMPTY, DARK = FAINT, LINE_COLOUR
 WIDTH, FONT = 440, 14  # 14 units are more than 11 px on a phone of 390
 CELL, ROW = 13, 12
 LEFT, LINE = 112, 76  # x of the first rank; height of a chapter's line

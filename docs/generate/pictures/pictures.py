@@ -21,12 +21,15 @@ Words = Callable[[str], str]
 
 WIDTH, FONT, MARGIN = 440, 14, 6
 DARK, FAINT, LINE = "#212121", "#eeeeee", "#424242"
-COLOURS = {"parameters": "#3f51b5", "gradients": "#bf4f00", "states": "#2e7d32", "activations": "#8e24aa", "data": "#546e7a"}
+# The colour key of the whole site. docs/assets/tools/tools.css has the same colours, with variants for dark pages.
+COLOURS = {"parameters": "#3f51b5", "gradients": "#bf4f00", "states": "#2e7d32", "activations": "#8e24aa", "data": "#546e7a",
+           "measured": "#00796b", "baseline": "#757575"}  # fmt: skip
 # A computation has the colour of its result.
 COLOURS |= {"forward": COLOURS["activations"], "backward": COLOURS["gradients"], "update": COLOURS["states"], "idle": FAINT}
 MEANING = {
     "parameters": "model parameters", "gradients": "gradients", "states": "optimizer states", "activations": "activations",
-    "data": "data", "forward": "forward", "backward": "backward", "update": "update", "idle": "waiting",
+    "data": "data", "measured": "measured here", "baseline": "compared with",
+    "forward": "forward", "backward": "backward", "update": "update", "idle": "waiting",
 }  # fmt: skip
 FAMILIES = "system-ui, 'PingFang SC', 'Microsoft YaHei', 'Noto Sans CJK SC', 'Noto Sans SC', sans-serif"
 
@@ -95,6 +98,11 @@ class Drawing:
         shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
         self._parts.append(f'<rect {shape} fill="{COLOURS[kind]}"{opacity} stroke="#ffffff"/>')
         self._inside(x, y, width, height, text, DARK if light or kind == "idle" else "#ffffff")
+
+    def element(self, text: str, kind: str) -> None:
+        """An SVG element in the colour of a kind."""
+        self._kinds[kind] = None
+        self._parts.append(text)
 
     def outline(self, x: float, y: float, width: float, height: float, dashed: bool = True) -> None:
         """A frame."""

@@ -2,7 +2,6 @@
 
     capture(names)      runs chapters and writes docs/captured/NN_name.json
     captured(name)      the content of that file: command, output, losses, date, versions
-    draw(folder)        curves_all.png, and for each chapter curve_NN_name.png: its losses over those of chapter 00
 
 A build only reads these files; `python -m docs.generate --capture-chapters [NN ...]` runs the chapters.
 tests/docs/test_captures.py checks that chapters still begin with the captured losses, and that all captured curves agree.
@@ -14,7 +13,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ OWN_FLAGS = {"04_apex": "--opt-level O0", "05_model_parallel": "--grad-accum 4",
 CHAPTERS = ("00_single", "01_parameter_server", "02_ddp", "03_horovod", "04_apex", "05_model_parallel", "06_zero",
             "07_patrickstar", "08_param_efficient")  # fmt: skip
 BASE = CHAPTERS[0]
-PALETTE = ("#9fa8da", "#607d8b", "#ef6c00", "#c62828", "#8e24aa", "#00838f", "#2e7d32", "#1a237e", "#6d4c41")
-COLOURS = dict(zip(CHAPTERS, PALETTE, strict=True))
 
 
 def flags_of(chapter: str) -> str:
@@ -127,43 +124,3 @@ def summary_rows(said: str) -> list[tuple[str, str]]:
     if not rows:
         raise SystemExit("error: the summary of chapter 07 has no table of the chunk memory; see recorded/captures.py")
     return rows
-
-
-def draw(folder: Path) -> None:
-    """Draws the curves, with English labels only so that no font is needed. Keeps pictures newer than their sources."""
-    files = [FOLDER / f"{chapter}.json" for chapter in CHAPTERS]
-    pictures = {f"curve_{chapter}.png": (BASE, chapter) for chapter in CHAPTERS[1:]}
-    pictures |= {f"curve_{BASE}.png": (BASE,), "curves_all.png": CHAPTERS, "loss_00_07.png": (BASE, "07_patrickstar")}
-    newest = max(path.stat().st_mtime for path in [*files, Path(__file__)] if path.exists())
-    for name, chapters in pictures.items():
-        target = folder / name
-        if not target.exists() or target.stat().st_mtime < newest:
-            _draw(chapters, target)
-
-
-def _draw(chapters: Sequence[str], target: Path) -> None:
-    """Draws the first curve thick and the others thin on top, with dashes of different phase so that all are visible."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["font.size"] = 12
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
-    steps, others = range(1, STEPS + 1), len(chapters) - 1
-    axes.plot(steps, captured(chapters[0])["losses"], label=chapters[0], color=COLOURS[BASE], linewidth=8 if others else 3)
-    for number, chapter in enumerate(chapters[1:]):
-        dashes = (4 * number, (4, 4 * (others - 1))) if others > 1 else (0, (4, 2))
-        axes.plot(steps, captured(chapter)["losses"], label=chapter, color=COLOURS[chapter], linewidth=2.5, linestyle=dashes)
-    vocabulary = re.search(r"ln = ([\d.]+)", captured(BASE)["said"]).group(1)
-    axes.axhline(float(vocabulary), color="#bbbbbb", linewidth=1, linestyle=":")
-    axes.annotate(f"ln(vocabulary) = {vocabulary}", (STEPS, float(vocabulary)), ha="right", va="top", color="#666666",
-                  xytext=(0, -3), textcoords="offset points")  # fmt: skip
-    axes.set(xlabel="step", ylabel="training loss, nats per token", xlim=(0, STEPS + 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    whole = [pyplot.Line2D([], [], color=COLOURS[chapter], linewidth=8 if chapter == BASE else 2.5) for chapter in chapters]
-    handles = {"handles": whole, "labels": chapters} if others > 1 else {}  # a sample of long dashes shows a gap
-    axes.legend(**handles, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92), labelspacing=0.3)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=160, metadata={"Software": None})
-    pyplot.close(figure)

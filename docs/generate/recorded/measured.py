@@ -1,6 +1,6 @@
 """The programs that a build runs: --help of the chapters, and chapter 07 with a profile if its sources have changed.
 
-    draw_profile(folder) pictures that `pstar trace` draws of a run of chapter 07; profile() is the profile's path
+    profile()            the path of a profile of chapter 07
     help_of(chapter)     the output of --help
 """
 
@@ -32,7 +32,6 @@ PROFILE_FLAGS = ("--nproc 1 --max-steps 4 --warmup-steps 2 --batch-size 4 --seq-
                  "--near-budget 100% --near-memory 24MiB --device cpu")  # fmt: skip
 PROFILE_STEPS = "1-2"
 PROFILE = GENERATED / "profile.json"
-PICTURES = ("near.png", "blocks.png")
 SOURCES = ("gpt2_chinese/**/*.py", "pstar/**/*.py", "durable/**/*.py", "data/**/*.json", "cache/vocab.txt",
            "docs/generate/recorded/measured.py", f"chapters/{PROFILED}/*.py")  # fmt: skip
 
@@ -76,27 +75,18 @@ def profile_commands() -> list[str]:
 
 def profile() -> Path:
     """The path of the profile that profile_commands write; runs them again only if a source has changed."""
-    draw_profile(GENERATED / "figures")
-    return PROFILE
-
-
-def draw_profile(target: Path) -> None:
-    """Runs profile_commands if a source has changed; keeps the profile and puts the two pictures into the folder."""
     key, key_file = _hash_of_sources(), GENERATED / "profile.key"
-    kept = [PROFILE, *(target / name for name in PICTURES)]
-    if key_file.exists() and key_file.read_text() == key and all(path.exists() for path in kept):
-        return
+    if key_file.exists() and key_file.read_text() == key and PROFILE.exists():
+        return PROFILE
     print(f"docs: running {PROFILED} with a profile", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        profile = f"{folder}/profile.json"
-        call([sys.executable, f"chapters/{PROFILED}/train.py", *PROFILE_FLAGS.split(), "--profile", profile, "--output-dir",
+        written = f"{folder}/profile.json"
+        call([sys.executable, f"chapters/{PROFILED}/train.py", *PROFILE_FLAGS.split(), "--profile", written, "--output-dir",
                f"{folder}/run"], {"GPT2_CHINESE_CACHE": f"{folder}/tokens", "OMP_NUM_THREADS": "1"})  # fmt: skip
-        call([sys.executable, "-m", "pstar.cli", "trace", profile, "--steps", PROFILE_STEPS, "--out", folder], {})
-        target.mkdir(parents=True, exist_ok=True)
-        for name in PICTURES:
-            shutil.copyfile(f"{folder}/{name}", target / name)
-        shutil.copyfile(profile, PROFILE)
+        call([sys.executable, "-m", "pstar.cli", "trace", written, "--steps", PROFILE_STEPS, "--out", folder], {})
+        shutil.copyfile(written, PROFILE)
     write_whole(key_file, key)
+    return PROFILE
 
 
 def help_of(chapter: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import re
 import subprocess
 import sys
@@ -94,7 +95,8 @@ def chapters(words: Words, link: str = "chapters/{}.md") -> str:
 def result(words: Words, text: str) -> str:
     """The facts and the table of a committed result in benchmarks/, without its prose."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    return "\n".join([*_facts(words, text), "", _head(words, rows[0]), *rows[1:], ""])
+    named = [_named(words, row) for row in rows[2:]]
+    return "\n".join([*_facts(words, text), "", _head(words, rows[0]), rows[1], *named, ""])
 
 
 def results(words: Words, name: str, text: str) -> str:
@@ -105,7 +107,7 @@ def results(words: Words, name: str, text: str) -> str:
             slug = re.sub(r"\W+", "-", line.removeprefix("## ").lower())
             lines += ["", f"### {words(line.removeprefix('## '))} {{ #{name}-{slug} }}"]
         elif line.startswith("|"):
-            lines += [line] if before.startswith("|") else ["", _head(words, line)]
+            lines += [_named(words, line)] if before.startswith("|") else ["", _head(words, line)]
     return "\n".join([*lines, ""])
 
 
@@ -117,6 +119,18 @@ def _facts(words: Words, text: str) -> list[str]:
 def _head(words: Words, row: str) -> str:
     cells = [words(cell.strip()) if cell.strip() else "" for cell in row.strip("|").split("|")]
     return f"| {' | '.join(cells)} |"
+
+
+def _named(words: Words, row: str) -> str:
+    """A row with its words in the page's language; numbers and names of libraries and settings stay."""
+    cells = row.strip("|").split("|")
+    for place, cell in enumerate(cells):
+        name = cell.strip().strip("`")
+        if name and (known := words.known(name)) != name:
+            cells[place] = f" {known} "
+        elif found := re.fullmatch(r" ([\d.]+) (to|of) ([\d.]+) ", cell):
+            cells[place] = f" {words(f'{{}} {found[2]} {{}}').format(found[1], found[3])} "
+    return f"|{'|'.join(cells)}|"
 
 
 def tree(words: Words) -> str:
@@ -291,10 +305,32 @@ def glossary(words: Words) -> str:
     return table([words(word) for word in ("term", "other language", "meaning")], rows)
 
 
+def ablation_curves(words: Words) -> str:
+    """The curves of the ablation if its data have them, else those of the captured runs."""
+    rows = json.loads((REPO / "benchmarks/results/ablation.json").read_text(encoding="utf-8"))["rows"]
+    name, text = "curves_all", "Training loss of each chapter over that of chapter 00, from the captured runs"
+    if any(row.get("losses") for row in rows):
+        name, text = "ablation_loss", "Training loss of each row over that of chapter 00"
+    language = "en" if words("step") == "step" else "zh"
+    return f"![{words(text)}](../_generated/figures/{name}_{language}.svg)\n"
+
+
+# The colours of the site, by their names in docs/assets/tools/tools.css.
+KEY = {"parameters": "parameters", "gradients": "gradients, backward", "optimizer": "optimizer states, update",
+       "activations": "activations, forward", "buffers": "data, buffers, chunks", "measured": "measured here",
+       "baseline": "compared with", "idle": "held by others, waiting"}  # fmt: skip
+
+
+def key(words: Words) -> str:
+    """The colour key of the whole site."""
+    named = [f'<span><span class="kind kind-{kind}"></span>{words(text)}</span>' for kind, text in KEY.items()]
+    return f'<p class="tool-legend key">{" ".join(named)}</p>\n'
+
+
 TABLES: dict[str, Callable[[Words], str]] = {
     "chapters": chapters, "tree": tree, "configuration": configuration.reference, "steps": steps.view,
     "circumstances": circumstances, "losses": losses, "commands": commands, "memory": memory, "arithmetic": arithmetic,
     "loads": loads, "loop": loop, "schedules": schedules, "profiled": profiled, "planned": planned, "paper": paper,
     "profiles": profiles, "tried": tried, "glossary": glossary, "deepspeed": deepspeed.keys,
-    "deepspeed_example": deepspeed.example, "gpus": gpus.gpus,
+    "deepspeed_example": deepspeed.example, "gpus": gpus.gpus, "ablation_curves": ablation_curves, "key": key,
 }  # fmt: skip
