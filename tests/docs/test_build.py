@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -69,7 +71,17 @@ def test_a_word_without_chinese_is_an_error(build) -> None:
         build.Words("zh")("no such word")
 
 
-def test_no_chinese_word_is_left_over(build, site) -> None:
+def every_row_of_the_ablation() -> dict[str, Any]:
+    """Data as benchmarks/ablation.py writes them, with all its variants: the committed run may have fewer."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from ablation_variants import VARIANTS
+
+    rows = [{"chapter": one.chapter, "name": one.name, "nproc": 1 if one.one_process else 2, "speed_up": [1.0, 1.1],
+             "same_curve": True, "losses": [2.0, 1.0]} for one in VARIANTS]  # fmt: skip
+    return {"cores": 2, "rows": rows}
+
+
+def test_no_chinese_word_is_left_over(build, site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some table uses every translation; one that the code no longer needs must be removed."""
     known = json.loads((ROOT / "docs/zh.json").read_text(encoding="utf-8"))
     used: set[str] = set()
@@ -78,6 +90,13 @@ def test_no_chinese_word_is_left_over(build, site) -> None:
         used.add(english)
         return known[english]
 
+    words.known = lambda english: words(english) if english in known else english  # names of rows
+    monkeypatch.setattr(build.results, "ablation", every_row_of_the_ablation)
+    build.results.drawn(words)
+    for draw in (build.recorded_run.near, build.recorded_run.blocks):
+        draw(words, build.recorded_run.recording())
+    for page in ("which", "basics/speed"):
+        build.uses.line(words, page)
     for name in build.tables.TABLES:
         build.tables.TABLES[name](words)
     for name in build.arithmetic.CHAPTERS:
@@ -158,9 +177,9 @@ def test_the_profile_is_kept_until_a_source_changes(build, site, monkeypatch: py
         raise SystemExit("would run")
 
     monkeypatch.setattr(measured, "call", call)
-    measured.draw_profile(measured.GENERATED / "figures")
+    measured.profile()
     assert not ran
     monkeypatch.setattr(measured, "SOURCES", (*measured.SOURCES, "README.md"))
     with pytest.raises(SystemExit, match="would run"):
-        measured.draw_profile(measured.GENERATED / "figures")
+        measured.profile()
     assert measured.PROFILED in ran[0]

@@ -308,11 +308,11 @@ def glossary(words: Words) -> str:
 def ablation_curves(words: Words) -> str:
     """The curves of the ablation if its data have them, else those of the captured runs."""
     rows = json.loads((REPO / "benchmarks/results/ablation.json").read_text(encoding="utf-8"))["rows"]
-    name, text = "curves_all", "Training loss of each chapter over that of chapter 00, from the captured runs"
-    if any(row.get("losses") for row in rows):
-        name, text = "ablation_loss", "Training loss of each row over that of chapter 00"
+    whole = words("Training loss of each row over that of chapter 00")
+    captured = words("Training loss of each chapter over that of chapter 00, from the captured runs")
+    name, text = ("ablation_loss", whole) if any(row.get("losses") for row in rows) else ("curves_all", captured)
     language = "en" if words("step") == "step" else "zh"
-    return f"![{words(text)}](../_generated/figures/{name}_{language}.svg)\n"
+    return f"![{text}](../_generated/figures/{name}_{language}.svg)\n"
 
 
 # The colours of the site, by their names in docs/assets/tools/tools.css.
