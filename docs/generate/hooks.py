@@ -39,7 +39,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     root = "../" * page.url.count("/")
     html = sources.linked(html, page.url.removeprefix("en/"), root, files)
     html = for_both_schemes(papers.linked(html))
-    return search.without_answers(search.without_long_tables(html))
+    return search.without_repetitions(search.without_long_tables(html))
 
 
 def for_both_schemes(html: str) -> str:

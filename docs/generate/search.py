@@ -77,9 +77,12 @@ def without_long_tables(content: str) -> str:
     return re.sub(r"<table>.*?</table>", marked, content, flags=re.DOTALL)
 
 
-def without_answers(content: str) -> str:
-    """A page's HTML in which the theme's search skips the folded questions: their answers repeat the words of the page."""
-    return content.replace('<details class="question">', '<details class="question" data-search-exclude="true">')
+def without_repetitions(content: str) -> str:
+    """A page's HTML in which the theme's search skips what repeats the page's words: answers of folded questions, and texts
+    in place of figures that need JavaScript."""
+    for beginning in ('<details class="question"', "<div data-figure="):
+        content = content.replace(beginning, beginning.replace(" ", ' data-search-exclude="true" ', 1))
+    return content
 
 
 class Dictionary:

@@ -69,16 +69,18 @@ def test_only_long_tables_without_messages_or_settings_are_left_out() -> None:
     assert search.prose("<p>a  <code>b</code></p><pre><code>x</code></pre><p> </p>") == "<p>a b</p>"
 
 
-def test_the_answers_of_questions_are_not_searched() -> None:
+def test_answers_of_questions_and_texts_in_place_of_figures_are_not_searched() -> None:
     from material.plugins.search.plugin import Parser
 
     folded = '<details class="question"><summary>why</summary><p>because</p></details>'
-    content = f'<h1 id="a">A</h1><p>text</p>{folded}<p>end</p>'
+    figure = '<div data-figure="ring"><p>drawing</p></div>'
+    content = f'<h1 id="a">A</h1><p>text</p>{folded}{figure}<p>end</p>'
     texts = []
-    for html in (content, search.without_answers(content)):
+    for html in (content, search.without_repetitions(content)):
         parser = Parser()
         parser.feed(html)
         parser.close()
         texts.append("".join("".join(section.text) for section in parser.data))
-    assert "because" in texts[0] and "because" not in texts[1]
+    for word in ("because", "drawing"):
+        assert word in texts[0] and word not in texts[1]
     assert "text" in texts[1] and "end" in texts[1]

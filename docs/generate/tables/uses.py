@@ -54,4 +54,6 @@ def line(words: Words, page: str) -> str:
         raise SystemExit(f"error: docs/uses.json says of {page} neither what it uses nor who uses it")
     here = os.path.dirname(page) or "."
     links = [f"[{title(one, language)}]({os.path.relpath(one, here)}.md)" for one in targets]
-    return f"{words('Used in') if back else words('What it uses')}{words(': ')}{words(', ').join(links)}{words('.')}\n"
+    head = words("Used in") if back else words("What it uses")
+    # Not searched: a search for a page's title would find every page that links to it.
+    return f"{head}{words(': ')}{words(', ').join(links)}{words('.')}\n{{ data-search-exclude }}\n"
