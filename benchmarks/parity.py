@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -133,17 +132,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def write(path: Path, text: str) -> None:
-    """Writes beside and renames: a stop in between loses nothing."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
-
-
 def main(argv: list[str]) -> int:
     """Measures, and writes parity.json after every run, then parity.md."""
     options = parse(argv)
     sys.path.insert(0, str(HERE.parent))
+    from durable.files import write_json
+
     options.results.mkdir(parents=True, exist_ok=True)
     store = options.results / "parity.json"
     kept = json.loads(store.read_text()) if store.exists() else {}
@@ -152,9 +146,9 @@ def main(argv: list[str]) -> int:
     for _ in range(options.runs):
         for name in names:
             kept.setdefault(name, []).append(run(JOBS[name], options.rounds, options.steps))
-            write(store, json.dumps({name: kept[name] for name in JOBS if name in kept}, indent=1) + "\n")
+            write_json(store, {name: kept[name] for name in JOBS if name in kept})
     text = page({name: kept[name] for name in JOBS if name in kept}, options, argv)
-    write(options.results / "parity.md", text)
+    (options.results / "parity.md").write_text(text, encoding="utf-8")
     print(text, end="")
     return 0
 
