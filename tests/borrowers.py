@@ -325,7 +325,7 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Te
     "ParameterList and ParameterDict": (Lists, whole),
     "torch.func.functional_call": (Functional, whole),
     "weight norm and spectral norm": (Parametrized, whole),
-    "a reference kept in __init__": (Captured, whole),
+    "a reference that the constructor keeps": (Captured, whole),
     "norms logged in forward": (NormsLogged, whole),
     "an autograd.Function that saves a parameter": (OwnFunctions, whole),
     "a gradient penalty": (InputGradient, whole),

@@ -24,7 +24,7 @@ class Job:
 
     Attributes:
         launchers: of node1 and node2.
-        logs: the files with what they and their ranks print.
+        logs: the files with what they and their ranks print; a node that came back has another one.
     """
 
     launchers: list[subprocess.Popen[str]]
@@ -33,6 +33,13 @@ class Job:
     def said(self) -> str:
         """What both nodes have printed."""
         return "\n".join(f"---- {log.stem}\n{log.read_text(errors='replace')}" for log in self.logs)
+
+    def start_again(self, node: Node, command: list[str]) -> None:
+        """Starts the command on a node whose launcher has ended."""
+        number = [log.stem for log in self.logs].index(node.name)
+        log = self.logs[number].with_name(f"{node.name}-again.log")
+        self.launchers[number] = node.start(command, log, _environment())
+        self.logs.append(log)
 
     def running(self) -> bool:
         """Whether some launcher has not ended. Asks all, so that none remains a zombie."""
@@ -44,9 +51,13 @@ class Job:
         return [launcher.returncode for launcher in self.launchers]
 
 
-def torchrun(num_ranks: int, program: list[str]) -> list[str]:
-    """The command of the page with `num_ranks` ranks a node, another program, and an id that no other job has."""
-    [line] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "--rdzv-backend=c10d" in line]
+def torchrun(num_ranks: int, program: list[str], survives: bool = False) -> list[str]:
+    """The command of the page with `num_ranks` ranks a node, another program, and an id that no other job has.
+
+    survives: take the command of a job that survives a node.
+    """
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "--rdzv-backend=c10d" in line]
+    [line] = [line for line in lines if ("--nnodes=1:2" in line) == survives]
     *words, chapter = shlex.split(line)
     assert chapter == "chapters/02_ddp/train.py", line
     changed = {"--nproc-per-node": num_ranks, "--rdzv-id": uuid.uuid4()}
@@ -57,9 +68,8 @@ def torchrun(num_ranks: int, program: list[str]) -> list[str]:
 @contextlib.contextmanager
 def started(nodes: tuple[Node, Node], command: list[str], folder: Path) -> Iterator[Job]:
     """A job under way: `command` on both nodes. After the block none of its processes runs, whatever happened."""
-    variables = {**environment(), "PYTHON": sys.executable}
     logs = [folder / f"{node.name}.log" for node in nodes]
-    job = Job([node.start(command, log, variables) for node, log in zip(nodes, logs, strict=True)], logs)
+    job = Job([node.start(command, log, _environment()) for node, log in zip(nodes, logs, strict=True)], logs)
     try:
         yield job
     finally:
@@ -67,6 +77,10 @@ def started(nodes: tuple[Node, Node], command: list[str], folder: Path) -> Itera
             for node in nodes:
                 node.kill()
             job.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {**environment(), "PYTHON": sys.executable}
 
 
 def run(nodes: tuple[Node, Node], num_ranks: int, program: list[str], folder: Path) -> str:

@@ -32,6 +32,9 @@ NOT_RUN = {
     "GLOO_SOCKET_IFNAME=eth0 bash scripts/torchrun.sh --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d "
     "--rdzv-endpoint=node1:29500 --rdzv-id=gpt2 chapters/02_ddp/train.py":
         "tests/cluster/test_torchrun.py takes it from the page and runs it, shortened, on two nodes",
+    "GLOO_SOCKET_IFNAME=eth0 bash scripts/torchrun.sh --nnodes=1:2 --nproc-per-node=4 --max-restarts=10 --rdzv-backend=c10d "
+    "--rdzv-endpoint=node1:29500 --rdzv-id=gpt2 --rdzv-conf=last_call_timeout=5 chapters/02_ddp/train.py":
+        "tests/cluster/test_elastic.py takes it from the page and runs it, shortened, on two nodes",
     'pip install -e ".[parquet]"': "it changes the environment; tests/scripts/test_environment.py holds the extra",
 }  # fmt: skip
 
