@@ -15,6 +15,7 @@ import pytest
 from tests.chapters.horovod import horovodrun, needs_horovod, rank_pids
 from tests.chapters.inside import run_under_horovod, train
 from tests.chapters.program import ROOT, Chapter, environment, run, wait_for_rows
+from tests.chapters.technique import settings_error
 from tests.limits import HANGS_S, wait_until
 
 STEPS = ("--max-steps", 8, "--save-every", 4, "--eval-every", 8, "--lr", "1e-2", "--clip-grad-norm", 0.3)
@@ -193,9 +194,15 @@ def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, t
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
     (("--elastik",), "did you mean --elastic?"),
 ])  # fmt: skip
-def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
-    said = Chapter("03_horovod", tmp_path).train(*flags, status=2)
-    assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
+def test_a_wrong_flag_is_refused_in_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
+    given = Chapter("03_horovod", tmp_path).command(*flags)[2:]
+    assert line in settings_error("03_horovod", "horovod_settings", capsys, *given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path) -> None:
+    said = Chapter("03_horovod", tmp_path).train_forked("--batch-size", 7, status=2)
+    assert said.startswith("error: --batch-size 7 is not divisible by --nproc 2") and said.count("\n") == 1, said
     assert not (tmp_path / "run").exists()
 
 

@@ -89,6 +89,7 @@ def save(folder, value, die_at):
             if left == 0 and event in CHANGES:
                 os.kill(os.getpid(), signal.SIGKILL)
         sys.addaudithook(count)
+        os.fsync = lambda _: None  # a kill loses nothing that was written; only a machine that loses power does
         step_folder.save(folder, 5, {"a": torch.full((50,), value)}, {"step.a": torch.tensor(1.0)}, {"model": {}})
         step_folder.prune(folder, 1, 5)
         os._exit(0)

@@ -25,7 +25,7 @@ from tests.pstar.test_engine_ranks import global_losses
 ROWS = {8: 66, 4: 34}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("keys", [{}, {"communication": "chunk"}, {"ownership": "sharded"}], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

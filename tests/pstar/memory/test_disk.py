@@ -73,7 +73,7 @@ def random_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("numel", [0, 1, 1000, ALIGN, ALIGN + 1, OWN_PAGES_BYTES, OWN_PAGES_BYTES + 7, 5 * MIB + 3])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int16, torch.float32])
 def test_a_read_returns_the_bytes_that_were_written(tier, numel, dtype):
@@ -88,7 +88,7 @@ def test_a_read_returns_the_bytes_that_were_written(tier, numel, dtype):
     assert extents[1].offset % ALIGN == 0 and extents[1].nbytes == content.nbytes
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("skipped", [1, 512, ALIGN, ALIGN + 24])
 def test_a_view_of_a_larger_tensor(tier, skipped):
     """Whatever the alignment of its first byte."""
