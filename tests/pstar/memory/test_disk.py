@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pstar.errors import BudgetError, ConfigError, DiskError, StateError
 from pstar.memory.disk import ALIGN, DiskTier, check_disk_path
 from pstar.memory.tier import FAR, OWN_PAGES_BYTES, Tier
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
@@ -426,9 +427,17 @@ operations = st.lists(st.tuples(st.sampled_from(["new", "new", "write", "read", 
                                 st.integers(0, 6 * ALIGN)), max_size=40)
 
 
-@settings(max_examples=500, deadline=None)
-@given(operations, st.integers(ALIGN, 20 * ALIGN), st.booleans())
-def test_the_budget_holds_and_no_content_is_lost_under_random_operations(steps, budget, direct):
+@pytest.mark.parametrize("examples", quick_only([80, 500], 80))
+def test_the_budget_holds_and_no_content_is_lost_under_random_operations(examples):
+    @settings(max_examples=examples)
+    @given(operations, st.integers(ALIGN, 20 * ALIGN), st.booleans())
+    def hold(steps, budget, direct):
+        the_budget_holds(steps, budget, direct)
+
+    hold()
+
+
+def the_budget_holds(steps, budget, direct):
     tier = DiskTier(Path(tempfile.gettempdir()), budget, direct=None if direct else False)
     held: dict[int, tuple] = {}
     memory = torch.frombuffer(MEMORY, dtype=torch.uint8)

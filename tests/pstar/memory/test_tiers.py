@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pstar.errors import BudgetError, ConfigError, StateError
@@ -18,6 +18,7 @@ from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, keep_freed_
 from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Schedule
 from tests import toy
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
@@ -155,18 +156,22 @@ operations = st.lists(st.tuples(st.sampled_from(["near", "write", "far", "drop",
                       max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
-@given(operations, st.integers(100, 400), st.lists(st.integers(5, 25), min_size=6, max_size=6))
-def test_the_budget_holds_and_no_content_is_lost_under_random_operations(steps, budget, sizes):
-    store, _ = make(near=budget)
-    expected: dict[int, float] = {}
-    for clock, (operation, group) in enumerate(steps):
-        _do(store, operation, group, clock, sizes, expected)
-        near = store.tiers[NEAR]
-        used = sum(block.num_bytes for block in store.blocks.values() if NEAR in block.copies)
-        assert near.used_bytes == used and near.reserved_bytes <= budget
-    for group, value in expected.items():
-        assert store.peek(("param", group))[1].eq(value).all()
+@pytest.mark.parametrize("examples", quick_only([60, 300], 60))
+def test_the_budget_holds_and_no_content_is_lost_under_random_operations(examples):
+    @settings(max_examples=examples)
+    @given(operations, st.integers(100, 400), st.lists(st.integers(5, 25), min_size=6, max_size=6))
+    def holds(steps, budget, sizes):
+        store, _ = make(near=budget)
+        expected: dict[int, float] = {}
+        for clock, (operation, group) in enumerate(steps):
+            _do(store, operation, group, clock, sizes, expected)
+            near = store.tiers[NEAR]
+            used = sum(block.num_bytes for block in store.blocks.values() if NEAR in block.copies)
+            assert near.used_bytes == used and near.reserved_bytes <= budget
+        for group, value in expected.items():
+            assert store.peek(("param", group))[1].eq(value).all()
+
+    holds()
 
 
 @pytest.mark.parametrize("text, value", [("64MiB", 64 * 2**20), ("1.5 GB", 1_500_000_000), ("25%", 250), (4096, 4096),
@@ -221,11 +226,19 @@ background = st.lists(st.tuples(st.sampled_from(["near", "ahead", "write", "far"
                                                  "update"]), st.integers(0, 5)), max_size=40)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(background, st.integers(100, 300), st.integers(100, 300), st.lists(st.integers(5, 25), min_size=6, max_size=6))
-def test_three_tiers_and_copies_in_the_background(tmp_path_factory, steps, near_bytes, far_bytes, sizes):
+@pytest.mark.parametrize("examples", quick_only([80, 500], 80))
+def test_three_tiers_and_copies_in_the_background(examples, tmp_path):
     """Budgets hold after every operation, content is never lost or torn, whatever is copied meanwhile."""
-    disk = DiskTier(tmp_path_factory.getbasetemp())
+    @settings(max_examples=examples)
+    @given(background, st.integers(100, 300), st.integers(100, 300), st.lists(st.integers(5, 25), min_size=6, max_size=6))
+    def hold(steps, near_bytes, far_bytes, sizes):
+        three_tiers_hold(tmp_path, steps, near_bytes, far_bytes, sizes)
+
+    hold()
+
+
+def three_tiers_hold(folder, steps, near_bytes, far_bytes, sizes):
+    disk = DiskTier(folder)
     links = Links()
     store = BlockStore(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
                           None, disk, links)
