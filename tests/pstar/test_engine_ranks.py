@@ -59,7 +59,7 @@ def assert_follows(results: list[dict], num_micros: int = 1) -> None:
     assert all(result["weights"] == {} for result in results[1:])
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("near", ["min", "50%", "100%"])
 @pytest.mark.parametrize("chunk", ["auto", 5_000])
