@@ -102,10 +102,14 @@ def test_loads_of_a_step_equal_the_maths(n, room, prefetch):
     assert model.ledger.step_bytes["far to near"] == 4 * 64 * 64 * (n + max(0, n - 1 - room))
 
 
-@pytest.mark.each
-@pytest.mark.parametrize("prefetch", [2, 8])
-@pytest.mark.parametrize("keys", [{"near_budget": near} for near in ("20%", "25%", "30%", "45%", "80%")]
-                         + [{"near_memory": "2500KiB"}, {"near_memory": "3500KiB"}], ids=str)
+NEAR_KEYS = [{"near_budget": near} for near in ("20%", "25%", "30%", "45%", "80%")] + [
+    {"near_memory": "2500KiB"}, {"near_memory": "3500KiB"}]
+QUICK = (({"near_budget": "25%"}, 2), ({"near_budget": "45%"}, 8), ({"near_memory": "2500KiB"}, 2))
+
+
+@pytest.mark.parametrize("keys, prefetch", [
+    pytest.param(*case, marks=[pytest.mark.deep] * (case not in QUICK)) for case in itertools.product(NEAR_KEYS, [2, 8])],
+    ids=str)
 def test_looking_ahead_moves_nothing_more(keys, prefetch):
     """Ten small layers, with one micro-step and with two: each direction of the link carries the same bytes as without
     prefetch."""

@@ -66,7 +66,7 @@ def test_near_filled_with_states_changes_no_bit(ranks, ddp, near, kind):
     assert got["near"][0] <= got["near"][1]
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("num_ranks", quick_only([3, 4], 3))
 def test_more_ranks_are_bitwise_while_the_layout_stays(ranks, num_ranks, tmp_path):
     """The order of additions follows the layout alone; against one process it is another order: 1e-6."""
     plain = {"default_chunk_size": 5_000}

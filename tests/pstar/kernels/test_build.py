@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pstar.kernels import squared_norms as norms_on_cpu
 from pstar.kernels.front import adam_steps
 from pstar.kernels.quantize import code_tables
 from tests.cover import quick_only
+from tests.harness.program import run_forked
 from tests.pstar.kernels.test_adam import BF16, FP16, FP32, LAYOUTS, assert_same_bits, make
 
 HERE = Path(__file__).parent
@@ -76,10 +78,11 @@ def test_at_first_use_the_torch_implementation_takes_over_with_one_line(tmp_path
             "options = AdamOptions(lr=.1, betas=(.9, .99), eps=1e-8, weight_decay=0.)\n"
             "for step in (1, 2):\n    adam_step(*t, step=step, options=options)\n"
             "print(t[0].mean().item() < 1, squared_norms(t[:1]).item())")
+    (tmp_path / "program.py").write_text(code)
     variables = {**os.environ, "PSTAR_CACHE": str(tmp_path), "CXX": "/not/there", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("True ")
-    lines = [line for line in done.stderr.splitlines() if "pstar" in line]
+    status, said = run_forked([sys.executable, str(tmp_path / "program.py")], variables)
+    assert status == 0 and re.search("^True ", said, re.MULTILINE), said
+    lines = [line for line in said.splitlines() if "pstar" in line]
     assert lines == ["pstar: no compiled CPU kernels (no C++ compiler found); torch operations take over"]
 
 
