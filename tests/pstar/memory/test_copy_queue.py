@@ -195,7 +195,8 @@ go.set()
 handle.wait()
 """
     (tmp_path / "program.py").write_text(code)
-    status, said = run_forked([sys.executable, str(tmp_path / "program.py")], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    status, said = run_forked([sys.executable, str(tmp_path / "program.py")], environment)
     lines = said.splitlines()
     assert status == 0 and lines[3:] == ["7"], said
     assert "before a fork" in lines[0] and "forked while" in lines[1] and lines[1] == lines[2]
