@@ -147,10 +147,10 @@ RANKS_KEYS = [{}, {"ownership": "sharded"}, {"communication": "chunk"}, {"prefet
 
 
 @needs_compiler
-@pytest.mark.parametrize("nears", quick_only([("min",), ("min", "40%", "100%")], ("min",)), ids=str)
-@pytest.mark.parametrize("keys", quick_only(RANKS_KEYS, {}), ids=str)
-def test_two_ranks_follow_eager_blocks(ranks, keys, nears) -> None:
-    eager, *compiled = run_all(ranks, 2, "toy", nears, **keys)
+@pytest.mark.deep    # every rank imports the compiler, for ten seconds; the quick command compiles on one rank
+@pytest.mark.parametrize("keys", RANKS_KEYS, ids=str)
+def test_two_ranks_follow_eager_blocks(ranks, keys) -> None:
+    eager, *compiled = run_all(ranks, 2, "toy", ("min", "40%", "100%"), **keys)
     assert_same_bits(compiled)
     for run in compiled:
         assert_follows(run, eager)
