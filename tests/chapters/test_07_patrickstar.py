@@ -1,7 +1,7 @@
 """Chapter 07 as a program: its output and files, resuming anywhere, and its refusals.
 
-The killed run is started from nothing, as are those of test_launch.py. The others are forked, or run in ranks that already
-run: a start takes longer than ten steps.
+The killed run is started from nothing, as are those of test_launch.py, which start this chapter in the quick command. The
+others are forked, or run in ranks that already run: a start takes longer than ten steps.
 """
 
 from __future__ import annotations
@@ -280,6 +280,7 @@ def test_fp16_goes_on_with_the_scale_of_its_checkpoint(ranks, tmp_path: Path) ->
     assert [row["loss_scale"] for row in part.metrics()] == [row["loss_scale"] for row in rows]
 
 
+@pytest.mark.deep  # in the quick command the ranks of chapter 01 kill one that hangs (test_data_parallel.py)
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     said = end_a_rank(chapter, 2, 1, signal.SIGKILL, "--near-budget", "min")

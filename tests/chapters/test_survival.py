@@ -106,8 +106,9 @@ def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int) ->
 
 
 @pytest.mark.parametrize(("name", "nproc", "to", "number"), [
-    ("00_single", 1, None, signal.SIGTERM), pytest.param("02_ddp", 2, None, signal.SIGTERM, marks=pytest.mark.deep),
-    ("06_zero", 2, 1, signal.SIGUSR1),
+    # SIGTERM in the quick command: test_a_second_run_in_the_same_folder_is_refused of test_launch.py
+    pytest.param("00_single", 1, None, signal.SIGTERM, marks=pytest.mark.deep),
+    pytest.param("02_ddp", 2, None, signal.SIGTERM, marks=pytest.mark.deep), ("06_zero", 2, 1, signal.SIGUSR1),
 ])  # fmt: skip
 def test_a_signal_saves_and_ends_with_status_0(tmp_path: Path, name: str, nproc: int, to: int | None, number: int) -> None:
     """To the program itself, to the launcher, to rank 1; the ranks agree about the step."""
