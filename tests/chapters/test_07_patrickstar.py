@@ -248,7 +248,7 @@ def test_on_a_gpu_the_engine_decides_and_a_small_model_stays_there(monkeypatch, 
     assert len(plan.near_state_groups) == (len(plan.layout.trained) if num_gpus else 0)
 
 
-@pytest.mark.parametrize("steps", quick_only([24, 80, 200], 24))
+@pytest.mark.parametrize("steps", quick_only([40, 80, 200], 40))
 def test_in_16_bit_the_curve_stays_within_one_per_cent(ranks, tmp_path: Path, steps: int) -> None:
     """The law of the curve for mixed precision: the mean gap over the last 20 steps."""
     flags = ("--max-steps", steps, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 8)
