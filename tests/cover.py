@@ -7,6 +7,9 @@
     def test_x(num_ranks, near): ...
 
     @pytest.mark.parametrize("case", quick_only(CASES, "gpipe", "1f1b"))     # quick: these two
+
+A case of two parameters is a pair, and a tuple as one parameter is one value: such a mark would leave out no case. It is an
+error.
 """
 
 from __future__ import annotations
@@ -48,13 +51,19 @@ def quick_only(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def mark_deep(items: list[pytest.Item]) -> None:
-    """Marks as `deep` the cases of `each` and `pairs` tests that a covering array does not need."""
+    """Marks as `deep` the cases of `each` and `pairs` tests that a covering array does not need.
+
+    Raises pytest.UsageError for a mark that can leave out no case.
+    """
     products: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if any(item.get_closest_marker(name) for name in STRENGTHS):
             products.setdefault((str(item.path), item.originalname), []).append(item)
     for cases in products.values():
-        strength = max(number for name, number in STRENGTHS.items() if cases[0].get_closest_marker(name))
+        mark, strength = max(((name, number) for name, number in STRENGTHS.items() if cases[0].get_closest_marker(name)),
+                             key=lambda each: each[1])  # fmt: skip
+        if len(cases[0].callspec.params) <= strength:
+            raise pytest.UsageError(f"{cases[0].nodeid}: {mark} needs more than {strength} parameters: it keeps all cases")
         quick = array([tuple(map(repr, item.callspec.params.values())) for item in cases], strength)
         for number, item in enumerate(cases):
             if number not in quick:

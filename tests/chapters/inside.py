@@ -1,9 +1,9 @@
 """A chapter's own train.py inside ranks that already run: a test of one more flag starts no process.
 
 The program runs unchanged: settings, data, loop, evaluation, checkpoint, final/. Only launch() is replaced: it hands out
-the existing ranks of a `RankPool` or of one horovodrun. No text is generated from the trained model at the end. Other
-tests, one for each chapter, start the program by its launcher and generate text. In addition, each rank reports the steps
-of its optimizer and the gradients that it received.
+the existing ranks of a `RankPool` or of one horovodrun. No text is generated from the trained model at the end, and no file
+is forced to the disk, which only a machine that loses power would show. Other tests, one for each chapter, start the program
+by its launcher and do both. In addition, each rank reports the steps of its optimizer and the gradients that it received.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
              mock.patch.object(torch.amp.GradScaler, "update", watching), \
              mock.patch.object(Segment, "_run_again", counting), \
              mock.patch.object(Run, "_print_samples", lambda *_: None), \
+             mock.patch.object(os, "fsync", lambda _: None), \
              mock.patch.object(torchrun, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
             sys.path.insert(0, folder)
             runpy.run_path(str(program), run_name="__main__")

@@ -143,6 +143,7 @@ def test_resuming_continues_the_curve_bit_for_bit(finished, tmp_path: Path) -> N
     assert (chapter.output / final).read_bytes() == (finished[0].output / final).read_bytes()
 
 
+@pytest.mark.deep  # in the quick command: a kill before every change of a save, and a run that goes on bit for bit
 def test_a_killed_run_goes_on_bit_for_bit(ranks, tmp_path: Path) -> None:
     flags = ("--max-steps", 100, "--save-every", 10, "--eval-every", 100)
     straight = Chapter("00_single", tmp_path / "straight")

@@ -78,7 +78,7 @@ def train(rank, num_ranks, bound, num_micros=1, num_steps=STEPS, taken=None):
             "weights": {n: p.detach() for n, p in model.named_parameters()}}  # fmt: skip
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_micros", [1, 4])
 @pytest.mark.parametrize("bound", [None, 0])

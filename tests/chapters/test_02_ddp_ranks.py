@@ -67,7 +67,7 @@ def train(rank: int, num_ranks: int, kind: str, num_micros: int, timeline=None):
             "weights": {n: p.detach() for n, p in model.named_parameters()}}  # fmt: skip
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_micros", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +122,7 @@ def ring_case(rank, num_ranks, size, dtype):
     return own, expected, sent, all(torch.equal(own, other) for other in gathered)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [1, 3, 4, 12, 1001])
 def test_the_ring_is_the_library_s_all_reduce(ranks, num_ranks, size):
@@ -170,7 +170,7 @@ def unused(rank, num_ranks, kind):
     return {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unused_parameters(ranks, kind, num_ranks):
@@ -195,7 +195,7 @@ def uneven(rank, num_ranks, kind, shares):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares", [(5, 2, 1), (3, 3, 0)])
 def test_an_uneven_last_batch_is_the_mean_over_its_rows(ranks, kind, shares):

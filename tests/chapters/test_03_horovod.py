@@ -15,6 +15,7 @@ import pytest
 from tests.chapters.horovod import horovodrun, needs_horovod, rank_pids
 from tests.chapters.inside import run_under_horovod, train
 from tests.chapters.program import ROOT, Chapter, environment, run, wait_for_rows
+from tests.chapters.technique import settings_error
 from tests.limits import HANGS_S, wait_until
 
 STEPS = ("--max-steps", 8, "--save-every", 4, "--eval-every", 8, "--lr", "1e-2", "--clip-grad-norm", 0.3)
@@ -163,7 +164,7 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
 @needs_horovod
 def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, tmp_path: Path) -> None:
     lost = 0  # the hardest case: another process must continue the files
-    flags = ("--max-steps", 120, "--eval-every", 120, "--save-every", 120, "--seq-len", 16)
+    flags = ("--max-steps", 50, "--eval-every", 50, "--save-every", 50, "--seq-len", 16)
     chapter = Chapter("03_horovod", tmp_path / "elastic")
     chapter.folder.mkdir()
     process = start(chapter, *flags, "--elastic", "--nproc", 3, "--timeout-s", 8)
@@ -172,7 +173,7 @@ def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, t
     said = (chapter.folder / "log").read_text()
     assert f"elastic: lost the worker that began as rank {lost}" in said and "resuming    memory" in said
     rows = chapter.metrics()
-    assert [row["step"] for row in rows] == list(range(1, 121))
+    assert [row["step"] for row in rows] == list(range(1, 51))
     workers = [row["workers"] for row in rows]
     assert workers[0] == 3 and workers[-1] == 2 and workers == sorted(workers, reverse=True)
     alone = Chapter("00_single", tmp_path / "alone")
@@ -193,9 +194,15 @@ def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, t
     (("--nproc", "5"), "--batch-size 12 is not divisible by --nproc 5"),
     (("--elastik",), "did you mean --elastic?"),
 ])  # fmt: skip
-def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
-    said = Chapter("03_horovod", tmp_path).train(*flags, status=2)
-    assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
+def test_a_wrong_flag_is_refused_in_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
+    given = Chapter("03_horovod", tmp_path).command(*flags)[2:]
+    assert line in settings_error("03_horovod", "horovod_settings", capsys, *given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path) -> None:
+    said = Chapter("03_horovod", tmp_path).train_forked("--batch-size", 7, status=2)
+    assert said.startswith("error: --batch-size 7 is not divisible by --nproc 2") and said.count("\n") == 1, said
     assert not (tmp_path / "run").exists()
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.chapters.horovod import horovodrun, needs_horovod
 from tests.chapters.inside import train
 from tests.chapters.program import ROOT, Chapter, environment, fork, run
+from tests.chapters.technique import settings_error
 from tests.limits import HANGS_S
 
 STEPS = ("--max-steps", 6, "--save-every", 3, "--eval-every", 6, "--lr", "1e-2", "--seq-len", 16)
@@ -91,9 +92,15 @@ def test_horovod_gives_the_same_curve_as_ddp(ranks, tmp_path: Path) -> None:
     (("--comm", "mpi"), "--comm"),
     (("--apex",), "--apex: NVIDIA Apex is not installed"),
 ])  # fmt: skip
-def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path, flags, line: str) -> None:
-    said = Chapter("04_apex", tmp_path).train(*flags, status=2)
-    assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and line in said, said
+def test_a_wrong_flag_is_refused_in_one_line(capsys, tmp_path: Path, flags, line: str) -> None:
+    given = Chapter("04_apex", tmp_path).command(*flags)[2:]
+    assert line in settings_error("04_apex", "amp_settings", capsys, *given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path) -> None:
+    said = Chapter("04_apex", tmp_path).train_forked("--batch-size", 7, status=2)
+    assert said.startswith("error: --batch-size 7 is not divisible by --nproc 2") and said.count("\n") == 1, said
     assert not (tmp_path / "run").exists()
 
 

@@ -7,6 +7,7 @@ so that there is something to learn. The oracle is plain PyTorch in fp32 on one 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -137,20 +138,20 @@ def test_the_curve_differs_when_gradients_are_not_reduced(ranks) -> None:
         assert report["losses"] != pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("level, half, backend", [
-    ("O1", "bf16", "own"), ("O2", "fp16", "own"),
-    *(pytest.param(*case, marks=pytest.mark.deep)  # torch's O1 is held to the chapter's below
-      for case in (("O1", "fp16", "own"), ("O2", "bf16", "own"), ("O1", "bf16", "torch"), ("O1", "fp16", "torch"))),
+@pytest.mark.parametrize("level, half, backend, steps", [
+    ("O1", "bf16", "own", 60), ("O2", "fp16", "own", 60),
+    *(pytest.param(*case, 200, marks=pytest.mark.deep)  # torch's O1 is held to the chapter's below
+      for case in itertools.product(("O1", "O2"), ("bf16", "fp16"), ("own", "torch")) if case[::2] != ("O2", "torch")),
 ])  # fmt: skip
-def test_mixed_precision_stays_within_one_per_cent(ranks, level: str, half: str, backend: str) -> None:
+def test_mixed_precision_stays_within_one_per_cent(ranks, level: str, half: str, backend: str, steps: int) -> None:
     scale = "dynamic" if half == "fp16" else "1"
-    settings = plan(200, opt_level=level, half=half, backend=backend, loss_scale=scale)
+    settings = plan(steps, opt_level=level, half=half, backend=backend, loss_scale=scale)
     first, second = ranks(2).run(train, settings)
-    losses, _ = oracle(200)
+    losses, _ = oracle(steps)
     assert 0 < gap(first["losses"], losses) < 0.01
-    assert losses[-1] < losses[0] - 2
+    assert losses[-1] < losses[0] - steps / 100
     assert first["weights"] == second["weights"], "the ranks hold the same weights after every step"
-    assert len(first["seen"]) == 200 - first["skipped"][-1], "one optimizer step a batch, none where it was skipped"
+    assert len(first["seen"]) == steps - first["skipped"][-1], "one optimizer step a batch, none where it was skipped"
     assert max(first["seen"]) <= CLIP * 1.001, "the optimizer sees gradients that are unscaled and clipped"
 
 

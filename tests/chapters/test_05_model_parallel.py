@@ -106,9 +106,10 @@ CASES = {  # nproc, layers, grad_accum, steps, flags
 }  # fmt: skip
 
 
-# One for each schedule and split, of the chapter and of torch, and all of them at once; the rest are combinations.
+# One for each schedule and split, of the chapter and of torch, and all of them at once; the rest are combinations. With
+# torch's tensors test_documents.py follows the curve, and a run below goes on.
 QUICK = ("naive", "gpipe", "1f1b", "interleaved", "three stages", "tensor", "sequence x interleaved, recomputed",
-         "tensor x data", "torch interleaved", "torch sequence x pipeline", "2 x 2 x 2")  # fmt: skip
+         "torch interleaved", "2 x 2 x 2")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", quick_only(CASES, *QUICK))

@@ -1,7 +1,7 @@
 """Chapter 07 as a program: its output and files, resuming anywhere, and its refusals.
 
-The killed run is started from nothing, as are those of test_launch.py. The others are forked, or run in ranks that already
-run: a start takes longer than ten steps.
+The killed run is started from nothing, as are those of test_launch.py, which start this chapter in the quick command. The
+others are forked, or run in ranks that already run: a start takes longer than ten steps.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def test_on_a_gpu_the_engine_decides_and_a_small_model_stays_there(monkeypatch, 
     assert len(plan.near_state_groups) == (len(plan.layout.trained) if num_gpus else 0)
 
 
-@pytest.mark.parametrize("steps", quick_only([80, 200], 80))
+@pytest.mark.parametrize("steps", quick_only([40, 80, 200], 40))
 def test_in_16_bit_the_curve_stays_within_one_per_cent(ranks, tmp_path: Path, steps: int) -> None:
     """The law of the curve for mixed precision: the mean gap over the last 20 steps."""
     flags = ("--max-steps", steps, "--eval-every", 1000, "--save-every", 1000, "--seq-len", 8)
@@ -280,6 +280,7 @@ def test_fp16_goes_on_with_the_scale_of_its_checkpoint(ranks, tmp_path: Path) ->
     assert [row["loss_scale"] for row in part.metrics()] == [row["loss_scale"] for row in rows]
 
 
+@pytest.mark.deep  # in the quick command the ranks of chapter 01 kill one that hangs (test_data_parallel.py)
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     chapter = Chapter("07_patrickstar", tmp_path)
     said = end_a_rank(chapter, 2, 1, signal.SIGKILL, "--near-budget", "min")

@@ -231,12 +231,13 @@ def test_peft_follows_the_same_curve(ranks, base, tmp_path) -> None:
 # ---- the story, from a shell
 
 
-def test_the_first_command_ends_with_the_story(tmp_path) -> None:
+@pytest.mark.parametrize("forks", quick_only([True, False], True))
+def test_the_first_command_ends_with_the_story(tmp_path, forks) -> None:
     """It trains a base, adapts it, and says what was learnt and forgotten; the second start finds the base complete."""
     chapter = Adapted(tmp_path)
     flags = (*few(3), "--base-steps", 4, "--base-dir", tmp_path / "bases")
     command = ["bash", str(ROOT / "chapters" / CHAPTER / "train.sh"), *chapter.command(*flags, "--nproc", 2)[2:]]
-    said = run(command)
+    said = run(command, forks=forks)
     assert said.index("There is no base yet.") < said.index("00_single") < said.index("The base is complete")
     assert said.count("00_single\n") == 1, said
     for kind in KINDS:

@@ -91,7 +91,7 @@ def test_a_wrong_flag_of_01_is_refused_in_one_line(capsys, tmp_path, flags, line
 
 @pytest.mark.parametrize("name, number, rank, line", [
     ("01_parameter_server", signal.SIGSTOP, 2, "rank 2 did not come"),
-    # a dead rank in the quick command: of chapter 07
+    # a dead rank in the quick command: the one that hangs here is killed by the others, and named; and of chapter 03
     pytest.param("02_ddp", signal.SIGKILL, 1, "rank 1 failed with status -9 (SIGKILL)", marks=pytest.mark.deep),
     pytest.param("01_parameter_server", signal.SIGKILL, 0, "rank 0 failed with status -9 (SIGKILL)", marks=pytest.mark.deep),
     pytest.param("02_ddp", signal.SIGSTOP, 0, "rank 0 did not come", marks=pytest.mark.deep),

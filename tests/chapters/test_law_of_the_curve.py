@@ -2,8 +2,8 @@
 
 The programs run as they are, inside ranks that already run (tests/chapters/inside.py). A smaller model than tiny
 and a part of the validation texts keep 50 steps short. The corpus, the vocabulary and everything else are the shipped ones.
-The quick command runs 12 steps on sequences of 8, and one variant 50 on sequences of 24; the deep tests run 50 steps of each
-technique at 1 to 4 processes, with and without accumulation.
+The quick command runs 12 steps on sequences of 8; the deep tests run 50 on sequences of 24, of each technique at 1 to 4
+processes, with and without accumulation.
 
 Tolerance: ranks add the same fp32 numbers in another order, which changes the last bits of gradients. Seen over 50 steps:
 2e-7 in the loss, 2e-6 in the norm. A wrong average, seed or learning rate shows at step 2 or 3. At the chosen learning
@@ -36,7 +36,6 @@ VARIANTS = {
 }
 RANKS_AND_MICROS = [(2, 1), (3, 4), (4, 1), (1, 4)]
 LONG_CASES = [(variant, *case) for variant in ("01 synchronous", "02 bucket", "04 O0") for case in RANKS_AND_MICROS]
-IN_QUICK = ("02 bucket", 2, 1)
 
 
 # Each technique at 1 to 4 ranks times 1 and 4 micro-batches, on a smaller model: test_*_ranks.py.
@@ -47,8 +46,8 @@ def test_data_parallel_chapters_follow_the_curve(ranks, curve, tmp_path, variant
     assert_follows(ranks, curve, tmp_path, variant, nproc, accumulate, SHORT)
 
 
-@pytest.mark.parametrize("variant, nproc, accumulate", [
-    pytest.param(*case, marks=[pytest.mark.deep] * (case != IN_QUICK)) for case in LONG_CASES])  # fmt: skip
+@pytest.mark.deep
+@pytest.mark.parametrize("variant, nproc, accumulate", LONG_CASES)
 def test_data_parallel_chapters_follow_the_curve_for_fifty_steps(ranks, curve, tmp_path, variant, nproc, accumulate):
     assert_follows(ranks, curve, tmp_path, variant, nproc, accumulate, LONG)
 

@@ -33,6 +33,7 @@ def killed_before(number: int, function: Callable[[], object]) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
+        os.fsync = lambda _: None  # a kill loses nothing that was written; only a machine that loses power does
         status = 1
         try:
             function()

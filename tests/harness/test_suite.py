@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import tally
-from tests.cover import array, quick_only
+from tests.cover import array, mark_deep, quick_only
 from tests.workers import scope_of, sort
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,23 @@ def test_only_named_cases_stay_quick() -> None:
     assert is_deep(first) and first.values == ("a",) and second == "b"
     with pytest.raises(ValueError, match="no such case: .'c'"):
         quick_only({"a": 1}, "c")
+
+
+def marked_case(mark: str, **params: object) -> SimpleNamespace:
+    """What mark_deep uses of a collected test."""
+    marks = [mark]
+    return SimpleNamespace(path="test_x.py", originalname="test_x", nodeid="test_x.py::test_x", marks=marks,
+                           callspec=SimpleNamespace(params=params), add_marker=lambda mark: marks.append(mark.name),
+                           get_closest_marker=lambda name: name if name in marks else None)  # fmt: skip
+
+
+def test_a_mark_leaves_cases_out_or_is_an_error() -> None:
+    cases = [marked_case("pairs", a=a, b=b, c=c) for a in "xy" for b in "xy" for c in "xy"]
+    mark_deep(cases)
+    assert any("deep" in case.marks for case in cases)
+    for mark, params in (("pairs", {"case": ("x", "y", "z")}), ("pairs", {"a": "x", "b": "y"}), ("each", {"a": "x"})):
+        with pytest.raises(pytest.UsageError, match=f"test_x: {mark} needs more than"):
+            mark_deep([marked_case(mark, **params)])
 
 
 def test_a_file_stays_with_one_worker_and_the_pages_with_one() -> None:

@@ -23,7 +23,7 @@ def assert_same(model, losses, expected, weights):
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("policy", ["next_use", "lru"])
 @pytest.mark.parametrize("chunk", ["auto", 5_000, 11_000, 60_000])
 @pytest.mark.parametrize("near", ["min", "50%", "100%", "1GiB"])

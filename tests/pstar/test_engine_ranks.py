@@ -59,7 +59,7 @@ def assert_follows(results: list[dict], num_micros: int = 1) -> None:
     assert all(result["weights"] == {} for result in results[1:])
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("near", ["min", "50%", "100%"])
 @pytest.mark.parametrize("chunk", ["auto", 5_000])
@@ -70,7 +70,7 @@ def test_the_curve_at_every_number_of_ranks_and_budget(ranks, num_ranks, near, c
     assert results[0]["moves"]["far to near"] > 0 and results[0]["moves"]["gather"] > 0
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("near", ["min", "50%", "100%"])
 @pytest.mark.parametrize("chunk", ["auto", 5_000])
@@ -118,7 +118,7 @@ def ddp_case(rank: int, num_ranks: int):
             "weights": {name: param.detach().clone() for name, param in model.module.named_parameters()}}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("near", ["min", "100%"])
 @pytest.mark.parametrize("chunk", [100, 2_000, 5_000, 11_000, "auto"])
 @pytest.mark.parametrize("keys", [{}, {"communication": "chunk"}, {"ownership": "sharded"}], ids=str)
@@ -207,7 +207,7 @@ class Checkpointed(toy.Toy):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("communication", ["group", "chunk"])
 @pytest.mark.parametrize("reentrant", [None, True, False])
@@ -251,7 +251,7 @@ def prefetch_case(rank: int, num_ranks: int, keys: dict):
     return result | {"ahead": len(ahead)}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("near", ["min", "45%", "60%", "75%", "100%"])
 @pytest.mark.parametrize("keys", [{}, {"communication": "chunk"}, {"ownership": "sharded"}], ids=str)
 def test_gathering_ahead_gathers_nothing_more_and_changes_nothing(ranks, near, keys):

@@ -162,7 +162,7 @@ LOOPS = (lightning, accelerate, accumulated_by_hand, changed_groups, frozen_and_
          goes_on_after_errors)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("near", ["min", "50%", "auto"])
 @pytest.mark.parametrize("model_func", [TiedByLinear, AcrossBlocks, Deep], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

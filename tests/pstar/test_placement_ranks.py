@@ -36,7 +36,7 @@ def ddp(ranks):
     return ranks(2).run(ddp_case)[0]
 
 
-@pytest.mark.parametrize("part", quick_only(range(6), 0, 1))
+@pytest.mark.parametrize("part", quick_only(range(6), 0))
 def test_sixty_placements_at_two_ranks(ranks, ddp, part, tmp_path):
     for keys in combinations(60)[part * 10 : part * 10 + 10]:
         keys |= {"disk_path": str(tmp_path)} if keys["far_budget"] != "auto" else {}
@@ -66,7 +66,7 @@ def test_near_filled_with_states_changes_no_bit(ranks, ddp, near, kind):
     assert got["near"][0] <= got["near"][1]
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("num_ranks", quick_only([3, 4], 3))
 def test_more_ranks_are_bitwise_while_the_layout_stays(ranks, num_ranks, tmp_path):
     """The order of additions follows the layout alone; against one process it is another order: 1e-6."""
     plain = {"default_chunk_size": 5_000}

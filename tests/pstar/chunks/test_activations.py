@@ -92,7 +92,7 @@ def plain(use_reentrant: bool | None, num_micros: int) -> tuple[list[float], nn.
     return losses, model
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")    # the evaluation, under no_grad
 @VARIANTS
 @pytest.mark.parametrize("near", ["min", "100%"])

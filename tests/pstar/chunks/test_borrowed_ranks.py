@@ -6,6 +6,8 @@ Adam's division magnifies it (see test_engine_ranks). Between near budgets, pref
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +15,14 @@ import torch.distributed as dist
 import pstar
 from tests import borrowers, toy
 from tests.borrowers import FLOATING_BUFFERS, PATTERNS
+from tests.cover import quick_only
 from tests.harness import RankFailure
 
 STEPS = 4
 
 # Attention takes a batch's first row only: no mean over ranks gives that of the whole batch.
 MEANS = [pattern for pattern in PATTERNS if pattern != "multi_head_attention_forward"]
+KEYS = [{}, {"ownership": "sharded"}, {"communication": "chunk"}, {"bf16": {"enabled": True}}]
 
 
 def case(rank: int, num_ranks: int, pattern: str, keys: dict) -> tuple[list[float], dict, int, int]:
@@ -58,11 +62,11 @@ def test_a_borrowed_parameter_follows_one_process(ranks, pattern, near, prefetch
 
 
 @pytest.mark.filterwarnings("ignore:lazy start is not possible")
-@pytest.mark.each
-@pytest.mark.parametrize("keys", [{}, {"ownership": "sharded"}, {"communication": "chunk"}, {"bf16": {"enabled": True}}],
-                         ids=str)
-@pytest.mark.parametrize("pattern", MEANS)
-def test_placement_changes_no_bit_of_borrowed_parameters(ranks, pattern, keys):
+@pytest.mark.parametrize("case_of", quick_only(
+    itertools.product(MEANS, KEYS), (MEANS[0], KEYS[0]), ("another block's weight, checkpointed", KEYS[1]),
+    ("a gradient penalty", KEYS[2]), ("two forwards in a step", KEYS[3])), ids=str)
+def test_placement_changes_no_bit_of_borrowed_parameters(ranks, case_of):
+    pattern, keys = case_of
     if "bf16" in keys and pattern == FLOATING_BUFFERS:
         pytest.skip("spectral norm keeps vectors in buffers, which the engine leaves in fp32")
     first, second = (ranks(2).run(case, pattern, keys | more)[0]

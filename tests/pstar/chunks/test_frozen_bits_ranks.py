@@ -25,7 +25,7 @@ from tests.pstar.test_engine_ranks import global_losses
 ROWS = {8: 66, 4: 34}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("keys", [{}, {"communication": "chunk"}, {"ownership": "sharded"}], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -54,11 +54,12 @@ def test_ranks_hold_and_gather_the_bytes_of_codes(ranks, num_ranks, keys, precis
             assert once <= (whole - ours) // saved <= 2 * once
 
 
-@pytest.mark.each
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("keys", [{}, {"communication": "chunk"}, {"ownership": "sharded"}], ids=str)
-@pytest.mark.parametrize("chunk", ["auto", 5_000])
-@pytest.mark.parametrize("bits", BITS)
+PLACES = [*itertools.product(BITS, ["auto", 5_000], [{}, {"communication": "chunk"}, {"ownership": "sharded"}], [2, 4])]
+QUICK = ((BITS[0], 5_000, {"ownership": "sharded"}, 2), (BITS[1], "auto", {}, 2))    # the others: of test_frozen_ranks.py
+
+
+@pytest.mark.parametrize("bits, chunk, keys, num_ranks", [
+    pytest.param(*case, marks=[pytest.mark.deep] * (case not in QUICK)) for case in PLACES], ids=str)
 def test_losses_follow_one_process_and_no_placement_changes_a_bit(ranks, num_ranks, keys, chunk, bits, tmp_path):
     keys = keys | {"default_chunk_size": chunk, "frozen_bits": bits}
     follows(ranks(num_ranks), keys, rounded(Six, bits), str(tmp_path), "70%")

@@ -33,7 +33,7 @@ def bytes_case(rank: int, num_ranks: int, keys: dict) -> dict:
             "near": (model.near.peak_bytes, model.near.budget_bytes)}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("ownership", ["whole", "sharded"])
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import pstar
 from tests import toy
-from tests.limits import HANGS_S
+from tests.harness.program import run_forked
 
 SILENT, TOLD = {}, {"near_budget": "min"}
 OTHERS = {"near_memory": "1GiB"}, {"offload_activations": True}, {"optimizer": {"params": {"use_hybrid_adam": False}}}
@@ -64,11 +63,11 @@ print(len(os.listdir("/proc/self/task")) - before)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 @pytest.mark.parametrize("copy, more", [("links.copy(target, source)", 1), ("target.copy_(source)", 2),
                                         ("(links.copy(target, source), codes.decode_tail(frozen))", 1)])
-def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more):
+def test_a_copy_in_the_background_brings_no_team_of_threads(copy, more, tmp_path):
     """The copy adds one thread, the worker's; torch's copy_ would add a second one, as the second case shows. Nor
     does a worker that decodes frozen weights."""
-    code = TEAMS.format(copy=copy)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS_S,
-                          env=os.environ | {"OMP_NUM_THREADS": "2"})  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == more
+    (tmp_path / "program.py").write_text(TEAMS.format(copy=copy))
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    status, said = run_forked([sys.executable, str(tmp_path / "program.py")], environment)
+    assert status == 0, said
+    assert int(said) == more

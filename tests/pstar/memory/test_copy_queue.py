@@ -16,6 +16,7 @@ from pstar.memory.copy_queue import CopyQueue
 from pstar.memory.disk import DiskTier
 from tests import toy
 from tests.cover import quick_only
+from tests.harness.program import run_forked
 from tests.limits import HANGS_S as LONG_S
 
 
@@ -193,10 +194,12 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 go.set()
 handle.wait()
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
-    lines = run.stdout.splitlines()
-    assert lines[3:] == ["7"] and "before a fork" in lines[0] and "forked while" in lines[1] and lines[1] == lines[2]
-    assert (run.returncode, run.stderr) == (0, "")
+    (tmp_path / "program.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    status, said = run_forked([sys.executable, str(tmp_path / "program.py")], environment)
+    lines = said.splitlines()
+    assert status == 0 and lines[3:] == ["7"], said
+    assert "before a fork" in lines[0] and "forked while" in lines[1] and lines[1] == lines[2]
 
 
 PENDING = """
@@ -232,7 +235,8 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how, status, last_line", [("exit", 3, None), ("error", 1, "RuntimeError: of the program")])
+@pytest.mark.parametrize("how, status, last_line", [
+    pytest.param("exit", 3, None, marks=pytest.mark.deep), ("error", 1, "RuntimeError: of the program")])
 def test_a_process_with_pending_copies_ends_cleanly(tmp_path, how, status, last_line):
     run = subprocess.run([sys.executable, "-c", PENDING, str(tmp_path), how], capture_output=True, text=True, timeout=LONG_S)
     assert run.stdout == "True True {'the process ends: this copy was dropped'}\n"

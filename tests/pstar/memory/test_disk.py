@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pstar.errors import BudgetError, ConfigError, DiskError, StateError
 from pstar.memory.disk import ALIGN, DiskTier, check_disk_path
 from pstar.memory.tier import FAR, OWN_PAGES_BYTES, Tier
+from tests.cover import quick_only
 from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def random_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("numel", [0, 1, 1000, ALIGN, ALIGN + 1, OWN_PAGES_BYTES, OWN_PAGES_BYTES + 7, 5 * MIB + 3])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int16, torch.float32])
 def test_a_read_returns_the_bytes_that_were_written(tier, numel, dtype):
@@ -88,7 +89,7 @@ def test_a_read_returns_the_bytes_that_were_written(tier, numel, dtype):
     assert extents[1].offset % ALIGN == 0 and extents[1].nbytes == content.nbytes
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("skipped", [1, 512, ALIGN, ALIGN + 24])
 def test_a_view_of_a_larger_tensor(tier, skipped):
     """Whatever the alignment of its first byte."""
@@ -395,6 +396,7 @@ def kill_the_holder(folder: Path) -> int:
     return free
 
 
+@pytest.mark.deep    # the next test sees the same, on a file system of its own
 def test_a_killed_process_leaves_nothing_behind(tmp_path):
     kill_the_holder(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -405,7 +407,7 @@ def test_the_space_of_a_killed_process_returns(tmp_path):
         before = os.statvfs(folder).f_bfree * os.statvfs(folder).f_bsize
         assert before - kill_the_holder(folder) >= 8 * MIB, "it did hold them"
         after = os.statvfs(folder).f_bfree * os.statvfs(folder).f_bsize
-        assert after == before
+        assert after == before and list(folder.iterdir()) == []
 
 
 def test_a_closed_tier_gives_its_space_back(tmp_path):
@@ -426,9 +428,17 @@ operations = st.lists(st.tuples(st.sampled_from(["new", "new", "write", "read", 
                                 st.integers(0, 6 * ALIGN)), max_size=40)
 
 
-@settings(max_examples=500, deadline=None)
-@given(operations, st.integers(ALIGN, 20 * ALIGN), st.booleans())
-def test_the_budget_holds_and_no_content_is_lost_under_random_operations(steps, budget, direct):
+@pytest.mark.parametrize("examples", quick_only([80, 500], 80))
+def test_the_budget_holds_and_no_content_is_lost_under_random_operations(examples):
+    @settings(max_examples=examples)
+    @given(operations, st.integers(ALIGN, 20 * ALIGN), st.booleans())
+    def hold(steps, budget, direct):
+        the_budget_holds(steps, budget, direct)
+
+    hold()
+
+
+def the_budget_holds(steps, budget, direct):
     tier = DiskTier(Path(tempfile.gettempdir()), budget, direct=None if direct else False)
     held: dict[int, tuple] = {}
     memory = torch.frombuffer(MEMORY, dtype=torch.uint8)

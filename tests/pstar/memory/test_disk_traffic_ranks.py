@@ -6,6 +6,7 @@ import torch
 from pstar.memory.tier import DISK
 from pstar.planner.disk_traffic import disk_traffic
 from pstar.schedule.least import Use, least_read_bytes, least_written_bytes
+from tests.cover import quick_only
 from tests.pstar.memory.test_disk_traffic import PARAM, PLAN_ERROR, STEPS, WIDTH, Layers
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -44,8 +45,11 @@ def case(rank: int, num_ranks: int, folder: str, keys: dict) -> tuple[list[float
     return losses, dict(model.ledger.step_bytes), *least, planned
 
 
-@pytest.mark.parametrize("keys", [{"far_budget": 39 * PARAM}, {"far_budget": 52 * PARAM, "ownership": "sharded"},
-                                  {"far_budget": 39 * PARAM, "prefetch": 0}], ids=str)
+KEYS = [{"far_budget": 39 * PARAM}, {"far_budget": 52 * PARAM, "ownership": "sharded"},
+        {"far_budget": 39 * PARAM, "prefetch": 0}]
+
+
+@pytest.mark.parametrize("keys", quick_only(KEYS, *KEYS[:2]), ids=str)
 def test_each_rank_moves_little_more_than_the_bytes_that_must_move(ranks, tmp_path, keys):
     """At most 1.05 of them; and the losses are the same, bit for bit, as without a disk."""
     plain = ranks(2).run(case, str(tmp_path), {name: value for name, value in keys.items() if name != "far_budget"})

@@ -51,7 +51,7 @@ def record(folder: Path, **keys) -> tuple[Recorder, list[float]]:
     return recorder, found
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("near, chunk, policy, prefetch, states, overlap, far", combinations(72))
 def test_placement_makes_no_race(near, chunk, policy, prefetch, states, overlap, far, losses, tmp_path):
     with Recorder() as recorder:

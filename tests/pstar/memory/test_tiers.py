@@ -1,13 +1,13 @@
 """The ledger and the store: the budget after every operation, copies only where they are needed, loud mistakes."""
 
+import ctypes
 import os
-import subprocess
 import sys
 import threading
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pstar.errors import BudgetError, ConfigError, StateError
@@ -18,6 +18,8 @@ from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, keep_freed_
 from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Schedule
 from tests import toy
+from tests.cover import quick_only
+from tests.harness.program import run_forked
 from tests.limits import HANGS_S
 
 CPU = torch.device("cpu")
@@ -155,18 +157,22 @@ operations = st.lists(st.tuples(st.sampled_from(["near", "write", "far", "drop",
                       max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
-@given(operations, st.integers(100, 400), st.lists(st.integers(5, 25), min_size=6, max_size=6))
-def test_the_budget_holds_and_no_content_is_lost_under_random_operations(steps, budget, sizes):
-    store, _ = make(near=budget)
-    expected: dict[int, float] = {}
-    for clock, (operation, group) in enumerate(steps):
-        _do(store, operation, group, clock, sizes, expected)
-        near = store.tiers[NEAR]
-        used = sum(block.num_bytes for block in store.blocks.values() if NEAR in block.copies)
-        assert near.used_bytes == used and near.reserved_bytes <= budget
-    for group, value in expected.items():
-        assert store.peek(("param", group))[1].eq(value).all()
+@pytest.mark.parametrize("examples", quick_only([60, 300], 60))
+def test_the_budget_holds_and_no_content_is_lost_under_random_operations(examples):
+    @settings(max_examples=examples)
+    @given(operations, st.integers(100, 400), st.lists(st.integers(5, 25), min_size=6, max_size=6))
+    def holds(steps, budget, sizes):
+        store, _ = make(near=budget)
+        expected: dict[int, float] = {}
+        for clock, (operation, group) in enumerate(steps):
+            _do(store, operation, group, clock, sizes, expected)
+            near = store.tiers[NEAR]
+            used = sum(block.num_bytes for block in store.blocks.values() if NEAR in block.copies)
+            assert near.used_bytes == used and near.reserved_bytes <= budget
+        for group, value in expected.items():
+            assert store.peek(("param", group))[1].eq(value).all()
+
+    holds()
 
 
 @pytest.mark.parametrize("text, value", [("64MiB", 64 * 2**20), ("1.5 GB", 1_500_000_000), ("25%", 250), (4096, 4096),
@@ -187,10 +193,13 @@ def test_amounts_for_people():
 
 
 FAULTS = """
-import resource, sys, torch
+import ctypes, resource, sys, torch
 from pstar.memory.tier import keep_freed_memory
 torch.set_num_threads(1)
-kept = sys.argv[1] == "keep" and keep_freed_memory()
+if sys.argv[1] == "keep":
+    kept = keep_freed_memory()
+else:
+    kept = ctypes.CDLL(None).mallopt(-3, 65536)    # M_MMAP_THRESHOLD: every piece is mapped, and returned when it is freed
 def step():
     held = [torch.ones(1_000_000) for _ in range(20)]    # 80 MB, in pieces of 4
 for _ in range(3):
@@ -202,16 +211,17 @@ print(int(kept), (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) /
 """
 
 
-def test_freed_memory_is_kept_for_the_next_step(monkeypatch):
-    """By default the C library may or may not keep freed memory. One variable makes it return memory, to show the cost."""
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc here")
+def test_freed_memory_is_kept_for_the_next_step(monkeypatch, tmp_path):
+    """By default the C library may or may not keep freed memory. One option makes it return memory, to show the cost."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    faults = {}
-    for mode, forced in (("keep", {}), ("leave", {"MALLOC_MMAP_THRESHOLD_": "65536"})):
-        command = [sys.executable, "-c", FAULTS, mode]
-        run = subprocess.run(command, capture_output=True, text=True, check=True, env=env | forced)
-        kept, faults[mode] = map(float, run.stdout.split())
-        if mode == "keep" and not kept:
-            pytest.skip("no glibc here")
+    program, faults = tmp_path / "program.py", {}
+    program.write_text(FAULTS)
+    for mode in ("keep", "leave"):
+        status, said = run_forked([sys.executable, str(program), mode], env | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        assert status == 0, said
+        kept, faults[mode] = map(float, said.split())
+        assert kept == 1, "both options are set"
     assert faults["keep"] < 0.1 * faults["leave"]
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
     assert not keep_freed_memory(), "the user's settings are kept"
@@ -221,11 +231,19 @@ background = st.lists(st.tuples(st.sampled_from(["near", "ahead", "write", "far"
                                                  "update"]), st.integers(0, 5)), max_size=40)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(background, st.integers(100, 300), st.integers(100, 300), st.lists(st.integers(5, 25), min_size=6, max_size=6))
-def test_three_tiers_and_copies_in_the_background(tmp_path_factory, steps, near_bytes, far_bytes, sizes):
+@pytest.mark.parametrize("examples", quick_only([80, 500], 80))
+def test_three_tiers_and_copies_in_the_background(examples, tmp_path):
     """Budgets hold after every operation, content is never lost or torn, whatever is copied meanwhile."""
-    disk = DiskTier(tmp_path_factory.getbasetemp())
+    @settings(max_examples=examples)
+    @given(background, st.integers(100, 300), st.integers(100, 300), st.lists(st.integers(5, 25), min_size=6, max_size=6))
+    def hold(steps, near_bytes, far_bytes, sizes):
+        three_tiers_hold(tmp_path, steps, near_bytes, far_bytes, sizes)
+
+    hold()
+
+
+def three_tiers_hold(folder, steps, near_bytes, far_bytes, sizes):
+    disk = DiskTier(folder)
     links = Links()
     store = BlockStore(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
                           None, disk, links)

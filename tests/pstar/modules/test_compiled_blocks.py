@@ -124,8 +124,9 @@ def run_all(ranks, num_ranks: int, model: str, nears: tuple[str, ...], evaluates
 
 
 @needs_compiler
-def test_losses_and_gradients_are_those_of_eager_blocks_and_equal_bits_at_every_near_budget(ranks) -> None:
-    eager, *compiled = run_all(ranks, 1, "toy", ("min", "40%", "100%"))
+@pytest.mark.parametrize("nears", quick_only([("min", "100%"), ("min", "40%", "100%")], ("min", "100%")), ids=str)
+def test_losses_and_gradients_are_those_of_eager_blocks_and_equal_bits_at_every_near_budget(ranks, nears) -> None:
+    eager, *compiled = run_all(ranks, 1, "toy", nears)
     assert_same_bits(compiled)
     for run in compiled:
         assert_follows(run, eager)
@@ -146,7 +147,8 @@ RANKS_KEYS = [{}, {"ownership": "sharded"}, {"communication": "chunk"}, {"prefet
 
 
 @needs_compiler
-@pytest.mark.parametrize("keys", quick_only(RANKS_KEYS, {}), ids=str)
+@pytest.mark.deep    # every rank imports the compiler, for ten seconds; the quick command compiles on one rank
+@pytest.mark.parametrize("keys", RANKS_KEYS, ids=str)
 def test_two_ranks_follow_eager_blocks(ranks, keys) -> None:
     eager, *compiled = run_all(ranks, 2, "toy", ("min", "40%", "100%"), **keys)
     assert_same_bits(compiled)

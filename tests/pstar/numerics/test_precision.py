@@ -26,7 +26,7 @@ def train(model, optimizer, num_steps: int, first: int = 0, num_micros: int = 1)
     return losses, trace
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("near", ["min", "100%"])
 @pytest.mark.parametrize("num_micros", [1, 3])
 @pytest.mark.parametrize("fp16", [FP16, FP16 | {"consecutive_hysteresis": True}, FP16 | {"hysteresis": 1},

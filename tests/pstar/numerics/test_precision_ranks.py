@@ -46,7 +46,7 @@ def assert_bits(results: list[dict], expected) -> None:
     assert all(torch.equal(weights[name], master) for name, master in expected.masters.items())
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_micros", [1, 3])
 @pytest.mark.parametrize("near", ["min", "100%"])
 @pytest.mark.parametrize("fp16", [FP16, None])
@@ -57,7 +57,7 @@ def test_bits_and_scales_of_an_independent_reference_at_two_ranks(ranks, fp16, n
     assert_bits(ranks(2).run(case, keys, num_micros), mixed_reference(STEPS, fp16, num_micros, 2))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("bad", [(0, 0), (0, 1), (4, 1)])
 def test_an_infinity_on_one_rank_makes_all_skip(ranks, precision, bad):
@@ -83,7 +83,7 @@ def bytes_case(rank: int, num_ranks: int, num_micros: int):
     return model.model_data_bytes, model.layout.elems_per_rank
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_micros, per_param", [(1, 16), (3, 18)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_bytes_per_parameter_in_fp16_divided_by_the_ranks(ranks, num_ranks, num_micros, per_param):

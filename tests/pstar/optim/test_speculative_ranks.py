@@ -36,7 +36,7 @@ def case(rank: int, num_ranks: int, keys: dict, clipping: str, num_micros: int, 
 
 
 @pytest.mark.filterwarnings("ignore:.*gradients were not finite")
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("near", ["min", "40%"])
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -56,7 +56,7 @@ def bytes_case(rank: int, num_ranks: int, keys: dict):
     return model.model_data_bytes, model.layout
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision, per_param", [("bf16", 8), ("fp32", 10)])

@@ -182,10 +182,9 @@ def least_far(keys: dict) -> int:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("case", placements(40), ids=str)
-def test_auto_refuses_nothing_that_host_can_run(case, plain, measured):
+@pytest.mark.parametrize("room, chunk, far, prefetch, sums, offload", placements(40))
+def test_auto_refuses_nothing_that_host_can_run(room, chunk, far, prefetch, sums, offload, plain, measured):
     measured(GPU)
-    room, chunk, far, prefetch, sums, offload = case
     keys = room | sums | {"default_chunk_size": chunk, "prefetch": prefetch, "offload_activations": offload}
     try:
         whole = plan_engine(toy.Toy, toy.config(**keys)).layout.total_elems * 16
