@@ -24,10 +24,12 @@ import platform
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from durable.calls import NUM_CALLS, Call, register
 from pstar.errors import StateError
 
 SLICE_BYTES = 4 * 2**20
@@ -35,6 +37,9 @@ COUNTER_BYTES = 64    # one cache line for each counter: no false sharing betwee
 WAIT_S = 600.0
 NAP_S = 50e-6
 """Sleep of a waiting rank between two polls, if there are more ranks than cores: another rank can use its core."""
+
+
+_KINDS = ("", "gather", "reduction", "broadcast", "reduction", "sum")
 
 
 def available() -> bool:
@@ -62,8 +67,8 @@ def make_file(num_ranks: int) -> str | None:
 class Exchange:
     """A collective that was begun; `wait` ends it. Its tensors must not be used before that."""
 
-    def __init__(self, memory: SharedMemory, tag: int, steps: Iterator[None]):
-        self._memory, self.tag, self.steps = memory, tag, steps
+    def __init__(self, memory: SharedMemory, call: Call, tag: int, steps: Iterator[None]):
+        self._memory, self.call, self.tag, self.steps = memory, call, tag, steps
         self.done = False
 
     def wait(self) -> None:
@@ -77,10 +82,12 @@ class SharedMemory:
     Args:
         path: from make_file on one rank, which unlinks it when all ranks have opened it: no file remains.
         rank, num_ranks: this rank's number, and how many there are.
+        members: the numbers of these ranks in the job, for the report of a hang; None: the same numbers.
     """
 
-    def __init__(self, path: str, rank: int, num_ranks: int):
+    def __init__(self, path: str, rank: int, num_ranks: int, members: Sequence[int] | None = None):
         self.rank, self.num_ranks = rank, num_ranks
+        self._members = tuple(members or range(num_ranks))
         head = COUNTER_BYTES * num_ranks
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
         cells = data[:head].view(torch.int64).view(num_ranks, -1)
@@ -91,9 +98,12 @@ class SharedMemory:
         self._naps = num_ranks > len(os.sched_getaffinity(0))
         self._count = 0
         self._begun: deque[Exchange] = deque()
+        self._num_begun = self._last_look = 0
+        self._recent: deque[Call] = deque(maxlen=NUM_CALLS)
         self.subject = -1
         """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
         self._staged = False    # whether the first begun exchange has written its slice and waits for the others
+        register(self)
 
     def all_gather(self, flat: torch.Tensor) -> Exchange:
         """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
@@ -216,11 +226,37 @@ class SharedMemory:
                                  "they hang, died, or made other collective calls")
 
     def _begin(self, kind: int, numel: int, steps: Iterator[None]) -> Exchange:
-        exchange = Exchange(self, (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind, steps)
+        tag = (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind
+        self._num_begun += 1
+        exchange = Exchange(self, self._described(tag), tag, steps)
+        self._recent.append(exchange.call)
         self.subject = -1
         self._begun.append(exchange)
         self.progress()
         return exchange
+
+    # ------------------------------------------------------------- a source of durable.calls, for the report of a hang
+
+    def is_moving(self) -> bool:
+        """True if collectives were begun since the last look."""
+        before, self._last_look = self._last_look, self._num_begun
+        return before != self._num_begun
+
+    def waiting(self) -> list[Call]:
+        """The collective that has written this rank's slice and waits for other ranks'; at most one."""
+        count, first = self._count, next(iter(self._begun.copy()), None)
+        if first is None or not self._staged:
+            return []
+        missing = tuple(self._members[rank] for rank in range(self.num_ranks) if int(self._counters[rank]) < count)
+        return [replace(first.call, missing=missing)] if missing else []
+
+    def recent(self) -> list[Call]:
+        """The last collectives, oldest first."""
+        return list(self._recent.copy())
+
+    def _described(self, tag: int) -> Call:
+        what = f"unit {self.subject}, " * (self.subject >= 0) + f"{tag >> 26} elements"
+        return Call(_KINDS[tag & 15], what, f"shared memory of {self._members}", self._members, self._num_begun, time.time())
 
     def _compare_calls(self, exchange: Exchange) -> None:
         """Called when every rank has staged this exchange. Raises StateError unless all ranks have the same tag."""
@@ -256,6 +292,5 @@ def _on_host(steps: Callable[..., Iterator[None]], *tensors: torch.Tensor) -> It
 
 def _call(tag: int) -> str:
     """A tag as text."""
-    kind = ("", "a gather", "a reduction", "a broadcast", "a reduction", "a sum")[tag & 15]
     subject = (tag >> 10) % 2**16
-    return kind + (f" of unit {subject - 1}" if subject else "") + f" ({tag >> 26} elements)"
+    return f"a {_KINDS[tag & 15]}" + (f" of unit {subject - 1}" if subject else "") + f" ({tag >> 26} elements)"
