@@ -294,6 +294,8 @@ def table(reports: Reports) -> list[str]:
             absent = " ".join(map(str, missing_in(call, answers))) if call else ""
             seconds = f"{answer['time'] - call.began:.0f}" if call else ""
             rows.append((*common, str(call or "no collective"), seconds, absent, last, answer["at"]))
+    if len({answer["host"] for answer in answers.values()}) == 1:
+        rows = [(rank, *others) for rank, _, *others in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     found = judge(answers, num_ranks)

@@ -20,7 +20,7 @@ from durable.files import replacing
 from durable.hang_report import is_foreign, line_of
 
 SIZE_VARIABLE, SIZE = "TORCH_FR_BUFFER_SIZE", "512"
-UNEQUAL = ("alltoall", "all_to_all")  # their ranks may send different sizes
+UNEQUAL = ("alltoall", "all_to_all", "scatter")  # their ranks may send different sizes
 
 
 def choose_size() -> None:
@@ -94,7 +94,8 @@ def _groups() -> dict[Any, str]:
 def _sizes(entry: dict[str, Any]) -> str:
     """The inputs of a collective, as "65540 float"."""
     shapes, types = entry["input_sizes"], entry["input_dtypes"]
-    return ", ".join(f"{'x'.join(map(str, shape or [1]))} {kind.lower()}" for shape, kind in zip(shapes, types, strict=False))
+    pairs = zip(shapes, types, strict=False)
+    return ", ".join(f"{'x'.join(map(str, shape or [1]))} {kind.lower()}" for shape, kind in pairs)
 
 
 def _where(frames: list[dict[str, Any]]) -> str:
