@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import socket
@@ -33,6 +34,7 @@ from durable.files import write_json
 
 FILE, FILES = "hang-rank{rank}.json", "hang-rank*.json"
 LONGEST_PERIOD_S = 5.0  # between two looks
+STORE_S = 10.0  # how long the store may take for one question
 ANSWER_S = 10.0  # how long a rank waits for the answers of others, and two of their looks more
 
 
@@ -61,7 +63,7 @@ class Watch:
         self.store, self.rank, self.num_ranks, self.after_s, self.folder = store, rank, num_ranks, after_s, Path(folder)
         self.sources, self.advice, self._end, self._save_more = sources, advice, end, save_more
         self.period_s = min(LONGEST_PERIOD_S, after_s / 4)
-        self._stop = threading.Event()
+        self._stop, self._asking, self._warned = threading.Event(), threading.Thread(), False
         self._thread = threading.Thread(target=self._run, name="hang report", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside of the store's code would abort the process when Python ends
@@ -81,23 +83,41 @@ class Watch:
 
     def _is_late(self) -> bool:
         """True if this rank waits too long. Looks closely only at sources that have begun no call since the last look."""
-        still = [source for source in self._known() if not source.is_moving()]
-        return any(call.began < time.time() - self.after_s for source in still for call in source.waiting())
+        try:
+            still = [source for source in self._known() if not source.is_moving()]
+            return any(call.began < time.time() - self.after_s for source in still for call in source.waiting())
+        except Exception as error:
+            if not self._warned:
+                print(f"\nwarning: rank {self.rank}: --hang-after cannot look: {_words(error)}", file=sys.stderr, flush=True)
+            self._warned = True
+            return False
 
     def _known(self) -> list[Source]:
         return [*registered(), *self.sources]
 
     # -- the store; over a link that is cut it does not answer ------------------------------------------------------------
 
-    def _asked(self, *keys: str) -> bool:
-        """True if the store has all the keys."""
-        with contextlib.suppress(Exception):
-            return self.store.check([f"hang report: {key}" for key in keys])
-        return False
+    def _in_time(self, ask: Callable[[], Any]) -> Any:
+        """What ask() returns; None if it fails, or if the store does not answer in time, this question or one before."""
+        if self._asking.is_alive():
+            return None
+        answer: list[Any] = []
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                answer.append(ask())
+
+        self._asking = threading.Thread(target=run, name="hang report: store", daemon=True)
+        self._asking.start()
+        self._asking.join(STORE_S)
+        return answer[0] if answer else None
+
+    def _asked(self, key: str) -> bool:
+        """True if the store has the key."""
+        return bool(self._in_time(lambda: self.store.check([f"hang report: {key}"])))
 
     def _tell(self, key: str, value: str = "1") -> None:
-        with contextlib.suppress(Exception):
-            self.store.set(f"hang report: {key}", value)
+        self._in_time(lambda: self.store.set(f"hang report: {key}", value))
 
     def _wait_for(self, keys: Iterable[str], seconds: float) -> list[str]:
         """The keys that the store has after at most so many seconds."""
@@ -115,8 +135,8 @@ class Watch:
         self._tell(f"answer {self.rank}", json.dumps(own))
         answers = {self.rank: own}
         for key in self._wait_for((f"answer {rank}" for rank in range(self.num_ranks)), patience_s):
-            with contextlib.suppress(Exception):
-                answer = json.loads(self.store.get(f"hang report: {key}"))
+            if text := self._in_time(functools.partial(self.store.get, f"hang report: {key}")):
+                answer = json.loads(text)
                 answers[answer["rank"]] = answer
         found = judge(answers, self.num_ranks)
         report = {**own, "hang_after_s": self.after_s, **found, "stacks": stacks()}
@@ -140,18 +160,31 @@ class Watch:
 
 def own_answer(rank: int, num_ranks: int, sources: Sequence[Source]) -> dict[str, Any]:
     """What this rank does now, JSON-ready."""
-    recent = [call for source in sources for call in source.recent()]
+    waiting: list[Call] = []
+    recent: list[Call] = []
+    errors: list[str] = []
+    for source in sources:
+        try:
+            waiting += source.waiting()
+            recent += source.recent()
+        except Exception as error:
+            errors.append(_words(error))
     return {
         "rank": rank,
         "num_ranks": num_ranks,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "time": time.time(),
-        "waiting": [asdict(call) for source in sources for call in source.waiting()],
+        "waiting": [asdict(call) for call in waiting],
         "recent": [asdict(call) for call in sorted(recent, key=lambda call: call.began)[-NUM_CALLS:]],
         "numbers": {group: max(c.number for c in recent if c.group == group) for group in {c.group for c in recent}},
         "at": at(),
+        "errors": errors,
     }
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def at() -> str:
@@ -221,7 +254,7 @@ def missing_in(call: Call, answers: Mapping[int, Mapping[str, Any]]) -> list[int
 def _absence(rank: int, answers: Mapping[int, Mapping[str, Any]]) -> str:
     """What a missing rank does, as text."""
     if rank not in answers:
-        return f"rank {rank} is missing and has not answered: it is stopped, or gone"
+        return f"rank {rank} is missing and has not answered: it is stopped, gone or out of reach"
     answer = answers[rank]
     if answer["waiting"]:
         return f"rank {rank} is missing: it is in {calls(answer['waiting'])[0]}, at {answer['at']}"

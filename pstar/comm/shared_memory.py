@@ -67,8 +67,8 @@ def make_file(num_ranks: int) -> str | None:
 class Exchange:
     """A collective that was begun; `wait` ends it. Its tensors must not be used before that."""
 
-    def __init__(self, memory: SharedMemory, call: Call, tag: int, steps: Iterator[None]):
-        self._memory, self.call, self.tag, self.steps = memory, call, tag, steps
+    def __init__(self, memory: SharedMemory, tag: int, steps: Iterator[None]):
+        self._memory, self.tag, self.steps = memory, tag, steps
         self.done = False
 
     def wait(self) -> None:
@@ -99,7 +99,7 @@ class SharedMemory:
         self._count = 0
         self._begun: deque[Exchange] = deque()
         self._num_begun = self._last_look = 0
-        self._recent: deque[Call] = deque(maxlen=NUM_CALLS)
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=NUM_CALLS)    # (number, tag, seconds since 1970)
         self.subject = -1
         """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
         self._staged = False    # whether the first begun exchange has written its slice and waits for the others
@@ -228,8 +228,8 @@ class SharedMemory:
     def _begin(self, kind: int, numel: int, steps: Iterator[None]) -> Exchange:
         tag = (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind
         self._num_begun += 1
-        exchange = Exchange(self, self._described(tag), tag, steps)
-        self._recent.append(exchange.call)
+        exchange = Exchange(self, tag, steps)
+        self._recent.append((self._num_begun, tag, time.time()))
         self.subject = -1
         self._begun.append(exchange)
         self.progress()
@@ -244,19 +244,20 @@ class SharedMemory:
 
     def waiting(self) -> list[Call]:
         """The collective that has written this rank's slice and waits for other ranks'; at most one."""
-        count, first = self._count, next(iter(self._begun.copy()), None)
-        if first is None or not self._staged:
+        count, num_begun, recent = self._count, len(self._begun), self._recent.copy()
+        if not self._staged or not 0 < num_begun <= len(recent):
             return []
         missing = tuple(self._members[rank] for rank in range(self.num_ranks) if int(self._counters[rank]) < count)
-        return [replace(first.call, missing=missing)] if missing else []
+        return [replace(self._described(*recent[-num_begun]), missing=missing)] if missing else []
 
     def recent(self) -> list[Call]:
         """The last collectives, oldest first."""
-        return list(self._recent.copy())
+        return [self._described(*begun) for begun in self._recent.copy()]
 
-    def _described(self, tag: int) -> Call:
-        what = f"unit {self.subject}, " * (self.subject >= 0) + f"{tag >> 26} elements"
-        return Call(_KINDS[tag & 15], what, f"shared memory of {self._members}", self._members, self._num_begun, time.time())
+    def _described(self, number: int, tag: int, began: float) -> Call:
+        unit = (tag >> 10) % 2**16 - 1
+        what = f"unit {unit}, " * (unit >= 0) + f"{tag >> 26} elements"
+        return Call(_KINDS[tag & 15], what, f"shared memory of {self._members}", self._members, number, began)
 
     def _compare_calls(self, exchange: Exchange) -> None:
         """Called when every rank has staged this exchange. Raises StateError unless all ranks have the same tag."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 from durable import hang_report
 from durable.calls import Call, Messages, name_next, name_of
+from tests.limits import HANGS_S
 
 NOW = 1000.0
 
@@ -34,7 +37,7 @@ def test_a_rank_that_has_not_answered_is_missing():
     found = judged(*(answer(rank, collective(7, "bucket 1"), waiting=1) for rank in (0, 2)))
     assert (found["missing"], found["silent"]) == ([1], [1])
     assert found["line"] == ("the job hangs: rank 0 has been in all_reduce 7 (bucket 1) for 93 s; rank 1 is missing and has "
-                             "not answered: it is stopped, or gone")  # fmt: skip
+                             "not answered: it is stopped, gone or out of reach")  # fmt: skip
 
 
 def test_a_rank_that_waits_itself_is_no_cause():
@@ -83,6 +86,58 @@ def test_a_message_is_under_way_until_its_wait_ends():
         [call] = messages.waiting()
         assert (str(call), call.missing) == ("receive (weights)", (2,))
     assert messages.waiting() == [] and messages.recent() == [call]
+
+
+class Broken:
+    """A source that fails."""
+
+    def is_moving(self) -> bool:
+        return False
+
+    def waiting(self) -> list[Call]:
+        raise KeyError("a group that is gone")
+
+    recent = waiting
+
+
+def test_a_source_that_fails_does_not_stop_the_report():
+    found = hang_report.own_answer(0, 1, [Broken(), Messages()])
+    assert found["errors"] == ["KeyError: 'a group that is gone'"] and found["waiting"] == []
+    assert found["at"] and found["pid"] > 0
+
+
+class Silent:
+    """A store that does not answer until it is told to."""
+
+    def __init__(self) -> None:
+        self.questions, self.may_answer = 0, threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions += 1
+        return self.may_answer.wait(HANGS_S)
+
+    set = get = check
+
+
+def test_without_an_answer_of_the_store_a_rank_still_reports(tmp_path, capsys):
+    """As over a link that is cut. The first question is left waiting, and no second one is asked."""
+    store, messages, ended = Silent(), Messages(), threading.Event()
+    ends: list[object] = []
+
+    def end(others_wait: bool, silent: list[int]) -> None:
+        ends.extend([others_wait, silent])
+        ended.set()
+
+    with mock.patch.multiple(hang_report, STORE_S=0.05, ANSWER_S=0.0), messages("receive", "weights", 1):
+        watch = hang_report.Watch(store, 0, 2, 0.05, tmp_path / "new", end, [messages], "look there")
+        assert ended.wait(HANGS_S)
+        watch.close()
+    store.may_answer.set()
+    assert ends == [False, [1]] and store.questions == 1
+    line = capsys.readouterr().err
+    assert "error: the job hangs: rank 0 has been in receive (weights) for " in line
+    assert line.endswith(f"files: {tmp_path}/new/hang-rank*.json; look there\n")
+    assert json.loads((tmp_path / "new" / "hang-rank0.json").read_text())["silent"] == [1]
 
 
 def test_the_table_has_a_line_for_each_rank_and_names_files_that_cannot_be_read(tmp_path):
