@@ -230,7 +230,13 @@ def judge(answers: Mapping[int, Mapping[str, Any]], num_ranks: int) -> dict[str,
     if not waits:
         line = "the job hangs: no rank that has answered is in a collective"
     else:
-        rank, call = min(waits, key=lambda wait: (not missing & set(missing_in(wait[1], answers)), wait[1].began, wait[0]))
+
+        def distance(wait: tuple[int, Call]) -> tuple[Any, ...]:
+            """Least for the call that waits for a missing rank and for the fewest others."""
+            absent = set(missing_in(wait[1], answers))
+            return not absent & missing, len(absent), wait[1].began, wait[0]
+
+        rank, call = min(waits, key=distance)
         line = f"the job hangs: rank {rank} has been in {call} for {answers[rank]['time'] - call.began:.0f} s"
         line += "".join(f"; {_absence(other, answers)}" for other in sorted(missing | set(silent)))
     if differs:

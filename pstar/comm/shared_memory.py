@@ -87,7 +87,7 @@ class SharedMemory:
 
     def __init__(self, path: str, rank: int, num_ranks: int, members: Sequence[int] | None = None):
         self.rank, self.num_ranks = rank, num_ranks
-        self._members = tuple(members or range(num_ranks))
+        self._members, self._name = tuple(members or range(num_ranks)), f"shared memory {os.path.basename(path)}"
         head = COUNTER_BYTES * num_ranks
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
         cells = data[:head].view(torch.int64).view(num_ranks, -1)
@@ -98,7 +98,7 @@ class SharedMemory:
         self._naps = num_ranks > len(os.sched_getaffinity(0))
         self._count = 0
         self._begun: deque[Exchange] = deque()
-        self._num_begun = self._last_look = 0
+        self._last_look, self._waits = 0, False
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=NUM_CALLS)    # (number, tag, seconds since 1970)
         self.subject = -1
         """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
@@ -212,6 +212,13 @@ class SharedMemory:
 
     def finish(self, exchange: Exchange) -> None:
         """Waits until this exchange, and all that were begun before it, are done."""
+        self._waits = True
+        try:
+            self._finish(exchange)
+        finally:
+            self._waits = False
+
+    def _finish(self, exchange: Exchange) -> None:
         deadline = time.monotonic() + WAIT_S
         self.progress()
         while not exchange.done:
@@ -227,9 +234,8 @@ class SharedMemory:
 
     def _begin(self, kind: int, numel: int, steps: Iterator[None]) -> Exchange:
         tag = (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind
-        self._num_begun += 1
         exchange = Exchange(self, tag, steps)
-        self._recent.append((self._num_begun, tag, time.time()))
+        self._recent.append((self._num_begun() + 1, tag, time.time()))
         self.subject = -1
         self._begun.append(exchange)
         self.progress()
@@ -239,13 +245,17 @@ class SharedMemory:
 
     def is_moving(self) -> bool:
         """True if collectives were begun since the last look."""
-        before, self._last_look = self._last_look, self._num_begun
-        return before != self._num_begun
+        before, self._last_look = self._last_look, self._num_begun()
+        return before != self._last_look
+
+    def _num_begun(self) -> int:
+        """How many collectives were begun."""
+        return self._recent[-1][0] if self._recent else 0
 
     def waiting(self) -> list[Call]:
-        """The collective that has written this rank's slice and waits for other ranks'; at most one."""
+        """The collective for which this rank waits, and those ranks that have not written their slices; at most one."""
         count, num_begun, recent = self._count, len(self._begun), self._recent.copy()
-        if not self._staged or not 0 < num_begun <= len(recent):
+        if not self._waits or not self._staged or not 0 < num_begun <= len(recent):
             return []
         missing = tuple(self._members[rank] for rank in range(self.num_ranks) if int(self._counters[rank]) < count)
         return [replace(self._described(*recent[-num_begun]), missing=missing)] if missing else []
@@ -257,7 +267,7 @@ class SharedMemory:
     def _described(self, number: int, tag: int, began: float) -> Call:
         unit = (tag >> 10) % 2**16 - 1
         what = f"unit {unit}, " * (unit >= 0) + f"{tag >> 26} elements"
-        return Call(_KINDS[tag & 15], what, f"shared memory of {self._members}", self._members, number, began)
+        return Call(_KINDS[tag & 15], what, self._name, self._members, number, began)
 
     def _compare_calls(self, exchange: Exchange) -> None:
         """Called when every rank has staged this exchange. Raises StateError unless all ranks have the same tag."""
