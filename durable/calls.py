@@ -50,7 +50,7 @@ class Source(Protocol):
     """Knows the calls of one kind on this rank."""
 
     def is_moving(self) -> bool:
-        """True if calls were begun since the last look; then nobody looks closer."""
+        """True if calls were begun since the last look."""
         ...
 
     def waiting(self) -> list[Call]:
@@ -92,7 +92,7 @@ class Messages:
     def __init__(self) -> None:
         self._waiting: dict[int, Call] = {}
         self._recent: deque[Call] = deque(maxlen=NUM_CALLS)
-        self._next = 0
+        self._next = self._last_look = 0
 
     @contextlib.contextmanager
     def __call__(self, operation: str, what: str, peer: int) -> Iterator[None]:
@@ -107,7 +107,8 @@ class Messages:
             del self._waiting[key]
 
     def is_moving(self) -> bool:
-        return False
+        before, self._last_look = self._last_look, self._next
+        return before != self._next
 
     def waiting(self) -> list[Call]:
         return list(self._waiting.copy().values())

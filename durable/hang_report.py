@@ -6,8 +6,8 @@ Each rank has a thread that looks every few seconds at the collectives under way
     rank 1   in no collective, its last one was 11    its thread answers, with the stack of its main thread
     rank 2   stopped by a signal                      no answer: the others say so
 
-Until a rank is late, a thread only asks the store whether another one is. Knows no torch: the store is any object with set,
-get and check.
+Until then the thread asks the store whether another rank is late, and its sources whether this rank has begun calls. Knows no
+torch: the store is any object with set, get and check.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Watch:
     ) -> None:  # fmt: skip
         self.store, self.rank, self.num_ranks, self.after_s, self.folder = store, rank, num_ranks, after_s, Path(folder)
         self.sources, self.advice, self._end, self._save_more = sources, advice, end, save_more
-        self.period_s = min(LONGEST_PERIOD_S, after_s / 4)
+        self.period_s, self._moved = min(LONGEST_PERIOD_S, after_s / 4), time.monotonic()
         self._stop, self._asking, self._warned = threading.Event(), threading.Thread(), False
         self._thread = threading.Thread(target=self._run, name="hang report", daemon=True)
         self._thread.start()
@@ -82,10 +82,14 @@ class Watch:
                 return
 
     def _is_late(self) -> bool:
-        """True if this rank waits too long. Looks closely only at sources that have begun no call since the last look."""
+        """True if this rank waits too long. Looks closely only if it has begun no call for so long."""
         try:
-            still = [source for source in self._known() if not source.is_moving()]
-            return any(call.began < time.time() - self.after_s for source in still for call in source.waiting())
+            known = self._known()
+            if sum(source.is_moving() for source in known):  # asks all of them
+                self._moved = time.monotonic()
+            if time.monotonic() - self._moved < self.after_s:
+                return False
+            return any(call.began < time.time() - self.after_s for source in known for call in source.waiting())
         except Exception as error:
             if not self._warned:
                 print(f"\nwarning: rank {self.rank}: --hang-after cannot look: {_words(error)}", file=sys.stderr, flush=True)

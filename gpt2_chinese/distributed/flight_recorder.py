@@ -1,7 +1,7 @@
 """The collectives of torch's process groups, from torch's flight recorder, for the report of a hang.
 
 The recorder keeps the last collectives of gloo and NCCL: number, sizes, whether it has ended, and the stack that called it.
-torch always records; reading it takes some milliseconds, so it is read only when no collective was begun for a while.
+torch always records; reading it takes some milliseconds, so it is read only if no collective was begun for --hang-after.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class FlightRecorder:
         members = {name: tuple(sorted(dist.get_process_group_ranks(group))) for group, name in _groups().items()}
         found, before_ns = [], self._since_ns
         for entry in sorted(recorded, key=lambda entry: entry["time_created_ns"]):
-            if entry["time_created_ns"] < self._since_ns or entry["is_p2p"]:
+            if entry["time_created_ns"] < self._since_ns or entry["is_p2p"] or entry["process_group"][0] not in members:
                 continue
             operation, sizes = entry["profiling_name"].rpartition(":")[2], _sizes(entry)
             named = name_of(entry["time_created_ns"], before_ns)
             group = entry["process_group"][0]
             what = ", ".join(filter(None, (named, "" if operation in UNEQUAL else sizes)))
-            call = Call(operation, what, group, members.get(group, ()), entry["collective_seq_id"],
+            call = Call(operation, what, group, members[group], entry["collective_seq_id"],
                         entry["time_created_ns"] / 1e9, where=_where(entry.get("frames", [])))  # fmt: skip
             found.append((call, entry["retired"] or entry["state"] == "completed"))
             before_ns = entry["time_created_ns"]
