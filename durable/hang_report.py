@@ -6,8 +6,8 @@ Each rank has a thread that looks every few seconds at the collectives under way
     rank 1   in no collective, its last one was 11    its thread answers, with the stack of its main thread
     rank 2   stopped by a signal                      no answer: the others say so
 
-Until then the thread asks the store whether another rank is late, and its sources whether this rank has begun calls. Knows no
-torch: the store is any object with set, get and check.
+Until then the thread asks the store whether another rank is late, and its sources whether this rank has begun calls. Knows
+no torch: the store is any object with set, get and check.
 """
 
 from __future__ import annotations
