@@ -117,6 +117,7 @@ class Settings:
     resume_from: Path | None = field(default=None, init=False)  # a checkpoint folder to resume, or a FILE of initial weights
     resume_step: int = field(default=0, init=False)  # steps that this checkpoint has done, 0 without a checkpoint
     timeout_s: int = field(default=600, init=False)  # limit of a collective; a flag in ParallelSettings
+    hang_after: int = field(default=0, init=False)  # seconds until a hang is reported; a flag in ParallelSettings
 
     @classmethod
     def from_command_line(
@@ -244,6 +245,8 @@ class ParallelSettings(Settings):
     nproc: int = flag(2, "Processes on this machine.", shown="one per GPU, 2 without a GPU")
     check_sync: int = flag(10, "Steps between checks that all ranks hold the same weights, 0 for none.")
     timeout_s: int = flag(600, "Seconds a rank waits for the others before it ends the run and names the missing ranks.")
+    hang_after: int = flag(
+        300, "Seconds in one collective after which each rank reports where it is, and the run ends; 0 for never.")
 
     def validate(self) -> None:
         super().validate()
@@ -251,6 +254,8 @@ class ParallelSettings(Settings):
             raise UserError(f"--check-sync must be at least 0, not {self.check_sync}")
         if not 1 <= self.timeout_s <= 10_000_000:
             raise UserError(f"--timeout-s must be at least 1 and at most 10000000, not {self.timeout_s}")
+        if not 0 <= self.hang_after <= 10_000_000:
+            raise UserError(f"--hang-after must be at least 0 and at most 10000000, not {self.hang_after}")
 
 
 _LEAST = {

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from messages import Messages
 from torch import Tensor, nn
 
+from durable.calls import message
+
 MIB = 1 << 20
 
 
@@ -157,15 +159,16 @@ class ParameterServer:
         if self.is_server:
             self._average(step, own, meet)
         else:
-            dist.send(own, group=self.group, group_dst=0)
+            with message("send", f"gradients of step {step}", 0):
+                dist.send(own, group=self.group, group_dst=0)
             self.sent_bytes += own.nbytes
 
     def _average(self, step: int, own: Tensor, meet: bool) -> None:
         """Waits for gradients that would exceed the bound (synchronous: for all); averages those that have arrived."""
         works_on = self._workers.works_on
         others = self._workers.take(lambda worker: meet or must_wait(step, works_on[worker], self.bound))
-        self.received_bytes += sum(message.nbytes for message in others)
-        self.staleness = [0, *(step - 1 - int(message[-1]) for message in others)]
+        self.received_bytes += sum(gradients.nbytes for gradients in others)
+        self.staleness = [0, *(step - 1 - int(gradients[-1]) for gradients in others)]
         self.loss = self.messages.unpack_gradients(mean_of([own, *others]))
         self.version = step
 
@@ -177,25 +180,28 @@ class ParameterServer:
             return
         if self.is_server:
             scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-            message = self.messages.pack_weights(self.version, scale)
+            weights = self.messages.pack_weights(self.version, scale)
             # All sends begin at once, so that a slow receiver does not delay the next worker.
             workers = self._workers.to_answer
-            sending = [dist.isend(message, group=self.group, group_dst=worker) for worker in workers]
+            sending = [dist.isend(weights, group=self.group, group_dst=worker) for worker in workers]
             for worker, send in zip(workers, sending, strict=True):
-                send.wait()
-                self.sent_bytes += message.nbytes
+                with message("send", f"weights of version {self.version}", worker):
+                    send.wait()
+                self.sent_bytes += weights.nbytes
                 self._workers.works_on[worker] = self.version
             return
-        message = self._receive(0)
-        self.received_bytes += message.nbytes
-        self.version, scale = self.messages.unpack_weights(message)
+        weights = self._receive(0)
+        self.received_bytes += weights.nbytes
+        self.version, scale = self.messages.unpack_weights(weights)
         if scaler is not None and scaler.is_enabled():
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
 
     def _receive(self, sender: int) -> Tensor:
-        message = torch.empty(self.messages.up_elems if self.is_server else self.messages.down_elems)
-        dist.recv(message, group=self.group, group_src=sender)
-        return message
+        received = torch.empty(self.messages.up_elems if self.is_server else self.messages.down_elems)
+        what = "gradients" if self.is_server else "weights"
+        with message("receive", f"{what} after version {self.version}", sender):  # named for the report of a hang
+            dist.recv(received, group=self.group, group_src=sender)
+        return received
 
     # ---- traffic --------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ from ring import ring_all_reduce, ring_bytes
 from timeline import Timeline
 from torch import Tensor, nn
 
+from durable.calls import name_next
+
 MIB = 1 << 20
 
 
@@ -226,9 +228,10 @@ class OwnReplica(Replica):
         self.num_launched += 1
         self.count(flat.nbytes)
         name = f"bucket {bucket.number}"
+        name_next(name)  # for the report of a hang
         if self.variant == "ring":
             with self.timeline.span(name, "communication") if self.timeline else contextlib.nullcontext():
-                ring_all_reduce(flat, self.group)
+                ring_all_reduce(flat, self.group, name)
         else:
             bucket.work = dist.all_reduce(flat, group=self.group, async_op=True)
             if self.timeline is not None:

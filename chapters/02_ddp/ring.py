@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from durable.calls import message
+
 
 class Turn(NamedTuple):
     """One turn of the ring, in which every rank sends one chunk to the next rank.
@@ -29,7 +31,7 @@ def ring_turns(num_ranks: int) -> list[Turn]:
     return adds + copies
 
 
-def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
+def ring_all_reduce(flat: Tensor, group: Any = None, name: str = "") -> int:
     """Sums a tensor over the ranks, in place; each rank only sends to the next rank and receives from the previous one.
 
     The tensor is cut into p chunks. Reduce-scatter: p - 1 times each rank sends a chunk on and adds the one it receives to
@@ -43,6 +45,7 @@ def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
     Args:
         flat: (n,), contiguous; n need not be divisible by the number of ranks, and may be smaller.
         group: of torch.distributed, None is the default one.
+        name: of the tensor, for the report of a hang.
 
     Returns:
         the bytes that this rank has sent.
@@ -57,8 +60,9 @@ def ring_all_reduce(flat: Tensor, group: Any = None) -> int:
         # start both at once: if every rank sent first and received later, all would wait for ever
         operations = [(dist.isend, send, following), (dist.irecv, receive, before)]
         operations = [dist.P2POp(call, part, group=group, group_peer=peer) for call, part, peer in operations if len(part)]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        with message("receive", f"chunk of {name}", dist.get_process_group_ranks(group)[before]):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     for phase, sends in ring_turns(num_ranks):
         send, receive = chunks[sends[rank]], chunks[sends[before]]

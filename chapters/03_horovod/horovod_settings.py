@@ -18,6 +18,7 @@ DISCOVER = Path(__file__).with_name("discover_hosts.sh")
 
 @dataclass
 class Settings(ParallelSettings):
+    without = {"hang_after": "--timeout-s"}  # Horovod's thread ends the run
     fusion_mb: int = flag(64, "MiB of gradients that Horovod packs into one message; 0: one gradient a message.")
     compression: str = flag("none", "none sends gradients as they are, fp16 in half their bytes.", ("none", "fp16"))
     adasum: bool = flag(False, "Combine gradients by Adasum instead of their mean (needs a Horovod with MPI).")

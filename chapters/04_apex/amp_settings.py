@@ -43,6 +43,8 @@ class Settings(ParallelSettings):
             raise UserError(f"--backend torch works with --opt-level O0 and O1 (autocast), not with {self.opt_level}")
         if self.backend == "torch" and self.loss_scale not in ("dynamic", "1"):
             raise UserError(f"--loss-scale {self.loss_scale}: torch's scale is dynamic; a fixed one needs --backend own")
+        if self.comm == "horovod" and self.is_given("hang_after"):
+            raise UserError("--hang-after and --comm horovod: Horovod ends a run that hangs, after --timeout-s")
         if self.apex and (reason := why_not(self.device)):
             raise UserError(f"--apex: {reason}")
 

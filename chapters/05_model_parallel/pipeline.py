@@ -18,6 +18,7 @@ from pictures import Timeline
 from schedules import Transfer, Work
 from torch import Tensor, nn
 
+from durable.calls import message
 from gpt2_chinese.model.documents import document_mask
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (b, T) int64
@@ -173,26 +174,28 @@ class Worker:
         b, length = batches[0][0].shape
         shape = b, length // self.sequence_ranks, self.width
         made: dict[Work, Tensor] = {}  # outputs and gradients to be sent, or for a stage on this rank
-        came: dict[Work, tuple[Any, Tensor]] = {}  # receives under way
+        came: dict[Work, tuple[Any, Tensor, int]] = {}  # receives under way, and from whom
         kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output from F until B: the live activations
-        sending: list[tuple[Any, Tensor]] = []
+        sending: list[tuple[Any, Tensor, Transfer]] = []
+        members = dist.get_process_group_ranks(self.group) if self.num_ranks > 1 else [0]
 
         def obtain(work: Work) -> Tensor:
             if work in made:  # a pipeline of one rank
                 return made.pop(work)
-            handle, tensor = came.pop(work)
-            handle.wait()
+            handle, tensor, peer = came.pop(work)
+            with message("receive", str(work), members[peer]):  # named for the report of a hang
+                handle.wait()
             return tensor
 
         for what in program:
             if isinstance(what, Transfer):
                 if what.kind == "send":
                     tensor = made.pop(what.of)
-                    sending.append((dist.isend(tensor, group=self.group, group_dst=what.peer), tensor))
+                    sending.append((dist.isend(tensor, group=self.group, group_dst=what.peer), tensor, what))
                     self.sent_bytes += tensor.nbytes
                 else:
                     tensor = torch.empty(shape, device=batches[0][0].device)
-                    came[what.of] = dist.irecv(tensor, group=self.group, group_src=what.peer), tensor
+                    came[what.of] = dist.irecv(tensor, group=self.group, group_src=what.peer), tensor, what.peer
                 continue
             stage, key = self.stages[what.stage], (what.stage, what.micro)
             if what.kind == "F":
@@ -211,8 +214,9 @@ class Worker:
                     torch.autograd.backward(y, gradient)
                 if not stage.is_first:
                     made[what] = x.grad.contiguous()
-        for handle, _ in sending:
-            handle.wait()
+        for handle, _, what in sending:
+            with message("send", str(what.of), members[what.peer]):
+                handle.wait()
 
     def _span(self, work: Work) -> contextlib.AbstractContextManager[Any]:
         if not torch.is_grad_enabled():

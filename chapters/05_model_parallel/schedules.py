@@ -28,6 +28,9 @@ class Work(NamedTuple):
     stage: int
     micro: int
 
+    def __str__(self) -> str:
+        return f"{self.kind} of micro-batch {self.micro} in stage {self.stage}"
+
 
 class Transfer(NamedTuple):
     """A transfer of a Work's output: kind "send" or "recv", the other rank (peer), and the Work that computed it (of)."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from durable.hang_report import Watch
+
 GRACE_S = 2.0  # ranks that wait for the same rank give up within this time of each other
 
 
@@ -20,6 +22,7 @@ class Ranks:
         local_rank: number of this process on its machine.
         device: where this rank computes.
         group: the process group of all ranks, None for a single process.
+        watch: reports a hang, or None.
     """
 
     rank: int = 0
@@ -27,6 +30,7 @@ class Ranks:
     local_rank: int = 0
     device: torch.device = torch.device("cpu")
     group: Any = None
+    watch: Watch | None = None
 
     @property
     def is_main(self) -> bool:
@@ -59,6 +63,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leaves the process group."""
+        if self.watch is not None:
+            self.watch.close()
         if self.group is not None:
             dist.destroy_process_group()
             self.group = None

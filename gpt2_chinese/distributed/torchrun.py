@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,10 +31,12 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 
 from durable import closed_pipe
-from gpt2_chinese.distributed import horovod_launcher, stop_signal
+from durable.hang_report import Watch
+from gpt2_chinese.distributed import flight_recorder, horovod_launcher, stop_signal
 from gpt2_chinese.distributed.devices import choose_deterministic_kernels
 from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserError, exit_on_user_error
+from gpt2_chinese.files import display
 
 if TYPE_CHECKING:
     from gpt2_chinese.settings import Settings
@@ -82,6 +85,7 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         _end_with(int(os.environ[LAUNCHED_VARIABLE]))
     with exit_on_user_error():
         store, _, num_ranks = _meet(settings)
+    flight_recorder.choose_size()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("ranks", store),
@@ -95,7 +99,26 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     stop_signal.listen(is_lost=lambda: any(_is_gone(host, int(pid)) for host, pid in processes))
     torch_hook = sys.excepthook  # set by init_process_group: prints a traceback whose lines begin with the rank
     sys.excepthook = lambda *error: _end_rank(*error, torch_hook, store, rank, num_ranks)
-    return Ranks(rank, dist.get_world_size(), local_rank, device, dist.group.WORLD)
+    return Ranks(rank, num_ranks, local_rank, device, dist.group.WORLD, _watch(settings, store, rank, num_ranks))
+
+
+def _watch(settings: Settings, store: Any, rank: int, num_ranks: int) -> Watch | None:
+    """The thread that reports a hang and then ends this rank; None with --hang-after 0."""
+    if settings.hang_after == 0:
+        return None
+    own_connection = store.clone()  # a main thread that waits in the store would keep the other one
+
+    def end(others_wait: bool, silent: list[int]) -> NoReturn:
+        with contextlib.suppress(Exception):
+            _kill(own_connection, silent)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if others_wait else LOST_PEER)
+
+    folder = display(Path(settings.output_dir))
+    return Watch(own_connection, rank, num_ranks, settings.hang_after, folder, end, [flight_recorder.FlightRecorder()],
+                 f"bash scripts/python.sh -m gpt2_chinese.hangs {folder} prints a table",
+                 flight_recorder.save_dump)  # fmt: skip
 
 
 def _end_with(launcher: int) -> None:

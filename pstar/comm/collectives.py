@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from durable.calls import name_next
 from pstar.comm import shared_memory
 from pstar.comm.shared_memory import SharedMemory
 from pstar.memory.tier import Ledger
@@ -89,7 +90,8 @@ class Collectives:
         dist.broadcast_object_list(path, group_src=0, group=self.group)
         # Each container of a host may have another /dev/shm: then not all ranks see the file.
         seen = self._all_ranks(path[0] is not None and os.path.exists(path[0]))
-        memory = SharedMemory(path[0], self.rank, self.num_ranks) if seen else None
+        members = dist.get_process_group_ranks(self.group)
+        memory = SharedMemory(path[0], self.rank, self.num_ranks, members) if seen else None
         dist.barrier(self.group)
         if self.rank == 0 and path[0] is not None:
             os.unlink(path[0])
@@ -113,6 +115,8 @@ class Collectives:
         """Names the unit of the next collective: through shared memory, ranks with different units raise at once."""
         if self._memory:
             self._memory.subject = unit
+        elif self.num_ranks > 1:
+            name_next(f"unit {unit}")
 
     def progress(self) -> None:
         """Advances collectives that were begun, without waiting. Those of a process group advance by themselves."""

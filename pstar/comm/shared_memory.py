@@ -24,10 +24,12 @@ import platform
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from durable.calls import NUM_CALLS, Call, register
 from pstar.errors import StateError
 
 SLICE_BYTES = 4 * 2**20
@@ -35,6 +37,9 @@ COUNTER_BYTES = 64    # one cache line for each counter: no false sharing betwee
 WAIT_S = 600.0
 NAP_S = 50e-6
 """Sleep of a waiting rank between two polls, if there are more ranks than cores: another rank can use its core."""
+
+
+_KINDS = ("", "gather", "reduction", "broadcast", "reduction", "sum")
 
 
 def available() -> bool:
@@ -77,10 +82,12 @@ class SharedMemory:
     Args:
         path: from make_file on one rank, which unlinks it when all ranks have opened it: no file remains.
         rank, num_ranks: this rank's number, and how many there are.
+        members: the numbers of these ranks in the job, for the report of a hang; None: the same numbers.
     """
 
-    def __init__(self, path: str, rank: int, num_ranks: int):
+    def __init__(self, path: str, rank: int, num_ranks: int, members: Sequence[int] | None = None):
         self.rank, self.num_ranks = rank, num_ranks
+        self._members, self._name = tuple(members or range(num_ranks)), f"shared memory {os.path.basename(path)}"
         head = COUNTER_BYTES * num_ranks
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
         cells = data[:head].view(torch.int64).view(num_ranks, -1)
@@ -91,9 +98,12 @@ class SharedMemory:
         self._naps = num_ranks > len(os.sched_getaffinity(0))
         self._count = 0
         self._begun: deque[Exchange] = deque()
+        self._last_look, self._waits = 0, False
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=NUM_CALLS)    # (number, tag, seconds since 1970)
         self.subject = -1
         """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
         self._staged = False    # whether the first begun exchange has written its slice and waits for the others
+        register(self)
 
     def all_gather(self, flat: torch.Tensor) -> Exchange:
         """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
@@ -202,6 +212,13 @@ class SharedMemory:
 
     def finish(self, exchange: Exchange) -> None:
         """Waits until this exchange, and all that were begun before it, are done."""
+        self._waits = True
+        try:
+            self._finish(exchange)
+        finally:
+            self._waits = False
+
+    def _finish(self, exchange: Exchange) -> None:
         deadline = time.monotonic() + WAIT_S
         self.progress()
         while not exchange.done:
@@ -216,11 +233,41 @@ class SharedMemory:
                                  "they hang, died, or made other collective calls")
 
     def _begin(self, kind: int, numel: int, steps: Iterator[None]) -> Exchange:
-        exchange = Exchange(self, (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind, steps)
+        tag = (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind
+        exchange = Exchange(self, tag, steps)
+        self._recent.append((self._num_begun() + 1, tag, time.time()))
         self.subject = -1
         self._begun.append(exchange)
         self.progress()
         return exchange
+
+    # ------------------------------------------------------------- a source of durable.calls, for the report of a hang
+
+    def is_moving(self) -> bool:
+        """True if collectives were begun since the last look."""
+        before, self._last_look = self._last_look, self._num_begun()
+        return before != self._last_look
+
+    def _num_begun(self) -> int:
+        """How many collectives were begun."""
+        return self._recent[-1][0] if self._recent else 0
+
+    def waiting(self) -> list[Call]:
+        """The collective for which this rank waits, and those ranks that have not written their slices; at most one."""
+        count, num_begun, recent = self._count, len(self._begun), self._recent.copy()
+        if not self._waits or not self._staged or not 0 < num_begun <= len(recent):
+            return []
+        missing = tuple(self._members[rank] for rank in range(self.num_ranks) if int(self._counters[rank]) < count)
+        return [replace(self._described(*recent[-num_begun]), missing=missing)] if missing else []
+
+    def recent(self) -> list[Call]:
+        """The last collectives, oldest first."""
+        return [self._described(*begun) for begun in self._recent.copy()]
+
+    def _described(self, number: int, tag: int, began: float) -> Call:
+        unit = (tag >> 10) % 2**16 - 1
+        what = f"unit {unit}, " * (unit >= 0) + f"{tag >> 26} elements"
+        return Call(_KINDS[tag & 15], what, self._name, self._members, number, began)
 
     def _compare_calls(self, exchange: Exchange) -> None:
         """Called when every rank has staged this exchange. Raises StateError unless all ranks have the same tag."""
@@ -256,6 +303,5 @@ def _on_host(steps: Callable[..., Iterator[None]], *tensors: torch.Tensor) -> It
 
 def _call(tag: int) -> str:
     """A tag as text."""
-    kind = ("", "a gather", "a reduction", "a broadcast", "a reduction", "a sum")[tag & 15]
     subject = (tag >> 10) % 2**16
-    return kind + (f" of unit {subject - 1}" if subject else "") + f" ({tag >> 26} elements)"
+    return f"a {_KINDS[tag & 15]}" + (f" of unit {subject - 1}" if subject else "") + f" ({tag >> 26} elements)"

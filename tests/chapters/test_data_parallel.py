@@ -68,6 +68,7 @@ def test_the_chapters_follow_the_curve_in_ranks_of_a_pool(ranks, tmp_path: Path,
     (("--bucket-mb", "0"), "--bucket-mb must be above 0"),
     (("--check-sync", "-1"), "--check-sync must be at least 0"),
     (("--timeout-s", "0"), "--timeout-s must be at least 1"),
+    (("--hang-after", "-1"), "--hang-after must be at least 0"),
     (("--batch-size", "7"), "--batch-size 7 is not divisible by --nproc 2"),
     (("--bucket-md", "1"), "did you mean --bucket-mb"),
 ])  # fmt: skip

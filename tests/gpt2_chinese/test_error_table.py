@@ -154,6 +154,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "infinite decay": (["--weight-decay", "inf"], {}, r"--weight-decay must be at least 0, not inf"),
     "epochs of too many steps to count": (["--epochs", "1e308"], {}, r"--epochs 1e\+308 is too large"),
     "timeout of 20 digits": (["--timeout-s", "9" * 20], {}, r"--timeout-s 9{20} is too large: give at most"),
+    "hang-after below zero": (["--hang-after", "-1"], {}, r"--hang-after must be at least 0 and at most 10000000, not -1"),
     "an infinite flag of a chapter": (["--slow-worker-s", "inf"], {}, r"--slow-worker-s is inf: give a finite number"),
     "empty name": (["--train-data", ""], {}, r"--train-data is empty: give a value, or leave the flag out"),
     "a blank": (["--vocab", " "], {}, r"--vocab is empty: give a value"),
@@ -247,7 +248,8 @@ def test_a_wrong_flag_or_variable_ends_the_program_with_one_line(
     flags, variables, line = WRONG_FLAGS[case]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    chapters = {"--timeout-s": "02_ddp", "--slow-worker-s": "01_parameter_server"}  # others do not have these flags
+    # 00 does not have these flags
+    chapters = {"--timeout-s": "02_ddp", "--hang-after": "02_ddp", "--slow-worker-s": "01_parameter_server"}
     chapter = chapters.get(flags[0], "00_single") if flags else "02_ddp"
     refuses(folder, flags, line, capfd, chapter)
 
@@ -272,6 +274,8 @@ WRONG_COMMANDS = {  # programs other than the chapters: a command line and its o
     "tokens of nothing": ("-m gpt2_chinese.tokens --corpus none.json", "none.json"),
     "a profile that is none": ("-m gpt2_chinese.tokens --corpus corpus.json --vocab-profile x",
                                "--vocab-profile: invalid choice: 'x'"),
+    "hangs: nothing there": ("-m gpt2_chinese.hangs none", "none is missing: give the output folder of a run"),
+    "hangs: none reported": ("-m gpt2_chinese.hangs .", ". has no hang-rank*.json: no hang was reported there"),
     "vocabulary: no command": ("-m gpt2_chinese.vocabulary", "the following arguments are required: command"),
     "vocabulary: no number": ("-m gpt2_chinese.vocabulary train --corpus corpus.json --size x --output v.txt",
                               "--size: invalid int value: 'x'"),

@@ -86,6 +86,7 @@ GPT2_ROWS = {
     "distributed": 5,
     "data": 6,
     "checkpoint": 6,
+    "hangs": 7,
     "tokens": 7,
     "weights": 7,
     "generate": 7,
@@ -96,24 +97,26 @@ GPT2_ROWS = {
 
 DURABLE_ROWS = {
     "boxes": 0,
+    "calls": 0,
     "closed_pipe": 0,
     "command_line": 0,
     "distributed_checkpoint": 0,
     "files": 0,
     "folders": 1,
+    "hang_report": 1,
     "__init__": 2,
 }
 
 # The only places where torch.distributed appears, besides the technique files of chapters. Those of checkpoints read or
 # write the format of torch.distributed.checkpoint, and make no collective of their own.
-KNOWS_RANKS = ("gpt2_chinese/distributed/ranks.py", "gpt2_chinese/distributed/torchrun.py",
-               "gpt2_chinese/checkpoint/sharded.py", "pstar/comm/collectives.py", "pstar/checkpoint/sharded.py",
-               "durable/distributed_checkpoint.py")
+KNOWS_RANKS = ("gpt2_chinese/distributed/flight_recorder.py", "gpt2_chinese/distributed/ranks.py",
+               "gpt2_chinese/distributed/torchrun.py", "gpt2_chinese/checkpoint/sharded.py", "pstar/comm/collectives.py",
+               "pstar/checkpoint/sharded.py", "durable/distributed_checkpoint.py")
 # The same for Horovod: 03 and 04 share the ranks that horovodrun starts, as the others share those of torchrun.py.
 KNOWS_HOROVOD = ("gpt2_chinese/distributed/horovod_launcher.py", "gpt2_chinese/distributed/horovod_ranks.py")
 
 # These answer a wrong flag or a wrong corpus before torch is loaded.
-QUICK_MODULES = ("settings", "errors", "corpus", "tokens", "weights", "model.config", "vocabulary.profiles",
+QUICK_MODULES = ("settings", "errors", "corpus", "hangs", "tokens", "weights", "model.config", "vocabulary.profiles",
                  "vocabulary.fit", "vocabulary.__main__", "corpora.convert", "corpora.__main__", "data.token_cache",
                  "generate.sampling", "generate.writer", "generate.__main__", "checkpoint.trained_model", "checkpoint.load",
                  "evaluate.loss", "evaluate.perplexity", "evaluate.choices", "evaluate.samples", "evaluate.report",

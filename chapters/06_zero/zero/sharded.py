@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from durable.calls import name_next
 from gpt2_chinese.checkpoint.sharded import write_parts, write_whole
 from gpt2_chinese.run.optim import adamw
 from zero.checkpoint import load_pieces, parts_of
@@ -131,6 +132,7 @@ class Sharded:
         self.ledger.note_gradients()
         flat = unit.take_gradients()
         reduce = self.comm.all_reduce_mean if self.stage == 0 else self.comm.reduce_scatter_mean
+        name_next(unit.name)
         self._under_way.append((unit, reduce(flat)))
         self._finish(1)
 

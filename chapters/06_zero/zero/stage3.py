@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from durable.calls import name_next
 from zero.comm import Result
 from zero.sharded import Sharded
 from zero.units import Unit
@@ -71,6 +72,7 @@ class Zero3(Sharded):
         if self.params_on_host:
             own = torch.empty_like(own, device=self.device)
             self.host.back(unit.own, own)
+        name_next(unit.name)
         self._coming[unit] = self.comm.all_gather(unit.full, own)
 
     def _free(self, unit: Unit) -> None:

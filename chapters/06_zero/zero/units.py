@@ -72,6 +72,11 @@ class Unit:
             begin += parameter.numel()
         self.cut_pieces()
 
+    @property
+    def name(self) -> str:
+        """For the report of a hang: that of its first parameter."""
+        return f"unit of {next(iter(self.parameters), 'nothing')}"
+
     def cut_pieces(self) -> None:
         """Makes new pieces, as views of `master`."""
         self.pieces, begin, size = [], 0, self.master.numel()

@@ -94,6 +94,9 @@ SEEN = {
     # ---- troubleshooting.md
     "hang": Seen(f"{RUN} --timeout-s 5 --output-dir runs/hang {LONG}", status=1,
                  during=CHILD.format(run="runs/hang", signal="STOP"), keep=ERROR),
+    "hang_report": Seen("bash chapters/01_parameter_server/train.sh --slow-worker-s 90 --hang-after 10 --output-dir "
+                        f"runs/asleep {SHORT}", status=1, keep=ERROR),
+    "hang_table": Seen(f"{PYTHON} -m gpt2_chinese.hangs runs/asleep"),
     "killed": Seen(f"{RUN} --output-dir runs/killed {LONG}", status=1,
                    during=CHILD.format(run="runs/killed", signal="KILL"), keep=ERROR),
     "not_finite": Seen(f"{RUN} --output-dir runs/nan --lr 1e30 --clip-grad-norm 0 {LONG}", status=1, keep=ERROR),

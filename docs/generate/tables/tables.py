@@ -24,7 +24,7 @@ TREE = {
     "chapters/": "one program a folder: the same training, each time shared in another way",
     "gpt2_chinese/": "what all chapters share: model, corpus, vocabulary, the run; knows no parallelism",
     "pstar/": "the engine of chapter 07, for any torch.nn.Module",
-    "durable/": "files and folders that are complete or absent, sharded checkpoints, command lines; used by both packages",
+    "durable/": "files and folders that are complete or absent, sharded checkpoints, hang reports; used by both packages",
     "data/": "the shipped corpus, its format, and how to split your own",
     "cache/": "the shipped vocabulary, and how to train another",
     "docs/": "the site in Chinese and English, and what makes its pages from these files",
