@@ -115,7 +115,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     if num_bytes + SLACK_BYTES > free:
         raise RunError(
             f"no room to write {folder}: {_megabytes(num_bytes + SLACK_BYTES)} needed, {_megabytes(free)} free; make room "
-            "on that disk, or lower --keep"
+            "on that disk, or lower --keep-last"
         )
 
 

@@ -328,8 +328,10 @@ class Run:
         return step % self.settings.eval_every == 0 or step == self.settings.max_steps
 
     def save_now(self, step: int) -> bool:
-        """True at the steps of --save-every, at the last, and at the step after which a signal stops the run."""
-        return step % self.settings.save_every == 0 or step == self._last_step
+        """True at the steps of --save-every and --keep-every, at the last, and at the step after which a signal stops it."""
+        settings = self.settings
+        kept = settings.keep_every is not None and step % settings.keep_every == 0
+        return kept or step % settings.save_every == 0 or step == self._last_step
 
     def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Logs valid_loss, valid_ppl and valid_acc of a step."""

@@ -49,7 +49,7 @@ class Saving:
             if self.ranks.is_main:
                 before()
                 step_folder.save(self.checkpoints, step, weights, moments, state)
-                step_folder.prune(self.checkpoints, self.settings.keep, step)
+                self._prune(step)
 
         self._together(f"the state after step {step}", step_folder.staging_folder(self.checkpoints, step), write)
 
@@ -68,7 +68,7 @@ class Saving:
         def complete() -> None:
             if self.ranks.is_main:
                 step_folder.complete(staging, step, state)
-                step_folder.prune(self.checkpoints, self.settings.keep, step)
+                self._prune(step)
 
         for act in (begin, lambda: write(staging / PARTS), complete):
             self._together(f"the state after step {step}", staging, act)
@@ -112,6 +112,9 @@ class Saving:
             shutil.rmtree(staging, ignore_errors=True)
         problem = problem or f"rank {self.ranks.num_ranks - int(failed)} could not write"
         raise RunError(f"{what} is not saved: {problem}; {self.last_good()}")
+
+    def _prune(self, step: int) -> None:
+        step_folder.prune(self.checkpoints, step, self.settings.keep_last, self.settings.keep_every)
 
     def _state(self, step: int, extra: dict[str, Any] | None) -> dict[str, Any]:
         settings = self.settings

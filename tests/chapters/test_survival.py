@@ -203,7 +203,7 @@ def test_it_goes_on_bit_for_bit_with_dropout_and_accumulation(ranks, tmp_path: P
 
 def test_chapters_go_on_from_each_other(ranks, tmp_path: Path) -> None:
     """00 -> 02 -> 06 -> 07 -> 02 -> 00: each takes three steps on the curve of the first one, within 1e-4."""
-    flags = ("--max-steps", 18, "--eval-every", 100, "--save-every", 3, "--keep", 0)
+    flags = ("--max-steps", 18, "--eval-every", 100, "--save-every", 3, "--keep-last", 0)
     expected, saved = [], None
     for number, name in enumerate(("00_single", "02_ddp", "06_zero", "07_patrickstar", "02_ddp", "00_single")):
         chapter = Chapter(name, tmp_path / str(number))
