@@ -250,12 +250,12 @@ class Engine(torch.nn.Module):
         """
         save_sharded(self._optimizer, Path(path), extra or {}, dict(self._persistent_buffers()))
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, verify: bool = True) -> dict[str, Any]:
         """Resumes from a checkpoint of any number of ranks, chunk size, ownership and precision; returns its `extra`.
 
-        Raises CheckpointError.
+        verify: compare the files with their checksums first. Raises CheckpointError.
         """
-        extra = load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()))
+        extra = load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()), verify)
         self._resume_schedule()
         return extra
 

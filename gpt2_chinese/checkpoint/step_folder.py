@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from durable.files import flush, write_json
 from gpt2_chinese.checkpoint.find import PARTS, candidates, read_state
 from gpt2_chinese.checkpoint.model_state import BYTES_PER_NUMBER, check_finite, save_tensors
-from gpt2_chinese.checkpoint.sealed_folder import check_space, damage, listed, new_damage, put_in_place, seal
+from gpt2_chinese.checkpoint.sealed_folder import check_space, listed, new_damage, put_in_place, seal
 from gpt2_chinese.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def read_checkpoint(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tens
     """
     from safetensors.torch import load_file
 
-    if reason := damage(path):
+    if reason := new_damage(path):
         raise UserError(f"checkpoint {path} cannot be used: {reason}")
     if any(name.startswith(f"{PARTS}/") for name in listed(path)):
         from gpt2_chinese.checkpoint.sharded import read_parts

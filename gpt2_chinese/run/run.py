@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from durable.files import write_json
+from gpt2_chinese.checkpoint import verdicts
 from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.checkpoint.model_state import load_adamw_moments, load_weights
 from gpt2_chinese.checkpoint.trained_model import load_model
@@ -105,6 +106,8 @@ class Run:
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
             ranks.close()
             fail("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
+        if ranks.is_main:
+            verdicts.forget()
         free = not ranks.is_main or self._metrics.take() or first_step is not None
         if ranks.max(not free):
             ranks.close()
