@@ -93,6 +93,7 @@ class Settings:
     save_every: int | None = flag(None, "Steps between checkpoints.", shown="by config, tiny: 200")
     keep_last: int = flag(3, "Number of newest complete checkpoints to keep, 0 for all.")
     keep_every: int | None = flag(None, "Steps between checkpoints that are kept for good, in addition.", shown="none")
+    async_save: bool = flag(False, "Write checkpoints in the background, from a copy of the state in host memory.")
     log_every: int | None = flag(None, "Steps between lines of metrics.jsonl.", shown="by config, tiny: 1")
     output_dir: str | Path | None = flag(None, "Folder for everything that the run writes.", shown="runs/NN_name")
     init_from: str | None = flag(

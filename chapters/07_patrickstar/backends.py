@@ -43,7 +43,7 @@ def save(model: Any, run: Run, step: int) -> None:
     if isinstance(model, ChunkedModel):
         run.save(step, *model.data.gather_state())
     else:
-        run.save_parts(step, model.save_checkpoint)
+        run.save_by(step, model.save_checkpoint, model.copy_checkpoint)
 
 
 def finish(model: Any, run: Run) -> None:
