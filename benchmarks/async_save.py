@@ -26,7 +26,7 @@ from turns import in_turns
 HERE = Path(__file__).resolve().parent
 SIZES = {
     "tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 3980, "batch": 24},
-    "wide": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 512, "vocab_size": 21128, "batch": 8},
+    "wide": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 21128, "batch": 8},
 }
 SMALL = {"small": {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 500, "batch": 4}}
 HOWS = {"none": "no save", "ordinary": "a save", "background": "a save with --async-save"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ from gpt2_chinese.settings import ROOT, Settings
 PROGRAM = str(ROOT / "chapters" / "00_single" / "train.py")
 
 
+@pytest.fixture
+def may_end() -> Iterator[threading.Event]:
+    """What a save in the background waits for; set at the end of a test that has failed, too."""
+    event = threading.Event()
+    yield event
+    event.set()
+    background.wait()
+    background.take_error()
+
+
 def saving(tmp_path: Path, said: list[str], *flags: str) -> Saving:
     settings = resolve(Settings.from_command_line(PROGRAM, "", ["--output-dir", str(tmp_path), "--async-save", *flags]))
     return Saving(settings, Ranks(), lambda: None, said.append)
@@ -32,8 +43,8 @@ def save(into: Saving, step: int) -> None:
     weights["a"].zero_()  # training goes on
 
 
-def test_a_save_waits_for_the_one_before_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, may_end, order = threading.Event(), threading.Event(), []
+def test_a_save_waits_for_the_one_before_and_says_so(tmp_path: Path, monkeypatch, may_end: threading.Event) -> None:
+    writing, order = threading.Event(), []
     whole = step_folder.save
 
     def slow(directory: Path, step: int, *more: object) -> None:
@@ -77,9 +88,7 @@ def test_a_failed_save_is_reported_by_the_next_call(tmp_path: Path, monkeypatch:
     into.settle()  # it is reported once
 
 
-def test_the_end_of_a_process_waits_and_prints_an_error_that_nobody_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    may_end = threading.Event()
-
+def test_the_end_of_a_process_waits_and_prints_an_error_that_nobody_reported(capsys, may_end: threading.Event) -> None:
     def work() -> None:
         may_end.wait()
         raise RunError("no room")
