@@ -91,7 +91,9 @@ class Settings:
     epochs: float | None = flag(None, "Passes over the corpus; with --max-steps, whichever ends first.", shown="no limit")
     eval_every: int | None = flag(None, "Steps between evaluations.", shown="by config, tiny: 200")
     save_every: int | None = flag(None, "Steps between checkpoints.", shown="by config, tiny: 200")
-    keep: int = flag(3, "Number of newest complete checkpoints to keep, 0 for all.")
+    keep_last: int = flag(3, "Number of newest complete checkpoints to keep, 0 for all.")
+    keep_every: int | None = flag(None, "Steps between checkpoints that are kept for good, in addition.", shown="none")
+    async_save: bool = flag(False, "Write checkpoints in the background, from a copy of the state in host memory.")
     log_every: int | None = flag(None, "Steps between lines of metrics.jsonl.", shown="by config, tiny: 1")
     output_dir: str | Path | None = flag(None, "Folder for everything that the run writes.", shown="runs/NN_name")
     init_from: str | None = flag(
@@ -269,7 +271,8 @@ _LEAST = {
     "max_steps": 1,
     "eval_every": 1,
     "save_every": 1,
-    "keep": 0,
+    "keep_last": 0,
+    "keep_every": 1,
     "log_every": 1,
     "seed": 0,
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pstar.checkpoint.export import export_weights, import_weights
-from pstar.checkpoint.sharded import load_sharded, save_sharded
+from pstar.checkpoint.sharded import Writer, copy_sharded, load_sharded, save_sharded
 from pstar.checkpoint.state import gather_state, load_state, write
 from pstar.chunks import Hooks, Offload, assemble
 from pstar.chunks.peak_watch import PeakWatch
@@ -245,17 +245,19 @@ class Engine(torch.nn.Module):
     def save_checkpoint(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Writes the folder `path`, complete or not at all; every rank calls it and writes its part (sharded.py).
 
-        extra: JSON content that load_checkpoint returns: the position in the data, scheduler.state_dict().
-        Raises CheckpointError on all ranks.
+        extra: JSON content that load_checkpoint returns: scheduler.state_dict(). Raises CheckpointError on all ranks.
         """
         save_sharded(self._optimizer, Path(path), extra or {}, dict(self._persistent_buffers()))
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Resumes from a checkpoint of any number of ranks, chunk size, ownership and precision; returns its `extra`.
+    def copy_checkpoint(self, extra: dict[str, Any] | None = None) -> Writer:
+        """Copies the state into host memory, and returns a function that writes the copy; see sharded.py, copy_sharded."""
+        return copy_sharded(self._optimizer, extra or {}, dict(self._persistent_buffers()))
 
-        Raises CheckpointError.
-        """
-        extra = load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()))
+    def load_checkpoint(self, path: str | Path, verify: bool = True) -> dict[str, Any]:
+        """Resumes from a checkpoint of any ranks, chunk size, ownership, precision; returns `extra`. Raises CheckpointError.
+
+        verify: compare the files with their checksums first."""
+        extra = load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()), verify)
         self._resume_schedule()
         return extra
 

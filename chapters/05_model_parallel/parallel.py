@@ -27,7 +27,7 @@ from tensor_apply import apply_tensor_parallel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
+from gpt2_chinese.checkpoint.sharded import Part, write_whole
 from gpt2_chinese.data.batches import IGNORED, Batches
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.model.gpt2 import next_token_loss
@@ -194,8 +194,8 @@ class ModelParallel:
                 found.setdefault(kind + whole_name(parameter, name), part).boxes.update(part.boxes)
         return found
 
-    def write(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        """For Run.save_parts: each rank writes its part of weights and moments; all ranks call it together."""
+    def parts(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Part], dict[str, int]]:
+        """For Run.save_parts: this rank's part of weights and moments, all counts of updates; all ranks call it together."""
         states = {name: optimizer.state[p] for name, p in self.parameters.items() if optimizer.state.get(p)}
         parts = self._parts("model.", self.parameters)
         for kind in ("exp_avg", "exp_avg_sq"):
@@ -206,7 +206,7 @@ class ModelParallel:
         if self.mesh.replica is not None:
             everyone = [None] * dist.get_world_size(self.mesh.replica)
             dist.all_gather_object(everyone, steps, group=self.mesh.replica)
-        write_parts(folder, parts, {k: n for each in everyone for k, n in each.items()}, self.mesh.ranks)
+        return parts, {k: n for each in everyone for k, n in each.items()}
 
     def write_final(self, file: Path) -> None:
         """For Run.finish: writes the whole weights into one file; all ranks call it together."""

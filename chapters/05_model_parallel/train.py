@@ -63,7 +63,7 @@ for step in run.steps():
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(parallel, valid, mesh.data))
     if run.save_now(step):
-        run.save_parts(step, lambda folder: parallel.write(folder, optimizer), {"scaler": scaler.state_dict()})
+        run.save_parts(step, *parallel.parts(optimizer), {"scaler": scaler.state_dict()})
 
 # -- end ---------------------------------------------------------------------------------------------------------------
 run.finish(parallel.write_final, table=parallel.close())

@@ -67,7 +67,7 @@ for step in run.steps():
     if run.evaluate_now(step):
         run.log_evaluation(step, evaluate_model(model, valid, ranks))
     if run.save_now(step):
-        run.save_parts(step, sharded.save, {"scaler": scaler.state_dict()})
+        run.save_parts(step, *sharded.parts(), {"scaler": scaler.state_dict()})
 
 # -- end ---------------------------------------------------------------------------------------------------------------
 run.finish(sharded.write_weights, table=sharded.close())

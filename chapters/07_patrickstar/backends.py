@@ -33,7 +33,7 @@ def resume(model: Any, run: Run) -> None:
     if isinstance(model, ChunkedModel):
         run.resume_parts(model.data.load_state)
     elif run.resume_from is not None and (run.resume_from / PARTS / "manifest.json").exists():  # pstar's own
-        model.load_checkpoint(run.resume_from / PARTS)  # each rank reads its own part
+        model.load_checkpoint(run.resume_from / PARTS, verify=False)  # resolve has; each rank reads its own part
     else:
         run.resume_parts(model.load_state)
 
@@ -43,7 +43,7 @@ def save(model: Any, run: Run, step: int) -> None:
     if isinstance(model, ChunkedModel):
         run.save(step, *model.data.gather_state())
     else:
-        run.save_parts(step, model.save_checkpoint)
+        run.save_by(step, model.save_checkpoint, model.copy_checkpoint)
 
 
 def finish(model: Any, run: Run) -> None:

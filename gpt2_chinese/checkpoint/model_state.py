@@ -18,11 +18,23 @@ BYTES_PER_NUMBER = 4  # all numbers are stored as float32
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raises RunError for the first tensor with a number that is not finite: such a model cannot learn, and is not saved."""
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise RunError(f"{name} holds numbers that are not finite: it is not saved")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """True if all numbers are finite.
+
+    In host memory by numpy: in the background torch would start a second team of threads, too many for the cores.
+    """
+    import numpy
     import torch
 
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor.detach()).all():
-            raise RunError(f"{name} holds numbers that are not finite: it is not saved")
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type != "cpu" or flat.dtype != torch.float32:
+        return bool(torch.isfinite(flat).all())
+    return all(numpy.isfinite(piece.numpy()).all() for piece in flat.split(1 << 20))
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

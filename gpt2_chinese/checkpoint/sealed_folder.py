@@ -17,6 +17,7 @@ from typing import Any
 
 from durable import folders
 from durable.files import flush, write_json
+from gpt2_chinese.checkpoint import verdicts
 from gpt2_chinese.errors import RunError
 
 MANIFEST = "manifest.json"
@@ -72,11 +73,16 @@ _found_whole: dict[Path, list[tuple[str, int, int]]] = {}  # each with its files
 
 
 def new_damage(path: Path) -> str | None:
-    """`damage`, without reading a folder again that was whole and whose files still have the same sizes and times."""
+    """`damage`, without reading a folder again that was whole and whose files still have the same sizes and times.
+
+    Another process of this job may have read it (verdicts.py).
+    """
     look = _look(path)
-    if look and _found_whole.get(path) == look:
-        return None
-    reason = damage(path)
+    if not look:
+        return damage(path)
+    told = (None,) if _found_whole.get(path) == look else verdicts.of_others(path, look)
+    reason = told[0] if told else damage(path)
+    verdicts.note(path, look, reason)
     if reason is None:
         _found_whole[path] = look
     return reason
@@ -115,7 +121,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     if num_bytes + SLACK_BYTES > free:
         raise RunError(
             f"no room to write {folder}: {_megabytes(num_bytes + SLACK_BYTES)} needed, {_megabytes(free)} free; make room "
-            "on that disk, or lower --keep"
+            "on that disk, or lower --keep-last"
         )
 
 

@@ -7,7 +7,7 @@
 Tensors are read one by one, when they are asked for. Each chapter chooses which rank writes what:
 
     parts = {"model.h.0.weight": Part((4, 6), {(0, 3): its right half}), "exp_avg.h.0.weight": ...}
-    run.save_parts(step, lambda folder: write_parts(folder, parts, steps, ranks))
+    run.save_parts(step, parts, steps)
     run.finish(lambda file: write_whole(file, weights, ranks))
 """
 
@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from durable.boxes import boxes
 from durable.distributed_checkpoint import Reader, last_line, quiet
+from gpt2_chinese.checkpoint.host_copy import HostCopy
+from gpt2_chinese.checkpoint.model_state import is_finite
 from gpt2_chinese.distributed.ranks import Ranks
 from gpt2_chinese.errors import RunError, UserError
 
@@ -124,11 +126,22 @@ class Part:
         return items
 
 
+def copied(parts: Mapping[str, Part], copy: HostCopy) -> dict[str, Part]:
+    """The same parts in host memory, valid until the next call with this `copy`."""
+    flat = {f"{name} {offsets}": values for name, part in parts.items() for offsets, values in part.boxes.items()}
+    held = copy.take(flat)
+    return {name: Part(part.shape, {offsets: held[f"{name} {offsets}"] for offsets in part.boxes})
+            for name, part in parts.items()}  # fmt: skip
+
+
 class _Planner(dcp.DefaultSavePlanner):
     """DCP's planner for Parts."""
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         values = self.state_dict[index.fqn].boxes[tuple(index.offset)]
+        plain = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
+        if plain and values.untyped_storage().nbytes() == values.nbytes and not values.requires_grad:
+            return values
         return values.detach().to("cpu", torch.float32).contiguous().clone()  # a view would be stored with its base
 
 
@@ -145,7 +158,7 @@ def write_parts(folder: Path, parts: Mapping[str, Part], steps: Mapping[str, int
         RunError: on all ranks, if a number on any rank is not finite; nothing is written.
         OSError: on all ranks, if one of them could not write.
     """
-    wrong = [name for name, part in parts.items() if not all(torch.isfinite(v).all() for v in part.boxes.values())]
+    wrong = [name for name, part in parts.items() if not all(map(is_finite, part.boxes.values()))]
     if ranks.max(bool(wrong)):
         raise RunError(f"{wrong[0] if wrong else 'another rank'} holds numbers that are not finite: it is not saved")
     if ranks.is_main:

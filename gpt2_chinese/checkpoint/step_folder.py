@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from durable.files import flush, write_json
 from gpt2_chinese.checkpoint.find import PARTS, candidates, read_state
 from gpt2_chinese.checkpoint.model_state import BYTES_PER_NUMBER, check_finite, save_tensors
-from gpt2_chinese.checkpoint.sealed_folder import check_space, damage, listed, new_damage, put_in_place, seal
+from gpt2_chinese.checkpoint.sealed_folder import check_space, listed, new_damage, put_in_place, seal
 from gpt2_chinese.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,21 +86,23 @@ def complete(staging: Path, step: int, state: dict[str, Any]) -> Path:
     return target
 
 
-def prune(directory: Path, keep: int, written: int) -> None:
-    """Removes all checkpoints older than the newest `keep` complete ones (0: keeps all), never that of step `written`.
+def prune(directory: Path, written: int, keep_last: int, keep_every: int | None = None) -> None:
+    """Removes all checkpoints older than the newest `keep_last` complete ones (0: keeps all), never that of step `written`.
 
-    A damaged checkpoint is not counted, and is kept while it is not older than those.
+    A damaged checkpoint is not counted, and is kept while it is not older than those. Checkpoints whose step is a multiple
+    of `keep_every` count like the others, and are kept for good.
     """
     whole: list[int] = []
     just_written = directory / f"step_{written:06d}"
     for step, folder in candidates(directory):
-        old = bool(keep) and len(whole) >= keep
-        if folder != just_written and (old or step in whole):
+        old = bool(keep_last) and len(whole) >= keep_last
+        for_good = folder == just_written or bool(keep_every) and step % keep_every == 0
+        if folder != just_written and (step in whole or (old and not for_good)):
             gone = directory / f"step_{step:06d}.tmp.gone"  # so that a kill leaves no half of a checkpoint under its name
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
-        elif folder == just_written or new_damage(folder) is None:
+        elif folder == just_written or (not old and new_damage(folder) is None):
             whole.append(step)
 
 
@@ -112,7 +114,7 @@ def read_checkpoint(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tens
     """
     from safetensors.torch import load_file
 
-    if reason := damage(path):
+    if reason := new_damage(path):
         raise UserError(f"checkpoint {path} cannot be used: {reason}")
     if any(name.startswith(f"{PARTS}/") for name in listed(path)):
         from gpt2_chinese.checkpoint.sharded import read_parts

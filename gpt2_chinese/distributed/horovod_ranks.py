@@ -12,6 +12,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from gpt2_chinese import background
 from gpt2_chinese.distributed.horovod_launcher import LOST_LINE
 from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
 from gpt2_chinese.errors import LOST_PEER, RunError, UserError
@@ -66,6 +67,7 @@ def _end_rank(kind: type[BaseException], error: BaseException, trace: TracebackT
             print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
+    background.end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # without Horovod's shutdown, which would wait for the others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -61,10 +62,17 @@ class Ranks:
         """Waits until every rank has called this."""
         self.max(0.0)
 
+    def apart(self, timeout_s: float) -> Ranks:
+        """The same ranks on the CPU with a process group of their own, for another thread; all ranks must call together."""
+        if self.group is None:
+            return Ranks(self.rank, self.num_ranks, self.local_rank)
+        group = dist.new_group(dist.get_process_group_ranks(self.group), timedelta(seconds=timeout_s), backend="gloo")
+        return Ranks(self.rank, self.num_ranks, self.local_rank, group=group)
+
     def close(self) -> None:
         """Leaves the process group."""
         if self.watch is not None:
             self.watch.close()
         if self.group is not None:
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.group)
             self.group = None

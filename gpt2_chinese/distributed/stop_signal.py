@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from durable.files import replacing
+from gpt2_chinese import background
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE_VARIABLE = "GPT2_CHINESE_STOP_FILE"  # set by a launcher of ours
+SAVE_S = 20.0  # for a save under way when the job has failed: torchrun kills a rank 30 s after its signal
 AGAIN = "a second signal ends it at once"
 
 _noted: list[str] = []  # of the module: a signal goes to the whole process
@@ -39,6 +41,7 @@ def listen(is_lost: Callable[[], bool] = lambda: False, signals: tuple[signal.Si
         for each in signals:
             signal.signal(each, signal.SIG_DFL)
         if is_lost():
+            background.end(SAVE_S)
             os.kill(os.getpid(), number)
         _noted.append(signal.Signals(number).name)
 

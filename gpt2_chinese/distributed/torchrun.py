@@ -32,6 +32,7 @@ import torch.distributed.nn  # noqa: F401
 
 from durable import closed_pipe
 from durable.hang_report import Watch
+from gpt2_chinese import background
 from gpt2_chinese.distributed import flight_recorder, horovod_launcher, stop_signal
 from gpt2_chinese.distributed.devices import choose_deterministic_kernels
 from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
@@ -185,6 +186,7 @@ def _end_rank(
                 _kill(store, missing)  # after the line: when the launcher sees a killed rank, it ends this one as well
     else:
         print_traceback(kind, error, trace)
+    background.end(ANSWER_S if status == LOST_PEER else None)  # a save of all ranks may wait for the lost one
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no normal exit: with collectives under way it would wait for them, or abort

@@ -14,8 +14,9 @@ import shlex
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from gpt2_chinese.checkpoint import verdicts
 from gpt2_chinese.checkpoint.find import PARTS, newest_complete, read_json, read_state
-from gpt2_chinese.checkpoint.sealed_folder import damage
+from gpt2_chinese.checkpoint.sealed_folder import new_damage
 from gpt2_chinese.checkpoint.trained_model import begin_from, check_initial
 from gpt2_chinese.data.mix import Mix, MixedTokens, load_mix
 from gpt2_chinese.data.rows import Packed, Rows, Windows
@@ -37,11 +38,13 @@ def resolve(settings: AnySettings) -> AnySettings:
     When the run is already complete it prints that and exits with status 0.
     """
     with exit_on_user_error():
+        verdicts.share(_output_dir(settings))
         if steps := _steps_of_the_same_command(settings):
             _say_complete(settings, steps)
         fill_in(settings)
         if _is_complete(settings):
             _say_complete(settings, settings.max_steps)
+        verdicts.hand_over()
     return settings
 
 
@@ -66,7 +69,7 @@ def _steps_of_the_same_command(settings: Settings) -> int | None:
         if not same or read_json(settings.output_dir / "final" / "run.json")["step"] != steps:
             return None
         state = read_json(settings.output_dir / "checkpoints" / f"step_{steps:06d}" / "state.json")
-        return steps if state["step"] == steps and not damage(settings.output_dir / "final") else None
+        return steps if state["step"] == steps and not new_damage(settings.output_dir / "final") else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -263,7 +266,7 @@ def _named_checkpoint(settings: Settings) -> Path | None:
             found = newest_complete(found / "checkpoints")
         if found is None or not is_folder:
             raise UserError(f"--resume {settings.resume} is no checkpoint: give auto, never, or a folder step_NNNNNN")
-        if wrong := damage(found):
+        if wrong := new_damage(found):
             raise UserError(f"--resume {settings.resume} cannot be used: {wrong}; give a whole folder step_NNNNNN")
     return found
 
@@ -326,7 +329,7 @@ def _find_checkpoint(settings: Settings) -> Path | None:
 def _is_complete(settings: Settings) -> bool:
     """True when an earlier run has taken all steps and written final/."""
     final = settings.output_dir / "final"
-    if settings.resume != "auto" or settings.resume_step < settings.max_steps or damage(final):
+    if settings.resume != "auto" or settings.resume_step < settings.max_steps or new_damage(final):
         return False
     return read_json(final / "run.json").get("step") == settings.resume_step
 

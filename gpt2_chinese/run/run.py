@@ -29,6 +29,9 @@ import torch
 from torch import nn
 
 from durable.files import write_json
+from gpt2_chinese import background
+from gpt2_chinese.checkpoint import verdicts
+from gpt2_chinese.checkpoint.host_copy import HostCopy
 from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.checkpoint.model_state import load_adamw_moments, load_weights
 from gpt2_chinese.checkpoint.trained_model import load_model
@@ -46,7 +49,7 @@ from gpt2_chinese.run.flops import Rates
 from gpt2_chinese.run.header import Rows, print_header, print_rows
 from gpt2_chinese.run.metrics import Metrics, evaluation_of, peak_bytes, versions
 from gpt2_chinese.run.resolve import in_use, what_next
-from gpt2_chinese.run.saving import Saving
+from gpt2_chinese.run.saving import Saving, Write
 from gpt2_chinese.settings import Settings
 from gpt2_chinese.vocabulary.profiles import knows_chinese
 
@@ -55,7 +58,7 @@ ENGLISH_PROMPTS = ("The weather today", "This small shop", "In ancient China")  
 # Steps in a row without a finite loss and gradient, after which a run ends. In fp32 and bf16 the first one has already
 # damaged the weights. fp16 skips such steps and halves its scale: 16 halvings lead from 2**16 to 1.
 PATIENCE, PATIENCE_FP16 = 5, 20
-GO_ON, STOP, HOPELESS = 0, 1, 2  # each rank's vote before a step; the largest wins
+GO_ON, STOP, HOPELESS, UNSAVED = 0, 1, 2, 3  # each rank's vote before a step; the largest wins
 
 
 Load = Callable[[Path, torch.device], tuple[Any, Any]]  # (a folder, where to) -> (model, vocabulary)
@@ -99,12 +102,15 @@ class Run:
     ) -> None:
         self.settings, self.ranks = settings, ranks
         self.directory = Path(settings.output_dir)
-        self._metrics, self._saving = Metrics(self.directory, Rates.of(settings, ranks)), Saving(settings, ranks)
+        self._metrics = Metrics(self.directory, Rates.of(settings, ranks))
+        self._saving = Saving(settings, ranks, self._metrics.sync, self._say)
         self.resume_from = settings.resume_from
         self.first_step = first_step or settings.resume_step + 1
         if ranks.max(self.first_step) != -ranks.max(-self.first_step):
             ranks.close()
             fail("the ranks found different checkpoints: is --output-dir on a disk that all of them share?")
+        if ranks.is_main:
+            verdicts.forget()
         free = not ranks.is_main or self._metrics.take() or first_step is not None
         if ranks.max(not free):
             ranks.close()
@@ -219,14 +225,16 @@ class Run:
         """Ends the run after this step if any rank got a signal, and at once if any counted too many bad losses.
 
         Raises:
-            RunError: on all ranks, after too many steps without a finite loss.
+            RunError: on all ranks, after too many steps without a finite loss, or a save in the background that failed.
         """
         # Asynchronous ranks meet only after steps that evaluate or save.
         if not (self.settings.in_step or step == self.first_step or self.evaluate_now(step - 1) or self.save_now(step - 1)):
             return
         patience = PATIENCE_FP16 if self.settings.precision == "fp16" else PATIENCE
         own = HOPELESS if self._lost_in_a_row >= patience else STOP if stop_signal.asked() else GO_ON
-        agreed = self.ranks.max(own)
+        agreed = self.ranks.max(UNSAVED if background.has_failed() else own)
+        if agreed == UNSAVED:
+            self._saving.settle()
         if agreed == HOPELESS:
             raise RunError(
                 f"{patience} steps in a row, up to step {step - 1}, had no finite loss and gradients; "
@@ -328,8 +336,10 @@ class Run:
         return step % self.settings.eval_every == 0 or step == self.settings.max_steps
 
     def save_now(self, step: int) -> bool:
-        """True at the steps of --save-every, at the last, and at the step after which a signal stops the run."""
-        return step % self.settings.save_every == 0 or step == self._last_step
+        """True at the steps of --save-every and --keep-every, at the last, and at the step after which a signal stops it."""
+        settings = self.settings
+        kept = settings.keep_every is not None and step % settings.keep_every == 0
+        return kept or step % settings.save_every == 0 or step == self._last_step
 
     def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Logs valid_loss, valid_ppl and valid_acc of a step."""
@@ -356,14 +366,47 @@ class Run:
             weights, moments: by name as checkpoint/step_folder.py describes; other ranks may pass anything.
             extra: JSON content that the chapter needs on resume.
         """
-        self._saving.save(step, weights, moments, extra, self._before_saving)
+        self._saving.save(step, weights, moments, extra, self._check_loss)
 
-    def save_parts(self, step: int, write: Callable[[Path], object], extra: dict[str, Any] | None = None) -> None:
-        """The same for ranks that each write a part: all ranks call write(folder), and the folder does not exist yet."""
-        self._saving.save_parts(step, write, extra, self._before_saving)
+    def save_parts(
+        self, step: int, parts: Mapping[str, Any], steps: Mapping[str, int], extra: dict[str, Any] | None = None
+    ) -> None:
+        """The same for ranks that each hold a part.
 
-    def _before_saving(self) -> None:
-        """Flushes the metrics to the disk before the checkpoint is written: a resume reads both.
+        Args:
+            step, extra: as in `save`.
+            parts, steps: as in checkpoint/sharded.py, `write_parts`.
+        """
+        from gpt2_chinese.checkpoint.sharded import copied, write_parts  # late: most chapters do without
+
+        def prepare(copy: HostCopy | None) -> Write:
+            mine, counts = copied(parts, copy) if copy is not None else parts, dict(steps)
+            return lambda folder, ranks: write_parts(folder, mine, counts, ranks)
+
+        self._saving.save_parts(step, prepare, extra, self._check_loss)
+
+    def save_by(
+        self, step: int, write: Callable[[Path], object], copy: Callable[[], Callable[[Path, Any], object]]
+    ) -> None:
+        """The same for an engine with a format of its own: all ranks call write(folder), which does not exist yet.
+
+        With --async-save they call copy(), and what it returns, with folder and process group, in the background.
+        """
+
+        def prepare(held: HostCopy | None) -> Write:
+            if held is None:
+                return lambda folder, _: write(folder)
+            write_copy = copy()
+            return lambda folder, ranks: write_copy(folder, ranks.group)
+
+        self._saving.save_parts(step, prepare, None, self._check_loss)
+
+    def _say(self, line: str) -> None:
+        if self._progress:
+            self._progress.write(line)
+
+    def _check_loss(self) -> None:
+        """Checks that a state may be saved.
 
         Raises:
             RunError: the step had no finite loss and gradients. In fp16 a later step may have them; there the weights are
@@ -371,7 +414,6 @@ class Run:
         """
         if self._lost_in_a_row and self.settings.precision != "fp16":
             raise RunError("its loss or gradients are not finite")
-        self._metrics.sync()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -379,7 +421,7 @@ class Run:
         self, weights: Mapping[str, torch.Tensor] | Callable[[Path], object], table: Rows | None = None,
         about: Mapping[str, Any] | None = None, load: Load = load_model, before: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Writes final/, generates from it, prints the summary, and leaves the process group.
+        """Waits for the last save, writes final/, generates from it, prints the summary, and leaves the process group.
 
         Args:
             weights: all of them on rank 0 (other ranks may pass anything), or a function that all ranks call with a path,
@@ -391,6 +433,8 @@ class Run:
 
         After a signal it only prints how to resume, and leaves final/ of an earlier run as it is.
         """
+        self._saving.settle()
+        self._saving.close()
         if self._last_step < self.settings.max_steps:
             self._say_stopped()
             return

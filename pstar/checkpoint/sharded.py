@@ -17,6 +17,7 @@ Complete or absent: written to a staging folder, flushed, renamed. DCP reads a f
 manifest. The metadata are a pickle: the reader allows only the classes that it needs, so a checkpoint cannot run code.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -40,10 +41,12 @@ from durable.distributed_checkpoint import ForeignClass, Reader, last_line, quie
 from durable.files import flush
 from durable.folders import digest, first_damage, put_in_place
 from pstar.checkpoint.state import PREFIXES, SCALE_PREFIXES, frozen_bits, read_codes, read_piece, write_span
+from pstar.comm.collectives import Collectives
 from pstar.errors import CheckpointError
 from pstar.kernels import code_tables, decode
 from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
 from pstar.memory.accelerator import is_accelerator, random_state
+from pstar.memory.tier import Ledger
 from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES
 from pstar.optim.chunked_adam import ChunkedAdam
 
@@ -52,6 +55,7 @@ CODES = {EXP_AVG: "exp_avg_codes.", EXP_AVG_SQ: "exp_avg_sq_codes."}
 BUFFER = "buffer."
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 1
+Writer = Callable[[Path, Any], None]
 
 
 class Part:
@@ -86,6 +90,11 @@ class Part:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._meta(box) for box, _ in self._boxes.values()]
+
+    def copied(self) -> "Part":
+        """The same with values that stay as they are now."""
+        values = {span: self._read(span).to("cpu", copy=True) for _, span in self._boxes.values()}
+        return Part(self._shape, list(values), values.__getitem__, self._dtype, self._finite)
 
     def at(self, index: MetadataIndex) -> torch.Tensor:
         """The box with this index: its values, or the memory to load them into."""
@@ -142,12 +151,26 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
     Raises:
         CheckpointError: on all ranks, if one of them could not write. No staging folder is left, and `path` is as before.
     """
-    ranks = optimizer.chunks.collectives
+    _write(_parts(optimizer, buffers), _state_of(optimizer) | {"extra": extra}, optimizer.chunks.collectives, path)
+
+
+def copy_sharded(optimizer: ChunkedAdam, extra: dict[str, Any], buffers: Mapping[str, torch.Tensor]) -> Writer:
+    """Copies this rank's part into host memory; every rank calls it. Returns a function that writes the copy as save_sharded
+    does, while training goes on in another thread. Every rank calls that with the path and a gloo process group that no
+    other thread uses (None: one process).
+    """
+    state = copy.deepcopy(_state_of(optimizer) | {"extra": extra})
+    parts = {name: part.copied() for name, part in _parts(optimizer, buffers).items()}
+    return lambda path, group: _write(parts, state, Collectives(group, Ledger(), through_memory=False), path)
+
+
+def _write(parts: dict[str, Part], state: dict[str, Any], ranks: Collectives, path: Path) -> None:
+    """Writes a checkpoint, as save_sharded says. state: on rank 0 the content of state.json."""
     staging = path.with_name(f"{path.name}.tmp{ranks.from_rank_0(os.getpid())}")
 
     def begin() -> None:
         if ranks.rank == 0:
-            json.dumps(extra)    # content that is not JSON raises here, before anything is written
+            json.dumps(state)    # content that is not JSON raises here, before anything is written
             if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
                 raise CheckpointError(f"{path} exists and is no checkpoint: it is not replaced; give another name")
             shutil.rmtree(staging, ignore_errors=True)
@@ -156,16 +179,11 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
     def write_parts() -> None:
         writer, planner = dcp.FileSystemWriter(staging), SavePlanner(False, False)
         with quiet():
-            dcp.save(_parts(optimizer, buffers), storage_writer=writer, planner=planner, no_dist=ranks.alone,
+            dcp.save(parts, storage_writer=writer, planner=planner, no_dist=ranks.alone,
                      process_group=ranks.host_group)
-
-    outside = optimizer.outside
-    own_steps = {outside.own_key(name) if name in outside.params else name: n for name, n in optimizer.steps.items()}
-    steps = {name: n for each in ranks.from_all(own_steps) for name, n in each.items()}
 
     def write_state() -> list[str]:
         if ranks.rank == 0:
-            state = _state_of(optimizer) | {"num_ranks": ranks.num_ranks, "steps": steps, "extra": extra}
             (staging / STATE).write_text(json.dumps(state), encoding="utf-8")
         return sorted(file.name for file in staging.iterdir()) if ranks.rank == 0 else []
 
@@ -191,27 +209,31 @@ def save_sharded(optimizer: ChunkedAdam, path: Path, extra: dict[str, Any], buff
 
 
 def _state_of(optimizer: ChunkedAdam) -> dict[str, Any]:
-    """The JSON content of state.json that the optimizer alone decides."""
+    """The JSON content of state.json but for the caller's; every rank calls it."""
+    outside, ranks = optimizer.outside, optimizer.chunks.collectives
+    own_steps = {outside.own_key(name) if name in outside.params else name: n for name, n in optimizer.steps.items()}
+    steps = {name: n for each in ranks.from_all(own_steps) for name, n in each.items()}
     groups = [{key: float(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()
                if key != "params"} for group in optimizer.param_groups]
     return {"format": FORMAT, "precision": optimizer.precision.name, "frozen_bits": frozen_bits(optimizer),
-            "scaler": optimizer.scaler.state(), "groups": groups}
+            "scaler": optimizer.scaler.state(), "groups": groups, "num_ranks": ranks.num_ranks, "steps": steps}
 
 
-def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch.Tensor],
+                 verify: bool = True) -> dict[str, Any]:
     """Reads a checkpoint at any number of ranks, chunk size, ownership and precision; returns what the caller had added.
 
     Frozen matrices in codes are saved decoded, and have the same codes when they are encoded again.
 
     Each rank reads by itself, one group of chunks at a time. Random states are restored on ranks that were there; ranks that
-    were not there take the buffers of rank 0.
+    were not there take the buffers of rank 0. verify: compare the files with their checksums first.
 
     Raises:
         CheckpointError: damaged, of another model, of other frozen_bits (8 and 4), or no checkpoint.
     """
     chunks = optimizer.chunks
     ranks = chunks.collectives
-    _together(ranks, f"read {path}", lambda: _verify(path, ranks.rank, ranks.num_ranks))
+    _together(ranks, f"read {path}", lambda: _verify(path, ranks.rank, ranks.num_ranks, verify))
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     reader = Reader(path)
     known = names_in(reader)
@@ -384,13 +406,13 @@ def _together(ranks: Any, what: str, act: Callable[[], Any]) -> Any:
     return result
 
 
-def _verify(path: Path, rank: int, num_ranks: int) -> None:
-    """Raises CheckpointError unless every file is as the manifest says; the ranks share the files."""
+def _verify(path: Path, rank: int, num_ranks: int, checksums: bool) -> None:
+    """Raises CheckpointError for a manifest or, with checksums, a file that is damaged; the ranks share the files."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not {STATE, ".metadata"} <= set(manifest):
             raise ValueError("a manifest that vouches for nothing")
-        wrong = first_damage(path, dict(sorted(manifest.items())[rank::num_ranks]))
+        wrong = first_damage(path, dict(sorted(manifest.items())[rank::num_ranks])) if checksums else None
     except (OSError, ValueError, AttributeError):
         raise CheckpointError(f"{path} is no complete checkpoint: its {MANIFEST} is missing or unreadable") from None
     if wrong:

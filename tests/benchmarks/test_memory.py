@@ -58,6 +58,13 @@ def test_tiled_loss(tmp_path) -> None:
     assert table[3][7] == "1.00" and all(number(row[3]) > 0 for row in table[1:])
 
 
+@pytest.mark.deep
+def test_async_save(tmp_path) -> None:
+    (table,) = run_quick("async_save", tmp_path)
+    assert [row[0] for row in table[1:]] == ["no save", "a save", "a save with --async-save"]
+    assert table[1][2] == table[1][4] == "1.00" and all(number(cell) >= 0 for row in table[1:] for cell in row[1:])
+
+
 def test_memory_speed(tmp_path) -> None:
     fits, link = run_quick("memory_speed", tmp_path, ("memory_fits", "memory_link"))
     assert [row[0] for row in fits[1:]] == ["plain", "plain-kept", "pstar"]

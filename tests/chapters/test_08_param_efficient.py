@@ -70,7 +70,7 @@ def base(ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def few(steps: int = 6) -> tuple[object, ...]:
-    return ("--max-steps", steps, "--eval-every", 1000, "--save-every", 3, "--keep", 0, "--seq-len", 16, "--lr", 0.01)
+    return ("--max-steps", steps, "--eval-every", 1000, "--save-every", 3, "--keep-last", 0, "--seq-len", 16, "--lr", 0.01)
 
 
 # ---- the law of the curve

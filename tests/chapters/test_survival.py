@@ -32,6 +32,7 @@ from tests.limits import HANGS_S, wait_until
 
 ROUNDS = int(os.environ.get("KILL_ROUNDS", 2))
 STEPS = 60 * ROUNDS
+ASYNC = ("--async-save",)
 
 
 def descendants(pid: int) -> list[int]:
@@ -65,9 +66,10 @@ def board(chapter: Chapter) -> list[tuple[int, float]]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("name", "nproc"), [("00_single", 1), ("02_ddp", 2)])
-def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int) -> None:
-    flags = ("--max-steps", STEPS, "--eval-every", 10_000, "--save-every", 1, "--nproc", nproc)
+@pytest.mark.parametrize(("name", "nproc", "how"), [("00_single", 1, ()), ("02_ddp", 2, ()), ("00_single", 1, ASYNC),
+                                                    ("06_zero", 2, ASYNC)])  # fmt: skip
+def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int, how: tuple[str, ...]) -> None:
+    flags = (*how, "--max-steps", STEPS, "--eval-every", 10_000, "--save-every", 1, "--nproc", nproc)
     chapter, draw = Chapter(name, tmp_path), random.Random(nproc)
     seen = 0
     for number in range(ROUNDS):
@@ -111,8 +113,9 @@ def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int) ->
     pytest.param("02_ddp", 2, None, signal.SIGTERM, marks=pytest.mark.deep), ("06_zero", 2, 1, signal.SIGUSR1),
 ])  # fmt: skip
 def test_a_signal_saves_and_ends_with_status_0(tmp_path: Path, name: str, nproc: int, to: int | None, number: int) -> None:
-    """To the program itself, to the launcher, to rank 1; the ranks agree about the step."""
-    flags = ("--max-steps", 5000, "--eval-every", 10_000, "--save-every", 10_000, "--nproc", nproc)
+    """To the program itself, to the launcher, to rank 1; the ranks agree about the step. 06 saves in the background."""
+    how = ASYNC if name == "06_zero" else ()
+    flags = (*how, "--max-steps", 5000, "--eval-every", 10_000, "--save-every", 10_000, "--nproc", nproc)
     chapter = Chapter(name, tmp_path)
     process = started(chapter, *flags)
     os.kill(process.pid if to is None else ranks_below(process.pid)[to], number)
@@ -174,10 +177,11 @@ def test_a_loss_without_a_number_ends_the_run(ranks, tmp_path: Path, name: str, 
     assert sum(row["loss"] is None for row in chapter.metrics()) <= 5
 
 
-def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [(), pytest.param(ASYNC, marks=pytest.mark.deep)])
+def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path, how: tuple[str, ...]) -> None:
     with mounted(tmp_path, "size=6m") as folder:
         chapter = Chapter("02_ddp", tmp_path)
-        flags = ("--max-steps", 50, "--eval-every", 100, "--save-every", 2, "--output-dir", folder / "run")
+        flags = ("--max-steps", 50, "--eval-every", 100, "--save-every", 2, "--output-dir", folder / "run", *how)
         said = fork(chapter.command(*flags), status=1)
         [error] = [text for text in said.splitlines() if text.startswith("error:") and "its output is above" not in text]
         good = newest_complete(folder / "run" / "checkpoints")
@@ -205,7 +209,7 @@ def test_it_goes_on_bit_for_bit_with_dropout_and_accumulation(ranks, tmp_path: P
 
 def test_chapters_go_on_from_each_other(ranks, tmp_path: Path) -> None:
     """00 -> 02 -> 06 -> 07 -> 02 -> 00: each takes three steps on the curve of the first one, within 1e-4."""
-    flags = ("--max-steps", 18, "--eval-every", 100, "--save-every", 3, "--keep", 0, "--seq-len", 8)
+    flags = ("--max-steps", 18, "--eval-every", 100, "--save-every", 3, "--keep-last", 0, "--seq-len", 8)
     expected, saved = [], None
     for number, name in enumerate(("00_single", "02_ddp", "06_zero", "07_patrickstar", "02_ddp", "00_single")):
         chapter = Chapter(name, tmp_path / str(number))

@@ -20,7 +20,8 @@ CONTRACT = [
     *("nproc", "model-config", "train-data", "valid-data", "vocab", "vocab-profile", "documents", "mix"),
     *("mix-temperature", "seq-len", "batch-size", "grad-accum", "recompute", "loss-tiles"),
     *("lr", "warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every"),
-    *("save-every", "keep", "log-every", "output-dir", "init-from", "resume", "seed", "device"),
+    *("save-every", "keep-last", "keep-every", "async-save", "log-every", "output-dir", "init-from", "resume", "seed"),
+    "device",
     "deterministic",
 ]
 

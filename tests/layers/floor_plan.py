@@ -73,6 +73,7 @@ PSTAR_WITHOUT_TORCH = ("errors", "config", "deepspeed", "layout", "schedule", "p
                        "planner.layout_time", "planner.layouts", "planner.course_commands")
 
 GPT2_ROWS = {
+    "background": 0,
     "errors": 0,
     "locks": 0,
     "progress": 0,

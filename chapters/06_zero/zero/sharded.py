@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from durable.calls import name_next
-from gpt2_chinese.checkpoint.sharded import write_parts, write_whole
+from gpt2_chinese.checkpoint.sharded import Part, write_whole
 from gpt2_chinese.run.optim import adamw
 from zero.checkpoint import load_pieces, parts_of
 from zero.comm import Comm, Result
@@ -217,13 +217,13 @@ class Sharded:
         self.num_updates |= {name: int(moments[f"step.{name}"]) for name in weights if f"step.{name}" in moments}
         self.publish()
 
-    def save(self, folder: Path) -> None:
-        """Writes this rank's pieces. All ranks must call it, with a folder that does not exist (checkpoint/sharded.py)."""
+    def parts(self) -> tuple[dict[str, Part], dict[str, int]]:
+        """For Run.save_parts: this rank's pieces of masters and moments, and the counts of updates."""
         kinds = {"model.": lambda piece: piece.master}
         for kind in ("exp_avg", "exp_avg_sq"):
             kinds[f"{kind}."] = lambda piece, kind=kind: self.optimizer.state.get(piece.master, {}).get(kind)
         parts = {kind + name: part for kind, values in kinds.items() for name, part in parts_of(self.pieces, values).items()}
-        write_parts(folder, parts, self.num_updates, self.ranks)
+        return parts, self.num_updates
 
     def write_weights(self, file: Path) -> None:
         """Writes all fp32 masters as whole tensors, for final/. All ranks must call it."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpt2_chinese.checkpoint.model_state import load_adamw_moments, load_weights
-from gpt2_chinese.checkpoint.sharded import Part, write_parts, write_whole
+from gpt2_chinese.checkpoint.sharded import Part, write_whole
 from gpt2_chinese.run.optim import adamw, autocast, clip_gradients
 from zero.units import blocks_of
 
@@ -84,7 +84,7 @@ class TorchZero:
         """This rank's part of a tensor that is distributed like `parameter`."""
         return Part(tensor.shape, {(0,) * tensor.dim(): tensor.detach()})
 
-    def save(self, folder: Path) -> None:
+    def parts(self) -> tuple[dict[str, Part], dict[str, int]]:
         """As in Sharded."""
         parts, states = {}, self._states()
         for name, parameter in self.model.named_parameters():
@@ -92,7 +92,7 @@ class TorchZero:
             for kind in ("exp_avg", "exp_avg_sq"):
                 if parameter in states:
                     parts[f"{kind}.{name}"] = self._part(states[parameter][kind], parameter)
-        write_parts(folder, parts, {name: self.num_updates for name, _ in self.model.named_parameters()}, self.ranks)
+        return parts, {name: self.num_updates for name, _ in self.model.named_parameters()}
 
     def write_weights(self, file: Path) -> None:
         """As in Sharded."""
@@ -188,10 +188,10 @@ class Fsdp2(TorchZero):
                     state[key].to_local().copy_(self._mine(moments[f"{key}.{name}"], parameter))
                 self.optimizer.state[parameter] = {"step": moments[f"step.{name}"].clone(), **state}
 
-    def save(self, folder: Path) -> None:
+    def parts(self) -> tuple[dict[str, Part], dict[str, int]]:
         """As in Sharded. Frees first what an evaluation has gathered, because no backward has freed it."""
         self._reshard()
-        super().save(folder)
+        return super().parts()
 
     def write_weights(self, file: Path) -> None:
         """As in Sharded."""

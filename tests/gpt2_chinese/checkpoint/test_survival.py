@@ -36,7 +36,7 @@ def write(first, said):
     for step in range(first, first + 1000):
         weights = {"a": torch.full((50,), float(step))}
         step_folder.save(folder, step, weights, {"step.a": torch.tensor(1.0)}, {"model": {}})
-        step_folder.prune(folder, 2, step)
+        step_folder.prune(folder, step, 2)
         os.write(said, step.to_bytes(4, "big"))
 
 last = 0
@@ -92,7 +92,7 @@ def save(folder, value, die_at):
         sys.addaudithook(count)
         os.fsync = lambda _: None  # a kill loses nothing that was written; only a machine that loses power does
         step_folder.save(folder, 5, {"a": torch.full((50,), value)}, {"step.a": torch.tensor(1.0)}, {"model": {}})
-        step_folder.prune(folder, 1, 5)
+        step_folder.prune(folder, 5, 1)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
@@ -227,7 +227,7 @@ def test_keep(tmp_path: Path) -> None:
     for step in range(1, 6):
         written(tmp_path, step)
     (tmp_path / "step_000004" / "config.json").write_text("{}")
-    step_folder.prune(tmp_path, 2, 5)
+    step_folder.prune(tmp_path, 5, 2)
     assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000004", "step_000003"}, "4 does not count"
     written(tmp_path, 1)  # after --resume of an older one
     step_folder.prune(tmp_path, 1, 1)
@@ -235,8 +235,69 @@ def test_keep(tmp_path: Path) -> None:
     (tmp_path / "step_000005").rename(tmp_path / "step_000005.old")
     assert find.newest_complete(tmp_path) == tmp_path / "step_000005.old"
     written(tmp_path, 5)
-    step_folder.prune(tmp_path, 0, 5)
+    step_folder.prune(tmp_path, 5, 0)
     assert {f.name for f in tmp_path.iterdir()} == {"step_000005", "step_000001"}, "0 keeps all but leftovers"
+
+
+def steps_in(folder: Path) -> set[int]:
+    return {step for step, _ in find.candidates(folder)}
+
+
+def test_keep_every(tmp_path: Path) -> None:
+    for step in range(1, 13):
+        written(tmp_path, step)
+        step_folder.prune(tmp_path, step, 2, 4)
+    assert steps_in(tmp_path) == {4, 8, 11, 12}, "the newest two count 12"
+    (tmp_path / "step_000012" / "config.json").write_text("{}")
+    written(tmp_path, 13)
+    step_folder.prune(tmp_path, 13, 2, 4)
+    assert steps_in(tmp_path) == {4, 8, 11, 12, 13}, "a damaged one does not count"
+    written(tmp_path, 3)  # after --resume of an older one
+    step_folder.prune(tmp_path, 3, 1, 4)
+    assert steps_in(tmp_path) == {3, 4, 8, 12, 13}
+
+
+RETENTION = """
+import sys, shutil, torch
+from pathlib import Path
+from gpt2_chinese.checkpoint import find, step_folder
+from gpt2_chinese.checkpoint.load import load
+from gpt2_chinese.checkpoint.sealed_folder import damage
+from tests.gpt2_chinese.killed import killed_before
+import safetensors.torch
+torch.set_num_threads(1)
+base = Path(sys.argv[1])
+
+def save(folder, step):
+    step_folder.save(folder, step, {"a": torch.full((50,), float(step))}, {"step.a": torch.tensor(1.0)}, {"model": {}})
+    step_folder.prune(folder, step, 1, 4)
+
+def steps(folder):
+    return {step for step, path in find.candidates(folder) if damage(path) is None}
+
+for step in (4, 5, 6):
+    save(base / "before", step)
+assert steps(base / "before") == {4, 6}
+number, killed = 0, True
+while killed:
+    number += 1
+    folder = base / str(number)
+    shutil.copytree(base / "before", folder)
+    killed = killed_before(number, lambda: save(folder, 7))
+    assert steps(folder) in (({4, 6}, {4, 6, 7}, {4, 7}) if killed else ({4, 7},)), (number, steps(folder))
+    newest = load(find.newest_complete(folder))
+    assert newest[2]["step"] == max(steps(folder)) and newest[0]["a"][0] == max(steps(folder))
+    save(folder, 8)
+    assert steps(folder) == {4, 8} and len(list(folder.iterdir())) == 2
+print("kills", number - 1)
+"""
+
+
+def test_a_kill_before_every_change_of_the_disk_while_old_ones_are_removed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RETENTION, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "damaged" not in done.stdout and int(done.stdout.split()[-1]) > 12, done.stdout
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
