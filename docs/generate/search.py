@@ -59,10 +59,10 @@ def split(sections: list[dict[str, Any]], named: dict[str, dict[str, str]]) -> d
 
 
 def prose(text: str) -> str:
-    """A section's text without listings, pictures and the tags of inline code."""
-    text = LEFT_OUT.sub("", text)
+    """A section's text without listings, pictures, and the tags of paragraphs and inline code."""
+    text = re.sub(r"</?p>", " ", LEFT_OUT.sub("", text))
     text = re.sub(r"</?(?:div|span|a|em|strong|code|img|figure|section|label|input)\b[^>]*>", "", text)
-    return re.sub(r"\s+", " ", re.sub(r"<p>\s*</p>", "", text)).strip()
+    return re.sub(r"\s+", " ", text).strip()
 
 
 def without_long_tables(content: str) -> str:
