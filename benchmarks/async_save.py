@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from turns import in_turns
 
@@ -135,9 +135,7 @@ def main(argv: list[str]) -> int:
         f"- rounds: {options.rounds}, interleaved; goal: with --async-save at most {GOAL} of no save",
         *bullets(when_and_how("async_save.sh", argv)), "", *(line for lines in tables for line in lines),
     ])  # fmt: skip
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "async_save.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    publish(text, options.results / "async_save.md")
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from ranks import Contender, Step
 
@@ -115,10 +115,7 @@ def main(argv: list[str]) -> int:
     ]  # fmt: skip
     for num_ranks in options.nproc:
         lines += table(num_ranks, options)
-    options.results.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(lines)
-    (options.results / "compile.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    publish("\n".join(lines), options.results / "compile.md")
     return 0
 
 

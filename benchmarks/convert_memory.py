@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from process_tree import run_and_watch
 
@@ -132,9 +132,7 @@ def main(argv: list[str]) -> int:
     forms = FORMATS[:1] if options.quick else options.formats
     results = {form: [measure(form, size * MB) for size in sizes] for form in forms}
     page = report(results, argv)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "convert_memory.md").write_text(page, encoding="utf-8")
-    print(page, end="")
+    publish(page, options.results / "convert_memory.md")
     return 0
 
 

@@ -28,7 +28,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 from process_memory import status
 from rank_memory import reset_peak, run, warm_up
@@ -199,9 +199,7 @@ def main(argv: list[str]) -> int:
         print(f"error: the losses differ: {losses}", file=sys.stderr)
         return 1
     page = report(size, runs, others, argv)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "disk_model.md").write_text(page, encoding="utf-8")
-    print(page, end="")
+    publish(page, options.results / "disk_model.md")
     return 0
 
 

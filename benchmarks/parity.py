@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from ranks import Contender, Job
 
@@ -148,8 +148,7 @@ def main(argv: list[str]) -> int:
             kept.setdefault(name, []).append(run(JOBS[name], options.rounds, options.steps))
             write_json(store, {name: kept[name] for name in JOBS if name in kept})
     text = page({name: kept[name] for name in JOBS if name in kept}, options, argv)
-    (options.results / "parity.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    publish(text, options.results / "parity.md")
     return 0
 
 

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from process_memory import status
 from rank_memory import reset_peak, run, warm_up
@@ -189,9 +189,7 @@ def main(argv: list[str]) -> int:
     names = ["near 25 %, activations offloaded"] if options.quick else list(MODES)
     results = {name: measure(size, MODES[name]) for name in names}
     page = report(size, results, argv)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "plan_memory.md").write_text(page, encoding="utf-8")
-    print(page, end="")
+    publish(page, options.results / "plan_memory.md")
     return 0
 
 

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, versions, when_and_how
 from process_memory import status
 from processes import started
@@ -185,9 +185,7 @@ def main(argv: list[str]) -> int:
             jobs = [(rank, options.nproc, options.layers, keys, folder) for rank in range(options.nproc)]
             results[name] = run(measure_rank, jobs)
     page, kept = report(results, activations, options, argv)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "rank_memory.md").write_text(page, encoding="utf-8")
-    print(page, end="")
+    publish(page, options.results / "rank_memory.md")
     return 0 if kept else 1
 
 

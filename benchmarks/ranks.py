@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 from process_memory import status
 from processes import started
@@ -408,9 +408,7 @@ def main(argv: list[str]) -> int:
         return 1
     sys.path.insert(0, str(HERE.parent))
     page = report(found, options, others, argv)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "ranks.md").write_text(page, encoding="utf-8")
-    print(page, end="")
+    publish(page, options.results / "ranks.md")
     return 0
 
 

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from memory_speed import WARM_UP_STEPS, Runner, busy_line, measure, spread
 
@@ -96,9 +96,7 @@ def main(argv: list[str]) -> int:
         f"- rounds: {options.rounds} of {options.steps} steps each, interleaved",
         *bullets(when_and_how("tiled_loss.sh", argv)), "", *table(size, options),
     ])  # fmt: skip
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "tiled_loss.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    publish(text, options.results / "tiled_loss.md")
     return 0
 
 

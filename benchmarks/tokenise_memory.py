@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from command_line import parser_of
+from command_line import parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from process_tree import run_and_watch
 
@@ -145,9 +145,7 @@ def main(argv: list[str]) -> int:
     for size in sizes:
         results += measure(size, METHODS if size <= options.library_up_to else METHODS[:1], size == sizes[0])
     page = report(results, argv)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "tokenise_memory.md").write_text(page, encoding="utf-8")
-    print(page, end="")
+    publish(page, options.results / "tokenise_memory.md")
     return 0
 
 
