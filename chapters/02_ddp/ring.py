@@ -55,12 +55,13 @@ def ring_all_reduce(flat: Tensor, group: Any = None, name: str = "") -> int:
     chunks = list(flat.tensor_split(num_ranks))
     following, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     received = torch.empty_like(chunks[0])  # the first chunk is the largest
+    sender = dist.get_process_group_ranks(group)[before]  # its number among all ranks, for the report of a hang
 
     def pass_on(send: Tensor, receive: Tensor) -> None:
         # start both at once: if every rank sent first and received later, all would wait for ever
         operations = [(dist.isend, send, following), (dist.irecv, receive, before)]
         operations = [dist.P2POp(call, part, group=group, group_peer=peer) for call, part, peer in operations if len(part)]
-        with message("receive", f"chunk of {name}", dist.get_process_group_ranks(group)[before]):
+        with message("receive", f"chunk of {name}", sender):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
