@@ -1,4 +1,4 @@
-"""Runs a chapter's train.py and stops at chosen steps, so that a test can end a node there: `falls.py PLAN TRAIN.py FLAGS`.
+"""Runs a chapter's train.py, whose last rank falls at chosen steps: `falls.py PLAN TRAIN.py FLAGS`.
 
 PLAN is a JSON object:
     folder    where a file says that a step was reached
@@ -6,6 +6,7 @@ PLAN is a JSON object:
               that number, and waits until it is killed or asked to stop
     kill      [step, seconds]: so long after this step was computed, the last rank of two sends SIGKILL to all processes of
               its node, itself included
+    raise     the last rank raises at this step
 
 The held step has been computed, and is neither logged nor saved.
 """
@@ -42,6 +43,8 @@ def falling(run: Run, step: int, **values: object) -> None:
                 time.sleep(0.02)
         if num_ranks == "2" and plan.get("kill", [0])[0] == step:
             threading.Timer(plan["kill"][1], kill_the_node).start()
+        if plan.get("raise") == step:
+            raise ValueError(f"step {step} breaks on purpose")
     log(run, step, **values)
 
 

@@ -16,6 +16,7 @@ from tests.cluster.nodes import Node
 from tests.limits import wait_until
 
 PAGE = ROOT / "docs" / "en" / "production" / "clusters.md"
+FALLS = str(ROOT / "tests" / "cluster" / "falls.py")
 
 
 @dataclass

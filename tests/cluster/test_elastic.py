@@ -23,7 +23,6 @@ from tests.cluster import jobs
 from tests.cluster.nodes import two_nodes
 from tests.limits import HANGS_S, wait_until
 
-FALLS = str(Path(__file__).with_name("falls.py"))
 SAVE = 10
 SURVIVE = {
     "01_parameter_server": (),
@@ -38,7 +37,7 @@ LOST = "error: rank 0 waited in vain for the others: rank 1 did not come"
 def command(chapter: Chapter, plan: dict, *flags: object) -> list[str]:
     """The page's command for a job that survives, one rank a node, with a program that falls by `plan`."""
     train = chapter.command(*flags_of(LONG), *flags, "--save-every", SAVE)[1:]
-    return jobs.torchrun(1, [FALLS, json.dumps(plan), *train], survives=True)
+    return jobs.torchrun(1, [jobs.FALLS, json.dumps(plan), *train], survives=True)
 
 
 @pytest.mark.deep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -21,8 +22,8 @@ LOST = r"error: rank \d waited in vain for the others: "
 @pytest.mark.deep
 def test_a_rank_that_raises_ends_the_job_on_both_nodes(nodes, tmp_path: Path) -> None:
     chapter = Chapter("02_ddp", tmp_path)
-    breaks = str(Path(__file__).with_name("breaks.py"))
-    with jobs.started(nodes, jobs.torchrun(1, [breaks, *chapter.command(*MANY)[1:]]), tmp_path) as job:
+    falls = [jobs.FALLS, json.dumps({"raise": 3})]
+    with jobs.started(nodes, jobs.torchrun(1, [*falls, *chapter.command(*MANY)[1:]]), tmp_path) as job:
         assert 0 not in job.wait(), job.said()
         first, second = (log.read_text() for log in job.logs)
     assert "[rank1]: ValueError: step 3 breaks on purpose" in second, job.said()
