@@ -40,11 +40,10 @@ def read_result(folder: Path, nproc: int) -> Result:
     return Result(nproc, config, rows, about.get("peak_bytes_by_rank") or [rows[-1]["peak_bytes"]])
 
 
-def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: Path,
-             seed: int | None = None) -> Result | str:  # fmt: skip
+def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: Path, seed: int) -> Result | str:
     """Runs a chapter's train.sh; returns the result, or the line that says why there is none."""
     work = ["--max-steps", options.steps, "--eval-every", options.steps, "--save-every", options.steps, "--log-every", 1,
-            "--model-config", options.model_config, "--seed", options.seed if seed is None else seed,
+            "--model-config", options.model_config, "--seed", seed,
             "--precision", variant.precision, "--nproc", nproc, "--resume", "never", "--output-dir", folder]  # fmt: skip
     for flag in ("batch_size", "seq_len"):
         if getattr(options, flag):

@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="staleness_") as folder:
         for variant in variants(options.bounds, options.slow_worker_s, options.lr):
             print(f"{variant.name}: ", end="", flush=True)
-            result = run_once(variant, options.nproc, options, Path(folder, "run"))
+            result = run_once(variant, options.nproc, options, Path(folder, "run"), options.seed)
             if isinstance(result, str):
                 print(f"error: {result}", file=sys.stderr)
                 return 1

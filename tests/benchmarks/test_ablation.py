@@ -116,7 +116,7 @@ def test_chapters_05_and_06_send_the_bytes_of_their_formulas(tmp_path: Path) -> 
     options = ablation.parse(["--steps", "5", "--seq-len", "32", "--batch-size", "8"])
     for variant in ablation_variants.VARIANTS:
         if variant.chapter in ("05_model_parallel", "06_zero"):
-            run = ablation.run_once(variant, 2, options, tmp_path / "run")
+            run = ablation.run_once(variant, 2, options, tmp_path / "run", 42)
             assert isinstance(run, ablation.Result), run
             expected = variant.formula.num_bytes(2, run.config, 4)
             for key in ("sent_bytes", "received_bytes"):
