@@ -95,10 +95,10 @@ class Engine:
         seconds = (time.perf_counter() - begin) / steps
         crossed = sum(now.since(then).payload_bytes for now, then in zip(counts_of("self"), before, strict=True))
         moved = self.model.ledger.step_bytes
-        numbers = torch.tensor([loss / NUM_RANKS, moved["gather"], moved["reduce"]], dtype=torch.float64)
+        numbers = torch.tensor([loss, moved["gather"], moved["reduce"]], dtype=torch.float64)
         dist.all_reduce(numbers)
-        loss, gathered, reduced = numbers.tolist()
-        formula = sent_in_two_levels(2, gathered / (NUM_RANKS - 1), reduced / (NUM_RANKS - 1))
+        loss, gathered, reduced = (numbers / torch.tensor([NUM_RANKS, NUM_RANKS - 1, NUM_RANKS - 1])).tolist()
+        formula = sent_in_two_levels(2, gathered, reduced, moved["sum"])
         self.turns.append({"seconds": seconds, "sent": crossed / 2, "formula": formula, "loss": loss})
 
 

@@ -15,7 +15,7 @@ from pstar.comm.rail import Rail
 from pstar.comm.shared_memory import SharedMemory
 from pstar.comm.two_levels import Lane, TwoLevels
 from pstar.layout.nodes import ranks_by_node
-from pstar.memory.tier import Ledger
+from pstar.memory.tier import SUM, Ledger
 
 # torch 2.13 renamed the two and warns of the old names; 2.11 has only these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -192,6 +192,7 @@ class Collectives:
         """The sum of values over the ranks, on every rank; waits for it."""
         if self.num_ranks == 1:
             return values
+        self.ledger.add(SUM, values.nbytes)
         begin = time.perf_counter()
         if self._memory:
             values = self._memory.sum(values)

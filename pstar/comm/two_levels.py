@@ -26,7 +26,7 @@ import torch
 from pstar.comm import shared_memory
 from pstar.comm.rail import Crossing, Rail
 from pstar.comm.shared_memory import NAP_S, SharedMemory, add_up, on_host
-from pstar.memory.tier import BETWEEN_NODES, MOVES, Ledger
+from pstar.memory.tier import BETWEEN_NODES, MOVES, SUM, Ledger
 
 LONG_NAP_S = 1e-3
 """The longest sleep between two looks at the network, which is slower than memory; its threads need the cores."""
@@ -120,7 +120,7 @@ class TwoLevels:
         self.nodes, self.rank, self.num_ranks = nodes, rank, sum(map(len, nodes))
         self._node, self._place = self._find(rank)
         self._gathers, self._reductions, self._ledger = gathers, reductions, ledger
-        ledger.kinds = (*MOVES, BETWEEN_NODES)
+        ledger.kinds = (*MOVES, SUM, BETWEEN_NODES)
         self.subject = -1
         """Number of the next collective's unit, -1 for none."""
 
