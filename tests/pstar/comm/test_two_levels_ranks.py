@@ -131,17 +131,22 @@ def test_the_kernel_the_ledger_and_the_formula_count_the_same_bytes(ranks, names
 
 
 def overlap_case(rank: int, num_ranks: int):
-    """Begins gathers and reductions on each rank in one order, and waits for them in another on every rank."""
-    collectives, numel = Collectives(None, Ledger(), node="aabb"[rank]), 50_000
+    """Ranks begin and wait for gathers and reductions in different orders. Small slices: none is done before the waits."""
+    with mock.patch.object(shared_memory, "SLICE_BYTES", 2**12):
+        return overlap(Collectives(None, Ledger(), node="aabb"[rank]), rank, num_ranks, 50_000)
+
+
+def overlap(collectives: Collectives, rank: int, num_ranks: int, numel: int):
     pieces, gathered = torch.empty(3, numel), torch.empty(3, num_ranks * numel)
     handles = []
     for unit in range(3):
         gathered[unit].view(num_ranks, -1)[rank] = 10 * unit + rank
-        for begin in (collectives.reduce_scatter_mean, collectives.all_gather)[:: 1 - 2 * (rank % 2)]:
+        for reduces in (True, False) if rank % 2 else (False, True):
             collectives.about(unit)
-            tensors = (pieces[unit], torch.full((num_ranks * numel,), float(unit))) if begin.__name__ != "all_gather" else (
-                gathered[unit],)
-            handles.append(begin(*tensors))
+            if reduces:
+                handles.append(collectives.reduce_scatter_mean(pieces[unit], torch.full((num_ranks * numel,), float(unit))))
+            else:
+                handles.append(collectives.all_gather(gathered[unit]))
     for handle in handles[:: 1 if rank < 2 else -1]:
         handle.wait()
         collectives.progress()
