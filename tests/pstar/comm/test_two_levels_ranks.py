@@ -13,6 +13,7 @@ from gpt2_chinese.distributed.socket_bytes import between, tcp_bytes
 from pstar.comm import shared_memory
 from pstar.comm.collectives import Collectives
 from pstar.comm.rail import Rail
+from pstar.comm.two_levels import Lane, TwoLevelExchange
 from pstar.layout.nodes import ranks_by_node, sent_by_flat_ring, sent_in_two_levels
 from pstar.memory.tier import BETWEEN_NODES, Ledger
 from tests.elsewhere import Elsewhere, elsewhere
@@ -156,6 +157,32 @@ def overlap(collectives: Collectives, rank: int, num_ranks: int, numel: int):
 def test_gathers_and_reductions_neither_mix_nor_wait_for_each_other(ranks) -> None:
     expected = [[float(unit)] for unit in range(3)] + [[10.0 * unit + rank for rank in range(4)] for unit in range(3)]
     assert ranks(4).run(overlap_case) == [expected] * 4
+
+
+class Part:
+    """A stage that ends when the test says so."""
+
+    done = False
+
+
+def test_a_later_collective_overtakes_an_earlier_one_in_no_stage() -> None:
+    """gloo works on two exchanges at once, and the second may end first; on another rank it may not."""
+    lane = Lane(mock.Mock(), mock.Mock())
+    parts = [[Part(), Part()], [Part(), Part()]]
+    first, second = (TwoLevelExchange(mock.Mock(), lane, unit, iter(each)) for unit, each in enumerate(parts))
+    lane.begin(first)
+    lane.begin(second)
+    assert (first.num_begun, second.num_begun) == (1, 1), "they overlap"
+    parts[1][0].done = True
+    lane.progress()
+    assert (first.stage, second.stage) == (parts[0][0], parts[1][0])
+    parts[0][0].done = parts[1][1].done = True
+    lane.progress()
+    assert (first.stage, second.stage) == (parts[0][1], parts[1][1]) and not second.done
+    assert lane.memory.subject == lane.rail.subject == 1, "the unit of the collective that began last"
+    parts[0][1].done = True
+    lane.progress()
+    assert first.done and second.done
 
 
 def flat_case(rank: int, num_ranks: int, names: str):
