@@ -54,9 +54,9 @@ class Rail:
         self.num_nodes, self.node = len(members), node
         in_group = sorted(members)    # a process group numbers its ranks in this order
         self._places = [in_group.index(member) for member in members]
-        # torch alone keeps the group: a reference here would keep its threads alive after destroy_process_group.
         self.subject = -1
         """Number of the next exchange's unit, -1 for none; it names the exchange in the report of a hang."""
+        # torch alone keeps the group: a reference here would keep its threads alive after destroy_process_group.
         self._made = weakref.ref(dist.new_group(in_group, timeout, "gloo", use_local_synchronization=True))
 
     def all_gather(self, piece: torch.Tensor) -> Crossing:
