@@ -34,6 +34,7 @@ MINE = VENV / "made-by-setup.txt"
 STAMP = VENV / "complete.txt"
 LOG = VENV / "setup.log"
 FREE_BYTES_NEEDED = 3 * 2**30  # a CPU environment takes 1.5 GB, and pip keeps as much again in its cache
+FREE_GIB_WITH_CUDA = 8  # PyPI's torch for Linux brings CUDA: 5 GB, and pip's downloads; not known before pip chooses
 MINUTES = "about two minutes, longer on a slow connection"
 
 
@@ -211,7 +212,10 @@ def why_pip_failed(status: int, text: str) -> str:
     if status < 0:
         return f"pip was killed by signal {-status}; the next start begins anew {where}"
     if is_disk_full(text):
-        return f"the disk is full: make room for about 3 GiB and start again {where}"
+        return (
+            f"the disk is full: make room for about {FREE_BYTES_NEEDED / 2**30:.0f} GiB, "
+            f"or {FREE_GIB_WITH_CUDA} GiB for a torch with CUDA, and start again {where}"
+        )
     if re.search(r"NewConnectionError|NameResolution|Network is unreachable|ProxyError|ReadTimeout|timed out", text):
         return f"pip cannot reach the package index: check the network or the proxy, then start again {where}"
     errors = [line for line in text.splitlines() if line.startswith("ERROR:")]

@@ -6,4 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 if [[ " $* " =~ " --nnodes"[=\ ][0-9]+: ]]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-1}"
 fi
+# What --standalone means, but by number: where nothing resolves the name localhost, torchrun would give up after minutes.
+if [ "${1-}" = --standalone ]; then
+    set -- --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id="$$-$RANDOM" --local-addr=127.0.0.1 "${@:2}"
+fi
 exec "$PYTHON" -m torch.distributed.run "$@"

@@ -304,9 +304,9 @@ class _Header(tarfile.TarInfo):
     """A tar header that raises when it is damaged or missing; tarfile would silently end the archive there."""
 
     @classmethod
-    def frombuf(cls, buf, encoding, errors):
+    def fromtarfile(cls, archive):  # patched Pythons do not call frombuf
         try:
-            return super().frombuf(buf, encoding, errors)
+            return super().fromtarfile(archive)
         except tarfile.EOFHeaderError:
             raise
         except tarfile.HeaderError as error:

@@ -108,11 +108,19 @@ def wait_for_rows(chapter: Chapter, process: subprocess.Popen[Any], number: int 
                lambda: process.poll() is None)  # fmt: skip
 
 
+def parents() -> dict[int, int]:
+    """{process: its parent} of all processes of this machine. A minimal Debian has no `ps`."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
 def ranks_below(launcher: int) -> dict[int, int]:
     """{rank: process} of the ranks that a launcher has started. Process numbers need not rise: they wrap around."""
-    table = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
     found = {}
-    for pid in (int(pid) for pid, parent in map(str.split, table) if int(parent) == launcher):
+    for pid in (pid for pid, parent in parents().items() if parent == launcher):
         with contextlib.suppress(OSError):  # it has ended
             lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
             found |= {int(line.partition("=")[2]): pid for line in lines if line.startswith("RANK=")}

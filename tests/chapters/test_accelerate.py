@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import Chapter, environment, free_port, run
+from tests.chapters.program import ROOT, Chapter, environment, free_port, run
 from tests.cover import quick_only
 from tests.docs.test_hugging_face_example import check, example, prepare
 from tests.limits import HANGS_S
@@ -54,10 +54,10 @@ def test_what_a_chapter_does_not_take_from_the_launcher_is_one_line(flag: str, l
 def test_the_program_of_the_engine_s_page_fine_tunes_on_two_processes(launcher: str, tmp_path: Path) -> None:
     prepare(tmp_path, repeats=40)
     (tmp_path / "tune.py").write_text(example("en").replace("5e-5", "1e-2"), encoding="utf-8")
-    start = [*LAUNCH, "--main_process_port", str(free_port())]
+    start = [sys.executable, *LAUNCH, "--main_process_port", str(free_port())]
     if launcher == "torchrun":
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([sys.executable, *start, "tune.py"], cwd=tmp_path, env=environment(), timeout=HANGS_S, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        start = ["bash", str(ROOT / "scripts/torchrun.sh"), "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*start, "tune.py"], cwd=tmp_path, env={**environment(), "PYTHON": sys.executable}, text=True,
+                          timeout=HANGS_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     check(tmp_path, done.stdout, 10)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import Chapter, environment, fork, free_port, ranks_below, wait_for_rows
+from tests.chapters.program import ROOT, Chapter, environment, fork, free_port, ranks_below, wait_for_rows
 from tests.cover import quick_only
 from tests.harness.handed_over import handing_over
 from tests.limits import HANGS_S
@@ -81,6 +81,12 @@ def test_two_ranks_meet_on_a_machine_that_resolves_no_name_not_even_localhost(pr
     assert "gaierror" in subprocess.run(asked, env=preloaded, capture_output=True, text=True).stderr, "it does its work"
     done = subprocess.run(program, env=preloaded, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0 and done.stdout.count("([3.0, 2.0], 0.5, 1.0,") == 2, done
+    # and by hand, as the pages about collectives do
+    meets = tmp_path / "meets.py"
+    meets.write_text("import os\nprint('they meet at', os.environ['MASTER_ADDR'] + chr(10), end='')\n")
+    line = ["bash", str(ROOT / "scripts/torchrun.sh"), "--standalone", "--nproc-per-node", "2", str(meets)]
+    done = subprocess.run(line, env={**preloaded, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 0 and done.stdout.count("they meet at 127.0.0.1\n") == 2, done
 
 
 def test_a_failing_rank_fails_the_job(program: list[str]) -> None:

@@ -26,7 +26,7 @@ from gpt2_chinese.checkpoint.find import candidates, newest_complete
 from gpt2_chinese.checkpoint.load import load
 from gpt2_chinese.distributed.stop_signal import STOP_FILE_VARIABLE
 from tests.chapters.inside import train
-from tests.chapters.program import SMALL, Chapter, environment, fork, ranks_below
+from tests.chapters.program import SMALL, Chapter, environment, fork, parents, ranks_below
 from tests.gpt2_chinese.checkpoint.test_survival import mounted
 from tests.limits import HANGS_S, wait_until
 
@@ -36,11 +36,10 @@ ASYNC = ("--async-save",)
 
 
 def descendants(pid: int) -> list[int]:
-    table = [tuple(map(int, line.split())) for line in
-             subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()]  # fmt: skip
+    table = parents()
     found = [pid]
     for parent in found:
-        found += [child for child, of in table if of == parent]
+        found += [child for child, of in table.items() if of == parent]
     return found
 
 

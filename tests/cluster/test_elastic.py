@@ -97,7 +97,7 @@ def test_torchrun_sh_lets_a_node_come_back(tmp_path: Path) -> None:
 
     def said(*flags: str, **variables: str) -> str:
         line = ["bash", str(ROOT / "scripts" / "torchrun.sh"), *flags, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-                str(program)]  # fmt: skip
+                "--local-addr=127.0.0.1", str(program)]  # fmt: skip
         done = subprocess.run(line, env={**environment(), "PYTHON": sys.executable, **variables}, capture_output=True,
                               text=True, timeout=HANGS_S)  # fmt: skip
         return re.search(r"set to (\S+)", done.stdout).group(1)

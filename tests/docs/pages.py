@@ -21,7 +21,8 @@ NAME = re.compile(r"pstar (?:config|plan|trace)")  # a command's name in a sente
 PLACES = ("chapters/", "gpt2_chinese/", "pstar/", "durable/", "data/", "cache/", "docs/", "tests/", "scripts/")
 BY_SCRIPT = {"scripts/python.sh": "python", "scripts/torchrun.sh": "torchrun", "scripts/pstar.sh": "pstar"}
 # First words of commands that work as they are printed: bash; what only an own environment or a cluster has.
-IN_ANY_SHELL = ("bash", "source", "pip", "conda", "sbatch", "salloc", "srun", "accelerate")
+IN_ANY_SHELL = ("bash", "source", "pip", "conda", "sbatch", "salloc", "srun", "accelerate", "apt-get", "docker",
+                "apptainer", "mkdir")
 MADE = ("cache/tokens/", "docs/_generated")  # created by runs, and by building the pages
 
 
@@ -77,6 +78,12 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         if rest[:1] not in ([], ["config"], ["trace"], ["plan"]):
             return [f"{command}: pstar has no command {rest[0]}"]
         return _unknown_flags(command, rest, f"-m pstar.cli {' '.join(rest[:1])}".strip())
+    if program == "mkdir" or (program == "apt-get" and rest[0] == "install"):
+        return []
+    if program in ("docker", "apptainer"):
+        recipe = "Dockerfile" if program == "docker" else "apptainer.def"
+        known = rest[0] in ("build", "run") and (root / recipe).is_file()
+        return [] if known else [f"{command}: neither builds nor runs {recipe}"]
     if program in ("sbatch", "torchrun", "accelerate"):
         scripts = [word for word in rest if "/" in word and not word.startswith("--")]
         return [] if scripts and (root / scripts[0]).is_file() else [f"{command}: {program} without a script that is there"]

@@ -24,6 +24,7 @@ REASONS = {  # pattern for the beginning of a command -> why no test runs it
     r"bash benchmarks/": "minutes; tests/benchmarks and tests/chapters run them with --quick",
     r"bash scripts/python\.sh benchmarks/gpu/": "needs a GPU; tests/benchmarks runs all of them with toys on a CPU",
     r"pip install -e|conda env": "they change the environment; tests of the set-up and the extras hold them",
+    r"docker |apptainer |mkdir -p runs$": "tests/fresh compares their files, and takes their steps in a new Debian",
     r"source \.venv/bin/activate": "there may be no .venv; test_setup.py makes one",
     r"pip install horovod": "the mistake that the sentence is about",
     r"bash docs/serve\.sh": "it does not end",

@@ -87,6 +87,7 @@ def test_both_languages_are_written_from_the_same_fragments() -> None:
     ("bash scripts/python.sh data/spilt.py x", "there is no data/spilt.py"),
     ("bash scripts/torchrun.sh --nproc-per-node 2 chapters/99_none/train.py", "torchrun without a script"),
     ("pytest tests/exercise -k 02", "there is no tests/exercise"),
+    ("docker push gpt2-chinese", "neither builds nor runs Dockerfile"),
     ("make all", "make is no program that the pages know"),
 ])  # fmt: skip
 def test_a_wrong_command_is_found(command: str, complaint: str) -> None:

@@ -28,10 +28,10 @@ Events = list[dict[str, Any]]
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What the program prints, and the folder of its traces."""
     folder = tmp_path_factory.mktemp("profiled")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+    command = ["bash", str(ROOT / "scripts/torchrun.sh"), "--standalone", "--nproc-per-node", str(RANKS),
                str(ROOT / "docs/programs/profile_ddp.py")]  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True,
-                          timeout=HANGS_S)  # fmt: skip
+    variables = environment(OMP_NUM_THREADS="1", PYTHON=sys.executable)
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=HANGS_S)
     assert not done.returncode, done.stderr
     return done.stdout, folder / "runs/profile_ddp"
 

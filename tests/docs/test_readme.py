@@ -21,6 +21,14 @@ NOT_RUN = {
     "bash tests/run.sh": "it is running",
     "bash docs/serve.sh": "it does not end; its parts are run by the fixture `site`",
     "pip install -e .": "it would change the environment; tests of the set-up and of the extras hold it",
+    "apt-get install git python3-venv": "it would change the machine; tests/fresh runs it in a new Debian",
+    **dict.fromkeys((
+        "mkdir -p runs",
+        "docker build -t gpt2-chinese .",
+        'docker run --rm -v "$PWD/runs:/course/runs" gpt2-chinese',
+        "apptainer build gpt2-chinese.sif apptainer.def",
+        "apptainer run --bind runs:/course/runs gpt2-chinese.sif",
+    ), "there may be no Docker and no Apptainer; tests/fresh compares their files, and takes their steps in a new Debian"),
     "conda env create -f environment.yml": "there may be no conda; tests/scripts/test_environment.py holds the file",
 }
 

