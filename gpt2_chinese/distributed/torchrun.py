@@ -257,6 +257,8 @@ def _torchrun(settings: Settings) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
+    # All ranks are on this machine. Without this, gloo looks its host name up, and warns where nothing resolves it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # What --standalone means, but by number: where nothing resolves the name localhost, it would give up after minutes.
     arguments = ["--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:0", f"--rdzv-id={uuid.uuid4()}"]
     arguments += [f"--local-addr={LOOPBACK}", f"--nproc-per-node={settings.nproc}"]
