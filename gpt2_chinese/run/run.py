@@ -170,6 +170,8 @@ class Run:
             },
         )
         kept = self._metrics.begin(self.first_step, settings.values())
+        if settings.comment and settings.comment != settings.earlier_comment:
+            self._metrics.text("comment", settings.comment, self.first_step - 1)
         self.last_evaluation = next((evaluation_of(row) for row in reversed(kept) if "valid_loss" in row), {})
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
