@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import sys
 import types
 import typing
@@ -30,6 +31,7 @@ from gpt2_chinese.model.recompute_plan import Plan
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, VocabularyFile
 
 ROOT = Path(__file__).resolve().parents[1]
+ONLY_FLAGS_VARIABLE = "GPT2_CHINESE_ONLY_FLAGS"  # set by scripts/pipeline.sbatch, whose corpus does not exist yet
 
 
 def flag(default: Any, help: str, choices: tuple[Any, ...] | None = None, shown: str | None = None) -> Any:
@@ -141,6 +143,8 @@ class Settings:
             settings = cls(**_parse(cls, program_file, description, argv))
             settings.program, settings.argv = Path(program_file).resolve(), argv
             settings.chapter = settings.program.parent.name
+        if ONLY_FLAGS_VARIABLE in os.environ:
+            raise SystemExit(0)
         return settings
 
     @classmethod

@@ -461,6 +461,7 @@ class Run:
         if self.ranks.is_main:
             saved = display(self.directory / "checkpoints" / f"step_{self._last_step:06d}")
             by = stop_signal.asked() or "a signal to another rank"
+            stop_signal.note_stopped(self._last_step)
             print(f"\nStopped by {by} after step {self._last_step}: the same command goes on from {saved}", flush=True)
             self._metrics.close()
         self.ranks.barrier()
