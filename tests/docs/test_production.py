@@ -22,6 +22,8 @@ NOT_RUN = {
     "clue/cmnli/dev.json":
         "CLUE's files are not here; tests/gpt2_chinese/evaluate reads files of their forms",
     "sbatch scripts/train.sbatch 02_ddp": "tests/cluster/test_slurm.py runs it, shortened, on a Slurm of two nodes",
+    'sbatch scripts/pipeline.sbatch 02_ddp runs/mine wiki_zh.zip novels/ --max-steps 2000 --comment "wiki and novels"':
+        "tests/cluster/test_requeue.py runs it, shortened, on a Slurm of two nodes",
     "bash scripts/slurm_on_one_machine.sh up": "tests/cluster/test_slurm.py runs it",
     "SLURM_CONF=/run/slurm_on_one_machine/slurm.conf sbatch scripts/train.sbatch 02_ddp":
         "tests/cluster/test_slurm.py runs it, shortened, with a folder of its own",
