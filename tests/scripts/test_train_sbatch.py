@@ -12,9 +12,7 @@ import pytest
 from tests.chapters.program import ROOT, environment
 from tests.limits import HANGS_S
 
-# The first srun starts the ranks, the second one asks whether the nodes answer.
 SRUN = """#!/usr/bin/env bash
-if [ "$1" = --overlap ]; then exit "$NODES_ANSWER"; fi
 if [ -n "$STOPPED_AT" ]; then echo "$STOPPED_AT" >"$GPT2_CHINESE_STOPPED"; fi
 exit "$RANKS_END"
 """
@@ -33,13 +31,13 @@ def job(tmp_path: Path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
-    def run(*flags: str, ranks_end: int = 0, stopped_at: str = "", nodes_answer: int = 0, may_requeue: str = "yes"):
+    def run(*flags: str, ranks_end: int = 0, stopped_at: str = "", may_requeue: str = "yes"):
         given = environment()
         variables = {
             "PATH": f"{tmp_path}:{given['PATH']}", "PYTHON": sys.executable, "TMPDIR": str(tmp_path),
             "CALLS": f"{tmp_path}/calls", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "RANKS_END": str(ranks_end), "STOPPED_AT": stopped_at,
-            "NODES_ANSWER": str(nodes_answer), "MAY_REQUEUE": may_requeue,
+            "MAY_REQUEUE": may_requeue,
         }  # fmt: skip
         done = subprocess.run(["bash", ROOT / "scripts" / "train.sbatch", "02_ddp", *flags], env=given | variables, cwd=ROOT,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)  # fmt: skip
@@ -61,9 +59,8 @@ REQUEUED = (-15, ["requeue 7"])
         ({"stopped_at": "40", "may_requeue": ""}, "presently disabled", (0, ["requeue 7"])),
         ({"ranks_end": 143}, "SIGTERM came before the first step: the job is queued again", REQUEUED),
         ({"ranks_end": 138}, "give the job more time", (138, [])),
-        ({"ranks_end": 3, "nodes_answer": 1}, "a node does not answer: the job is queued again", REQUEUED),
         ({"ranks_end": 3}, "", (3, [])),
-        ({"ranks_end": 2, "nodes_answer": 1}, "", (2, [])),
+        ({"ranks_end": 2}, "", (2, [])),
     ],
 )
 def test_only_a_job_that_can_go_on_is_queued_again(job, how: dict, said: str, outcome: tuple) -> None:
