@@ -44,6 +44,10 @@ class Job:
         assert found, name
         return found[1]
 
+    def has_ended(self) -> bool:
+        """Whether Slurm will not run it again."""
+        return self.fact("JobState") not in ("RUNNING", "COMPLETING", "PENDING", "REQUEUED")
+
     def update(self, change: str) -> None:
         """Changes the job by `scontrol update`."""
         self.slurm("scontrol", "update", f"JobId={self.number}", change)
@@ -61,7 +65,7 @@ class Job:
 
     def at_row(self, number: int) -> dict[int, int]:
         """Waits for two new ranks, stops them after that row of metrics.jsonl, and returns them."""
-        wait_until(lambda: len(set(self.ranks().values()) - self._seen) == 2, self.said)
+        wait_until(lambda: len(set(self.ranks().values()) - self._seen) == 2, self.said, lambda: not self.has_ended())
         ranks = self.ranks()
         self._seen |= set(ranks.values())
         wait_until(lambda: self.chapter.num_rows() >= number, self.said)
@@ -72,8 +76,8 @@ class Job:
 
     def wait_for_end(self, line: str) -> str:
         """Waits until the job has printed `line` and ended; returns what it printed."""
-        wait_until(lambda: line in self.log.read_text(), self.said)
-        wait_until(lambda: self.fact("JobState") not in ("RUNNING", "COMPLETING"), self.said)
+        wait_until(lambda: line in self.log.read_text(), self.said, lambda: not self.has_ended())
+        wait_until(self.has_ended, self.said)
         assert (self.fact("JobState"), self.fact("ExitCode")) == ("COMPLETED", "0:0"), self.said()
         return self.said()
 
@@ -182,7 +186,7 @@ def test_a_pipeline_that_its_time_limit_cuts_twice_ends_complete(two_slurm_nodes
         wait_until(lambda ranks=ranks: all(has_pending(rank, signal.SIGUSR1) for rank in ranks), job.said)
         for rank in ranks:
             os.kill(rank, signal.SIGCONT)
-        wait_until(lambda: job.fact("JobState") == "PENDING", job.said)
+        wait_until(lambda: job.fact("JobState") == "PENDING", job.said, lambda: not job.has_ended())
         job.update("TimeLimit=60")
 
     said = job.wait_for_end("complete: ")

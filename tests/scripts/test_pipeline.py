@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +14,15 @@ import pytest
 from tests.chapters.program import ROOT, SMALL, environment
 from tests.harness.handed_over import handing_over
 from tests.limits import HANGS_S
+from tests.scripts.test_train_sbatch import SCONTROL
 
 SCRIPT = ROOT / "scripts" / "pipeline.sbatch"
 STEPS = ("convert", "vocabulary", "tokens", "train", "evaluate", "generate")
 
 
-def pipeline(folder: Path, *words: object, status: int = 0) -> str:
+def pipeline(folder: Path, *words: object, status: int = 0, **more: str) -> str:
     """Runs it in `folder`, and asserts its exit status; returns what it printed."""
-    variables = {name: value for name, value in environment().items() if not name.startswith("SLURM_")}
+    variables = {name: value for name, value in environment().items() if not name.startswith("SLURM_")} | more
     variables["PYTHON"] = sys.executable
     done = subprocess.run(["bash", SCRIPT, *map(str, words)], env=handing_over(variables), cwd=folder,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)  # fmt: skip
@@ -66,3 +69,22 @@ def test_a_mistake_is_one_line_before_the_first_step(tmp_path: Path, words: tupl
     *rest, line = pipeline(tmp_path, *words, status=2).splitlines()
     assert said in line and not [other for other in rest if not other.startswith("setup: using")], rest
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_step_that_the_time_limit_cuts_twice_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit $ENDS\n")
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+
+    def under_slurm(ends: int, status: int) -> str:
+        variables = {"ENDS": str(ends), "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_ON_NODE": "1",
+                     "CALLS": f"{tmp_path}/calls", "MAY_REQUEUE": "yes", "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
+        return pipeline(tmp_path, "02_ddp", tmp_path / "mine", tmp_path / "text", status=status, **variables)
+
+    assert "convert: ended by SIGTERM: the job is queued again" in under_slurm(143, status=-signal.SIGTERM)
+    assert "convert: cut by the time limit: the job is queued again" in under_slurm(138, status=-signal.SIGTERM)
+    assert "error: the time limit cut convert twice: give the job more time" in under_slurm(138, status=2)
+    assert (tmp_path / "calls").read_text().splitlines() == ["requeue 7"] * 2
+    assert under_slurm(1, status=1).endswith("convert: begins\n")
