@@ -40,7 +40,7 @@ class Job:
         self._seen: set[int] = set()
 
     def fact(self, name: str) -> str:
-        """What `scontrol show job` says. It waits a little: `wait_until` asks again and again, and each time starts a program."""
+        """What `scontrol show job` says; not too often, because each question starts a program."""
         time.sleep(0.2)
         found = re.search(rf"\b{name}=(\S*)", self.slurm("scontrol", "show", "job", self.number))
         assert found, name
