@@ -29,7 +29,7 @@ from pstar.memory.links import Links
 from pstar.memory.pages import free_host_bytes, is_out_of_host_memory
 from pstar.memory.pinned import Registration, far_page_bytes, registration_for
 from pstar.memory.segments import Reserved, grow_segments
-from pstar.memory.tier import DISK, FAR, MOVES, NEAR, SAVE_HOST_MEMORY, Ledger, Tier, format_bytes, keep_freed_memory
+from pstar.memory.tier import DISK, FAR, NEAR, SAVE_HOST_MEMORY, Ledger, Tier, format_bytes, keep_freed_memory
 from pstar.modules.compiled_blocks import compile_blocks, find_blocks
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.inputs import cast_inputs, shape_of
@@ -352,8 +352,8 @@ class Engine(torch.nn.Module):
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a "
                            f"{'trained ' if frozen else ''}parameter{scales}"),
             *share,
-            ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es); "
-                        f"eviction by {self.schedule.policy}"),
+            ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es)"
+                        f"{self._chunks.collectives.where}; eviction by {self.schedule.policy}"),
             *states,
             *outside,
         ]
@@ -370,7 +370,7 @@ class Engine(torch.nn.Module):
                                        f"began during backward, {early.undone} were undone"))
         rows += self.reserved.rows()
         rows.append(("Adam", f"{num_near} groups updated near, {len(self.layout.trained) - num_near} far"))
-        rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in MOVES
+        rows += [(kind, f"{format_bytes(self.ledger.step_bytes[kind])} a step") for kind in self.ledger.kinds
                  if self.disk is not None or DISK not in kind]
         return rows
 
@@ -382,7 +382,7 @@ class Engine(torch.nn.Module):
         the updates that began during backward so far, and those of them that were undone. On a GPU also the most bytes that
         torch's allocator has reserved (see pstar.memory.segments).
         """
-        moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in MOVES}
+        moved = {f"{kind.replace(' ', '_')}_bytes": self.ledger.step_bytes[kind] for kind in self.ledger.kinds}
         scaling = {"loss_scale": self._optimizer.loss_scale, "skipped_steps": self._optimizer.skipped_steps}
         scaling = scaling if self._plan.precision.name == "fp16" else {}
         if (early := self._optimizer.speculation) is not None:

@@ -59,8 +59,8 @@ def split(sections: list[dict[str, Any]], named: dict[str, dict[str, str]]) -> d
 
 
 def prose(text: str) -> str:
-    """A section's text without listings, pictures, and the tags of paragraphs and inline code."""
-    text = re.sub(r"</?p>", " ", LEFT_OUT.sub("", text))
+    """A section's text without listings, pictures, and the tags of paragraphs, lists and inline code."""
+    text = re.sub(r"</?(?:p|ul|ol|li)>", " ", LEFT_OUT.sub("", text))
     text = re.sub(r"</?(?:div|span|a|em|strong|code|img|figure|section|label|input)\b[^>]*>", "", text)
     return re.sub(r"\s+", " ", text).strip()
 

@@ -1,1 +1,1 @@
-"""Collectives between ranks, through the process group or through shared memory."""
+"""Collectives between ranks: through the process group, through shared memory, or on several nodes in two levels."""

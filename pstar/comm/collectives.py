@@ -1,8 +1,9 @@
-"""Collectives on groups of chunks. In the engine only this file and checkpoint/ import torch.distributed."""
+"""Collectives on groups of chunks. In the engine only this file, rail.py and checkpoint/ import torch.distributed."""
 
 import os
 import platform
 import time
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -10,8 +11,11 @@ import torch.distributed as dist
 
 from durable.calls import name_next
 from pstar.comm import shared_memory
+from pstar.comm.rail import Rail
 from pstar.comm.shared_memory import SharedMemory
-from pstar.memory.tier import Ledger
+from pstar.comm.two_levels import Lane, TwoLevels
+from pstar.layout.nodes import ranks_by_node
+from pstar.memory.tier import SUM, Ledger
 
 # torch 2.13 renamed the two and warns of the old names; 2.11 has only these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -54,11 +58,17 @@ class Collectives:
         group: a torch.distributed process group; None: the default group if one is initialised, otherwise one process, for
             which every collective is a no-op.
         ledger: counts received bytes.
-        through_memory: exchange chunks through shared memory if all ranks are on one host and their backend is gloo;
-            otherwise, and with False, through the process group.
+        through_memory: exchange chunks through shared memory if all ranks are on one host and their backend is gloo, and in
+            two levels (two_levels.py) if they are on several hosts with equal numbers of ranks; otherwise, and with False,
+            through the process group. NCCL knows hosts by itself.
+        node: name of this rank's host; None: as the system says.
+
+    Attributes:
+        num_nodes: the hosts, if chunks are exchanged in two levels; otherwise 1.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True):
+    def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True,
+                 node: str | None = None):
         self.alone = group is None and not (dist.is_available() and dist.is_initialized())
         # The default group is looked up at each call: a reference here would keep its threads alive after
         # destroy_process_group, and a process that ends with gloo threads running aborts.
@@ -72,30 +82,47 @@ class Collectives:
             # Other ranks make no engine in this group, and so no such call: the members alone must suffice.
             members = dist.get_process_group_ranks(self.group) if self.group else None
             self.host_group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
-        self._memory = self._share_memory() if through_memory and self.num_ranks > 1 else None
+        self._memory = self._share_memory(node or platform.node()) if through_memory and self.num_ranks > 1 else None
+        self.num_nodes = len(self._memory.nodes) if isinstance(self._memory, TwoLevels) else 1
 
     @property
     def through_memory(self) -> bool:
-        """Whether chunks are exchanged through shared memory."""
+        """Whether chunks are exchanged through shared memory, at least inside each host."""
         return self._memory is not None
 
-    def _share_memory(self) -> SharedMemory | None:
-        """The staging area, if every rank is on this host and the backend is gloo, else None; the same on all ranks."""
-        host = (shared_memory.available() and dist.get_backend(self.group) == "gloo", platform.node())
-        if not self._all_ranks(host[0]) or len(set(self.from_all(host))) > 1:
+    @property
+    def where(self) -> str:
+        """" on 2 nodes, in two levels", or "" if chunks are not exchanged in two levels."""
+        return f" on {self.num_nodes} nodes, in two levels" if self.num_nodes > 1 else ""
+
+    def _share_memory(self, host: str) -> SharedMemory | TwoLevels | None:
+        """The staging area, on several hosts with the rails between them; None if not possible. The same on all ranks."""
+        usable = shared_memory.available() and dist.get_backend(self.group) == "gloo"
+        nodes = ranks_by_node(self.from_all(host))
+        if not self._all_ranks(usable) or nodes is None:
             return None
-        path: list = [None]
-        if self.rank == 0:
-            path[0] = shared_memory.make_file(self.num_ranks)
-        dist.broadcast_object_list(path, group_src=0, group=self.group)
-        # Each container of a host may have another /dev/shm: then not all ranks see the file.
-        seen = self._all_ranks(path[0] is not None and os.path.exists(path[0]))
-        members = dist.get_process_group_ranks(self.group)
-        memory = SharedMemory(path[0], self.rank, self.num_ranks, members) if seen else None
+        ranks = next(ranks for ranks in nodes if self.rank in ranks)
+        made = []
+        if self.rank == ranks[0]:
+            made = [shared_memory.make_file(len(ranks)) for _ in range(1 if len(nodes) == 1 else 2)]
+        paths = self.from_all(made)[ranks[0]]
+        # Each container of a host may have another /dev/shm: then not all ranks see the files.
+        seen = self._all_ranks(all(path is not None and os.path.exists(path) for path in paths))
+        everyone, place = dist.get_process_group_ranks(self.group), ranks.index(self.rank)
+        members = [everyone[rank] for rank in ranks]
+        memories = [SharedMemory(path, place, len(ranks), members) for path in paths] if seen else []
         dist.barrier(self.group)
-        if self.rank == 0 and path[0] is not None:
-            os.unlink(path[0])
-        return memory
+        for path in filter(None, made):
+            os.unlink(path)
+        if len(memories) < 2:
+            return memories[0] if memories else None
+        rail = [everyone[ranks[place]] for ranks in nodes]
+        lanes = [Lane(memory, Rail(rail, nodes.index(ranks), self._timeout())) for memory in memories]
+        return TwoLevels(nodes, self.rank, *lanes, self.ledger)
+
+    def _timeout(self) -> timedelta:
+        """Of the process group; a group made without a timeout would get torch's default."""
+        return (self.group or dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout
 
     def from_all(self, value: object) -> list:
         """Returns the values of all ranks, by rank, on every rank; any object that can be pickled."""
@@ -165,6 +192,7 @@ class Collectives:
         """The sum of values over the ranks, on every rank; waits for it."""
         if self.num_ranks == 1:
             return values
+        self.ledger.add(SUM, values.nbytes)
         begin = time.perf_counter()
         if self._memory:
             values = self._memory.sum(values)

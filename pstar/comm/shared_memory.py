@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -98,7 +99,7 @@ class SharedMemory:
         self._naps = num_ranks > len(os.sched_getaffinity(0))
         self._count = 0
         self._begun: deque[Exchange] = deque()
-        self._last_look, self._waits = 0, False
+        self._last_look, self.waits = 0, False    # waits: somebody waits for a collective, so a hang is reported
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=NUM_CALLS)    # (number, tag, seconds since 1970)
         self.subject = -1
         """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
@@ -108,36 +109,56 @@ class SharedMemory:
     def all_gather(self, flat: torch.Tensor) -> Exchange:
         """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
         def steps(flat: torch.Tensor) -> Iterator[None]:
-            pieces = flat.view(self.num_ranks, -1)
-            step = SLICE_BYTES // flat.itemsize
-            for start in range(0, pieces.shape[1], step):
-                part = pieces[:, start : start + step]
-                staged = self._stage(part.shape[1], flat.dtype)
-                staged[self.rank].copy_(part[self.rank])
-                yield
-                for other in range(self.num_ranks):
-                    if other != self.rank:
-                        part[other].copy_(staged[other])
+            yield from self._gather(flat.view(self.num_ranks, -1).unbind(0))
 
-        return self._begin(1, flat.numel(), _on_host(steps, flat))
+        return self._begin(1, flat.numel(), on_host(steps, flat))
+
+    def all_gather_rows(self, flats: Sequence[Sequence[torch.Tensor]]) -> Exchange:
+        """The same for several flats, each of p pieces, (S,), anywhere in host memory."""
+        steps = (step for pieces in flats for step in self._gather(pieces))
+        return self._begin(1, sum(piece.numel() for pieces in flats for piece in pieces), steps)
+
+    def _gather(self, pieces: Sequence[torch.Tensor]) -> Iterator[None]:
+        own = pieces[self.rank]
+        step = SLICE_BYTES // own.itemsize
+        for start in range(0, own.numel(), step):
+            part = own[start : start + step]
+            staged = self._stage(part.numel(), own.dtype)
+            staged[self.rank].copy_(part)
+            yield
+            for other in range(self.num_ranks):
+                if other != self.rank:
+                    pieces[other][start : start + step].copy_(staged[other])
 
     def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Exchange:
         """piece, (S,), becomes this rank's part of the mean of flat, (p * S,): divided first, then summed in fp32."""
         def steps(piece: torch.Tensor, flat: torch.Tensor) -> Iterator[None]:
-            pieces = flat.view(self.num_ranks, -1)
-            step = SLICE_BYTES // (flat.itemsize * self.num_ranks)
-            for start in range(0, pieces.shape[1], step):
-                part, target = pieces[:, start : start + step], piece[start : start + step]
-                staged = self._stage(part.numel(), flat.dtype).view(self.num_ranks, self.num_ranks, -1)  # (writer, owner, n)
-                for owner in range(self.num_ranks):
-                    if owner != self.rank:
-                        torch.div(part[owner], self.num_ranks, out=staged[self.rank, owner])
-                yield
-                own = part[self.rank].div_(self.num_ranks)
-                self._add_up([own if other == self.rank else staged[other, self.rank] for other in range(self.num_ranks)],
-                             target)
+            yield from self._reduce_scatter(piece, flat.view(self.num_ranks, -1).unbind(0), self.num_ranks)
 
-        return self._begin(2, flat.numel(), _on_host(steps, piece, flat))
+        return self._begin(2, flat.numel(), on_host(steps, piece, flat))
+
+    def reduce_scatter_rows(self, targets: torch.Tensor, flats: Sequence[Sequence[torch.Tensor]], divisor: int) -> Exchange:
+        """The same for several flats, each of p pieces, (S,), anywhere in host memory.
+
+        Each row of targets, (number of flats, S), becomes the sum of this rank's pieces of a flat, each divided by divisor.
+        """
+        each = zip(targets, flats, strict=True)
+        steps = (step for row, pieces in each for step in self._reduce_scatter(row, pieces, divisor))
+        return self._begin(2, sum(piece.numel() for pieces in flats for piece in pieces), steps)
+
+    def _reduce_scatter(self, piece: torch.Tensor, pieces: Sequence[torch.Tensor], divisor: int) -> Iterator[None]:
+        ranks = range(self.num_ranks)
+        step = SLICE_BYTES // (piece.itemsize * self.num_ranks)
+        for start in range(0, piece.numel(), step):
+            target = piece[start : start + step]
+            part = [each[start : start + step] for each in pieces]
+            staged = self._stage(self.num_ranks * target.numel(), piece.dtype).view(*(2 * [self.num_ranks]), -1)
+            for owner in ranks:    # staged: (writer, owner, n)
+                if owner != self.rank:
+                    torch.div(part[owner], divisor, out=staged[self.rank, owner])
+            yield
+            own = part[self.rank].div_(divisor)
+            add_up([own if other == self.rank else staged[other, self.rank] for other in ranks], target)
 
     def broadcast(self, flat: torch.Tensor, owner: int) -> Exchange:
         """In place: flat, (S,), receives the owner's values."""
@@ -152,28 +173,37 @@ class SharedMemory:
                 if self.rank != owner:
                     part.copy_(staged[owner])
 
-        return self._begin(3 + 16 * owner, flat.numel(), _on_host(steps, flat))
+        return self._begin(3 + 16 * owner, flat.numel(), on_host(steps, flat))
 
-    def reduce_mean(self, flat: torch.Tensor, owner: int) -> Exchange:
-        """In place on the owner: flat, (S,), becomes the mean over the ranks, with the bits of reduce_scatter_mean."""
+    def reduce_mean(self, flat: torch.Tensor, owner: int, divisor: int | None = None) -> Exchange:
+        """In place on the owner: flat, (S,), becomes the mean over the ranks, with the bits of reduce_scatter_mean.
+
+        divisor: of the sum, instead of the number of ranks.
+        """
+        divisor = divisor or self.num_ranks
+
         def steps(flat: torch.Tensor) -> Iterator[None]:
             step = SLICE_BYTES // flat.itemsize
             for start in range(0, flat.numel(), step):
                 part = flat[start : start + step]
                 staged = self._stage(part.numel(), flat.dtype)
                 if self.rank != owner:
-                    torch.div(part, self.num_ranks, out=staged[self.rank])
+                    torch.div(part, divisor, out=staged[self.rank])
                 yield
                 if self.rank == owner:
-                    own = part.div_(self.num_ranks)
-                    self._add_up([own if other == owner else staged[other] for other in range(self.num_ranks)], part)
+                    own = part.div_(divisor)
+                    add_up([own if other == owner else staged[other] for other in range(self.num_ranks)], part)
 
-        return self._begin(4 + 16 * owner, flat.numel(), _on_host(steps, flat))
+        return self._begin(4 + 16 * owner, flat.numel(), on_host(steps, flat))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of values, (N,), over the ranks, in rank order; waits for it."""
+        """The sum of values over the ranks, in rank order; waits for it."""
         total = torch.empty_like(values).view(-1)
+        self.begin_sum(total, values).wait()
+        return total.view(values.shape)
 
+    def begin_sum(self, total: torch.Tensor, values: torch.Tensor) -> Exchange:
+        """total, (N,), becomes the sum of values, of N elements, over the ranks, in rank order."""
         def steps(total: torch.Tensor, values: torch.Tensor) -> Iterator[None]:
             step = SLICE_BYTES // values.itemsize
             for start in range(0, values.numel(), step):
@@ -185,8 +215,7 @@ class SharedMemory:
                 for other in range(1, self.num_ranks):
                     target += staged[other]
 
-        self._begin(5, values.numel(), _on_host(steps, total, values)).wait()
-        return total.view(values.shape)
+        return self._begin(5, values.numel(), on_host(steps, total, values))
 
     # ------------------------------------------------------------- exchanges run in order
 
@@ -212,11 +241,11 @@ class SharedMemory:
 
     def finish(self, exchange: Exchange) -> None:
         """Waits until this exchange, and all that were begun before it, are done."""
-        self._waits = True
+        self.waits = True
         try:
             self._finish(exchange)
         finally:
-            self._waits = False
+            self.waits = False
 
     def _finish(self, exchange: Exchange) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -228,9 +257,17 @@ class SharedMemory:
                 os.sched_yield()
             self.progress()
             if time.monotonic() > deadline:
-                late = [rank for rank in range(self.num_ranks) if int(self._counters[rank]) < self._count]
-                raise StateError(f"rank {self.rank} waited {WAIT_S:.0f} s in collective {self._count} for ranks {late}: "
-                                 "they hang, died, or made other collective calls")
+                raise self.late()
+
+    def late(self) -> StateError:
+        """The error of a rank that has waited for WAIT_S; it names those that have not come."""
+        return StateError(f"rank {self._members[self.rank]} waited {WAIT_S:.0f} s in collective {self._count} for ranks "
+                          f"{list(self._missing())}: they hang, died, or made other collective calls")
+
+    def _missing(self) -> tuple[int, ...]:
+        """The ranks that have not written their slices of the exchange for which this rank waits."""
+        count = self._count
+        return tuple(member for rank, member in enumerate(self._members) if int(self._counters[rank]) < count)
 
     def _begin(self, kind: int, numel: int, steps: Iterator[None]) -> Exchange:
         tag = (numel << 26) + ((self.subject + 1) % 2**16 << 10) + kind
@@ -254,10 +291,10 @@ class SharedMemory:
 
     def waiting(self) -> list[Call]:
         """The collective for which this rank waits, and those ranks that have not written their slices; at most one."""
-        count, num_begun, recent = self._count, len(self._begun), self._recent.copy()
-        if not self._waits or not self._staged or not 0 < num_begun <= len(recent):
+        num_begun, recent = len(self._begun), self._recent.copy()
+        if not self.waits or not self._staged or not 0 < num_begun <= len(recent):
             return []
-        missing = tuple(self._members[rank] for rank in range(self.num_ranks) if int(self._counters[rank]) < count)
+        missing = self._missing()
         return [replace(self._described(*recent[-num_begun]), missing=missing)] if missing else []
 
     def recent(self) -> list[Call]:
@@ -274,25 +311,30 @@ class SharedMemory:
         tags = self._tags[:, (self._count - 1) % 2].tolist()
         if any(tag != exchange.tag for tag in tags):
             other = next(rank for rank, tag in enumerate(tags) if tag != exchange.tag)
-            raise StateError(f"collective {self._count}: rank {other} is in {_call(tags[other])} where rank {self.rank} is "
-                             f"in {_call(exchange.tag)}: every rank must run the same modules in the same order")
+            raise StateError(f"collective {self._count}: rank {self._members[other]} is in {_call(tags[other])} where rank "
+                             f"{self._members[self.rank]} is in {_call(exchange.tag)}: every rank must run the same modules "
+                             "in the same order")
 
     def _stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The half for the next exchange, (p, numel) of dtype: one row for each rank."""
         return self._halves[self._count % 2].view(dtype)[:, :numel]
 
-    def _add_up(self, terms: list[torch.Tensor], target: torch.Tensor) -> None:
-        """target = the sum of terms in their order, computed at least in fp32. target may be one of the terms."""
-        if self.num_ranks == 2 and target.dtype == torch.float32:
-            torch.add(*terms, out=target)
-            return
-        total = terms[0].to(torch.promote_types(target.dtype, torch.float32), copy=True)
-        for term in terms[1:]:
-            total += term
-        target.copy_(total)
+
+def add_up(terms: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    """target = the sum of terms in their order, computed at least in fp32. target may be one of the terms."""
+    if len(terms) == 2 and target.dtype == torch.float32:
+        torch.add(*terms, out=target)
+        return
+    total = terms[0].to(torch.promote_types(target.dtype, torch.float32), copy=True)
+    for term in terms[1:]:
+        total += term
+    target.copy_(total)
 
 
-def _on_host(steps: Callable[..., Iterator[None]], *tensors: torch.Tensor) -> Iterator[None]:
+Begun = TypeVar("Begun")
+
+
+def on_host(steps: Callable[..., Iterator[Begun]], *tensors: torch.Tensor) -> Iterator[Begun]:
     """The steps of a collective on copies of these tensors in host memory; the first tensor receives the result. Tensors in
     host memory are not copied."""
     on_host = [tensor.cpu() for tensor in tensors]

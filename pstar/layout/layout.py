@@ -21,7 +21,9 @@ shrink, because padding costs as many bytes there as a trained element. With fro
 groups, apart from frozen vectors (biases, norms), which are few and keep all their bits.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -392,8 +394,22 @@ def candidate_layouts(modules: Sequence[ModuleSpec], num_ranks: int = 1, max_ele
     if ownership not in OWNERSHIPS:
         raise ConfigError(f"ownership is {ownership!r}; choose one of {', '.join(OWNERSHIPS)}")
     measured = _measure(modules, in_codes, align_elems)
-    layouts = [_pack(measured, size, num_ranks, ownership, whole_blocks, align_elems) for size in sorted(candidates)]
+    with _without_garbage_collection():
+        layouts = [_pack(measured, size, num_ranks, ownership, whole_blocks, align_elems) for size in sorted(candidates)]
     return list({layout.chunk_elems: layout for layout in layouts}.values())    # with whole blocks sizes may be equal
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A search makes hundreds of thousands of objects without a cycle; the collector would visit them again and again, for
+    more than half of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def least_waste(layouts: Sequence[Layout], fits: Callable[[Layout], bool] = lambda layout: True) -> Layout | None:

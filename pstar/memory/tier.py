@@ -25,6 +25,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 MOST_BYTES = 1 << 63  # more than any machine can address
+SUM = "sum"    # tensors that all ranks sum, such as norms
+BETWEEN_NODES = "between nodes"    # what this rank receives from other nodes for gather, reduce and sum
 MOVES = ("far to near", "near to far", "disk to far", "far to disk", "gather", "reduce")
 
 
@@ -69,6 +71,8 @@ class Ledger:
     """Bytes and counts of copies between tiers and of collectives, in total and in the last whole step."""
 
     def __init__(self) -> None:
+        self.kinds = MOVES
+        """What it reports; SUM and BETWEEN_NODES, too, if chunks are exchanged in two levels."""
         self.moved_bytes: Counter[str] = Counter()
         self.moves: Counter[str] = Counter()
         self.step_bytes: Counter[str] = Counter()
@@ -87,7 +91,7 @@ class Ledger:
         self._waited_at_begin = self._copy_waited_at_begin = 0.0
 
     def add(self, kind: str, num_bytes: int, for_next_step: bool = False) -> None:
-        """One movement of num_bytes; kind is one of MOVES."""
+        """One movement of num_bytes; kind is one of MOVES, SUM and BETWEEN_NODES."""
         self.moved_bytes[kind] += num_bytes
         if for_next_step:
             self._early[kind] += num_bytes

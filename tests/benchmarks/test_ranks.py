@@ -13,6 +13,7 @@ import compile as compiled  # noqa: E402
 import parity  # noqa: E402
 import rank_memory  # noqa: E402
 import ranks  # noqa: E402
+import two_levels  # noqa: E402
 
 
 def contender(name: str, *seconds: float) -> ranks.Contender:
@@ -38,11 +39,23 @@ def test_the_page_names_the_goals() -> None:
     (compiled, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
     (parity, ["--runs", "-1"], "--runs, --rounds and --steps must be at least 1"),
     (rank_memory, ["--nproc", "1"], "--nproc must be at least 2"),
+    (two_levels, ["--mbit-per-s", "nan"], "--runs, --rounds, --steps and --mbit-per-s must be at least 1"),
 ])
 def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         program.parse(flags)
     assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_two_levels_are_compared_with_the_flat_engine_of_the_same_round() -> None:
+    def turns(*seconds: float, sent: float = 30e6) -> list[dict[str, float]]:
+        return [{"seconds": each, "sent": sent, "formula": 15e6, "loss": 8.0} for each in seconds]
+
+    run = {(kind, "flat"): turns(1.0, 10.0, 4.0) for kind in two_levels.KINDS}
+    run |= {(kind, "two levels"): turns(0.5, 2.0, 4.0, sent=15e6) for kind in two_levels.KINDS}
+    page = two_levels.report([run], two_levels.parse([]), [])
+    assert "| sharded chunks | flat | 4.00 | 1.00 | 1.00 to 1.00 | 30.00 | 1.00 |  |" in page
+    assert "| sharded chunks | two levels | 2.00 | 2.00 | 2.00 to 2.00 | 15.00 | 0.50 | 15.00 |" in page
 
 
 def parity_run(date: str, speed: float, peak: int) -> dict:

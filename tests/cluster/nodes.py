@@ -70,6 +70,16 @@ class Traffic(NamedTuple):
         return Traffic(self.frame_bytes - before.frame_bytes, self.packets - before.packets)
 
 
+def counts_of(process: int | str) -> tuple[Traffic, Traffic]:
+    """(received, sent) over the veth pair by the node of a process, "self" for this one."""
+    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
+        device, _, counts = line.partition(":")
+        if device.strip() == DEVICE:
+            numbers = [int(number) for number in counts.split()]
+            return Traffic(*numbers[:2]), Traffic(*numbers[8:10])
+    raise AssertionError(f"process {process} has no {DEVICE}")
+
+
 @dataclass
 class Node:
     """One of the two nodes.
@@ -112,19 +122,11 @@ class Node:
 
     def sent(self) -> Traffic:
         """What this node has sent over the veth pair since it exists."""
-        return self._counts()[1]
+        return counts_of(self.holder.pid)[1]
 
     def received(self) -> Traffic:
         """What this node has received over the veth pair since it exists."""
-        return self._counts()[0]
-
-    def _counts(self) -> tuple[Traffic, Traffic]:
-        for line in Path(f"/proc/{self.holder.pid}/net/dev").read_text().splitlines():
-            device, _, counts = line.partition(":")
-            if device.strip() == DEVICE:
-                numbers = [int(number) for number in counts.split()]
-                return Traffic(*numbers[:2]), Traffic(*numbers[8:10])
-        raise AssertionError(f"{self.name} has no {DEVICE}")
+        return counts_of(self.holder.pid)[0]
 
     def cut(self) -> None:
         """Cuts the link: neither node hears from the other, and no connection is closed."""

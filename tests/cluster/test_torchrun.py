@@ -6,14 +6,17 @@ tests/chapters/test_law_of_the_curve.py. The deep tests take the fifty steps of 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from pstar.layout.nodes import sent_by_flat_ring, sent_in_two_levels
 from tests.chapters.law import LONG, SHORT, assert_same_curve, flags_of
-from tests.chapters.program import Chapter
+from tests.chapters.program import ROOT, Chapter
 from tests.cluster import jobs
+from tests.cluster.nodes import Traffic
 
 PROGRAMS = {  # name -> chapter, flags, micro-batches a step
     "01 synchronous": ("01_parameter_server", (), 1),
@@ -25,6 +28,7 @@ PROGRAMS = {  # name -> chapter, flags, micro-batches a step
     "06 stage 3": ("06_zero", ("--zero-stage", 3), 4),
     "07 pstar": ("07_patrickstar", ("--near-budget", "50%"), 4),
 }
+COUNTED = str(ROOT / "tests" / "cluster" / "counted.py")
 IN_QUICK = ("02 bucket", 1)
 CASES = [(name, ranks_a_node) for name in PROGRAMS for ranks_a_node in (1, 2)]
 
@@ -46,6 +50,33 @@ def test_two_nodes_follow_the_curve(nodes, curve, tmp_path: Path, name: str, ran
     assert "Traceback" not in said, said
     if program == "02_ddp":
         assert_the_ring_s_bytes(sent, ranks_a_node, rows, chapter)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ownership", ["whole", "sharded"])
+def test_pstar_sends_what_the_formula_says_and_half_of_the_flat_ring(nodes, curve, tmp_path: Path, ownership: str) -> None:
+    """On 2 x 2, by the kernel, over the steps alone: evaluations, the final weights and the start cross the network, too."""
+    sent = {}
+    for flat in (True, False):
+        folder = tmp_path / f"flat_{flat}"
+        folder.mkdir()
+        chapter = Chapter("07_patrickstar", folder)
+        flags = (*flags_of(SHORT), "--near-budget", "50%", "--ownership", ownership)
+        plan = json.dumps({"folder": str(folder), "flat": flat})
+        jobs.run(nodes, 2, [COUNTED, plan, *chapter.command(*flags)[1:]], folder)
+        rows = chapter.metrics()
+        assert_same_curve(rows, curve(SHORT), rel=1e-4)
+        counts = [[json.loads(line) for line in (folder / node.name).read_text().splitlines()] for node in nodes]
+        ends = [[Traffic(*found[step][1:]) for step in (0, -1)] for found in counts]
+        sent[flat] = sum(end.since(begin).payload_bytes for begin, end in ends) / 2 / (len(rows) - 1)
+    # Of the pieces of four ranks rank 0 receives three.
+    counted = [rows[-1]["gather_bytes"] * 4 / 3, rows[-1]["reduce_bytes"] * 4 / 3, rows[-1]["sum_bytes"]]
+    formula, ring = sent_in_two_levels(2, *counted), sent_by_flat_ring(4, *counted)
+    print(f"{ownership}: a node sends {sent[False]:,.0f} a step, {sent[False] / sent[True]:.3f} of flat; by "
+          f"the formulas {formula:,.0f} of {ring:,.0f}; the ledger {2 * rows[-1]['between_nodes_bytes']:,.0f}")  # fmt: skip
+    assert sent[False] <= 0.55 * sent[True]
+    assert sent[False] == pytest.approx(formula, rel=0.02) and sent[True] == pytest.approx(ring, rel=0.02)
+    assert sent[False] == pytest.approx(2 * rows[-1]["between_nodes_bytes"], rel=0.02), "the ledger of both ranks"
 
 
 def worst_gap(rows: list[dict], expected: list[dict]) -> float:

@@ -101,9 +101,23 @@ def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) ->
         assert [line.replace(" ", "") for line in text.splitlines() if line.startswith("|")] == rows
         assert "- date: " in text and "- command: `" in text and "- versions: " in text
         chinese = build.fragment(f"zh/results_all/{name}.md")
-        assert chinese.count("\n|") == len(rows) and "- 日期" in chinese
+        assert chinese.count("\n|") == len(rows) and "- 日期：" in chinese
     both = build.tables.results(build.Words("en"), "x", "## A link, slow\n\n| a |\n|---|\n\n## Fast\n\n| b |\n|---|\n")
     assert "### A link, slow { #x-a-link-slow }\n\n| a |" in both and "### Fast { #x-fast }\n\n| b |" in both
+
+
+def test_chinese_pages_have_the_circumstances_of_a_measurement_in_chinese(build) -> None:
+    """Every phrase but names: a benchmark that words its work anew needs an entry in zh.json."""
+    names, found = {"tiny", "near_budget min"}, 0
+    for name in (name for name in build.wanted() if name.startswith(("zh/results_all/", "zh/results/"))):
+        for line in build.fragment(name).splitlines():
+            fact = re.fullmatch("- (.*?)：(.*)", line)
+            if fact and fact[1] not in ("版本", "日期", "命令", "处理器", "机器"):
+                found += 1
+                for phrase in set(re.split("[，：；]", fact[2])) - names:
+                    english = not phrase.startswith("`") and re.search("[a-z]{4}", re.sub(r"\(.*\)", "", phrase))
+                    assert not english or re.search("[\u4e00-\u9fff]", phrase), f"{name}: {phrase}"
+    assert found > 10
 
 
 # ---- the stepped view

@@ -7,6 +7,9 @@ within 1e-5 relative over these few steps (the law of the curve asks for 1e-4), 
 
 from __future__ import annotations
 
+import platform
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ import pstar
 from pstar.chunks.unshard import Unsharding
 from pstar.comm import shared_memory
 from pstar.comm.collectives import Collectives
+from pstar.layout.nodes import sent_in_two_levels
 from pstar.numerics.grad_norm import clip_grad_norm_
 from tests import toy
 
@@ -139,6 +143,25 @@ def test_in_shared_memory_sums_go_in_the_order_of_ranks_so_both_modes_agree(rank
     for other in (chunk, sharded):
         assert other["losses"] == group["losses"] and other["norm"] == group["norm"]
         assert all(torch.equal(value, other["weights"][name]) for name, value in group["weights"].items())
+
+
+def two_nodes_case(rank: int, num_ranks: int, keys: dict):
+    with mock.patch.object(platform, "node", lambda: "ab"[rank // 2]):
+        return case(rank, num_ranks, keys)
+
+
+def test_on_two_nodes_the_modes_agree_and_a_byte_crosses_the_network_once(ranks):
+    """Not with the bits of one node: the sums have another order."""
+    modes = [{}, {"communication": "chunk"}, {"ownership": "sharded"}]
+    keys = {"near_budget": "60%", "default_chunk_size": 5_000}
+    first, *others = [ranks(4).run(two_nodes_case, mode | keys) for mode in modes]
+    for results in (first, *others):
+        assert_follows(results)
+        assert results[0]["losses"] == first[0]["losses"] and results[0]["norm"] == first[0]["norm"]
+        assert all(torch.equal(value, results[0]["weights"][name]) for name, value in first[0]["weights"].items())
+        units = [sum(result["step_bytes"][kind] for result in results) / 3 for kind in ("gather", "reduce")]
+        between = sum(result["step_bytes"]["between nodes"] for result in results)
+        assert between == pytest.approx(2 * sent_in_two_levels(2, *units, results[0]["step_bytes"]["sum"]), rel=1e-3)
 
 
 def without_memory_case(rank: int, num_ranks: int, keys: dict):

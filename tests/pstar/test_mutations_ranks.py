@@ -5,6 +5,8 @@ Every mutation replaces one method inside the ranks. A check that stays green un
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,8 +15,8 @@ from pstar.chunks import Chunks, Hooks
 from pstar.chunks.borrowed import Idle, Lender
 from pstar.chunks.gradients import Gradients
 from pstar.chunks.unshard import Unsharding
+from pstar.comm import shared_memory
 from pstar.comm.collectives import Collectives, Handle
-from pstar.comm.shared_memory import SharedMemory
 from pstar.schedule.schedule import NEVER, Trace, count_loads
 from tests import toy
 from tests.harness import RankFailure
@@ -166,9 +168,9 @@ def test_dividing_after_the_sum_overflows(ranks, mutated):
 # ---- the order of ranks
 
 
-def any_order(self, terms, target):
+def any_order(rank: int, terms, target):
     """Every rank begins with its own term."""
-    own = terms[self.rank :] + terms[: self.rank]
+    own = terms[rank:] + terms[:rank]
     total = own[0].clone()
     for term in own[1:]:
         total += term
@@ -176,15 +178,15 @@ def any_order(self, terms, target):
 
 
 def order_case(rank: int, num_ranks: int, mutated: bool):
-    before = SharedMemory._add_up
+    before = shared_memory.add_up
     if mutated:
-        SharedMemory._add_up = any_order
+        shared_memory.add_up = partial(any_order, rank)
     try:
         keys = {"near_budget": "100%", "default_chunk_size": 11_000}
         runs = [case(rank, num_ranks, keys | mode) for mode in ({}, {"communication": "chunk"}, {"ownership": "sharded"})]
         return [torch.cat([value.flatten() for value in run["weights"].values()]) for run in runs if run["weights"]]
     finally:
-        SharedMemory._add_up = before
+        shared_memory.add_up = before
 
 
 @pytest.mark.parametrize("mutated", [False, True])

@@ -13,12 +13,14 @@ from pstar.memory.tier import Ledger
 from tests.hanging import Job, reports
 
 
-def stop_working(rank: int, num_ranks: int, folder: str, through_memory: bool) -> tuple[bool, list[int]]:
+def stop_working(
+    rank: int, num_ranks: int, folder: str, through_memory: bool, names: str = "aaaa"
+) -> tuple[bool, list[int]]:
     """All ranks gather units 0 and 1. Then rank 1 sleeps before it reduces unit 1.
 
-    Returns whether chunks went through memory, and the statuses of the rank.
+    names: of the nodes, by rank. Returns whether chunks went through memory, and the statuses of the rank.
     """
-    collectives = Collectives(None, Ledger(), through_memory)
+    collectives = Collectives(None, Ledger(), through_memory, names[rank])
     job, log = Job(rank, num_ranks, folder), CollectiveLog(collectives, torch.device("cpu"))
     for unit in range(2):
         log.gather(unit)
@@ -51,3 +53,16 @@ def test_a_rank_that_does_not_come_is_named_with_operation_and_unit(
         assert found["missing"] == [1]
         assert f"has been in {reduced} for" in found["line"]
         assert f"rank 1 is missing: it is in no collective, its last was {gathered}" in found["line"]
+
+
+def test_on_two_nodes_the_rank_that_does_not_come_is_named_and_the_call_between_nodes_has_its_unit(ranks, tmp_path):
+    """Rank 0 waits for rank 1 in the memory of their node, rank 2 for rank 0 on the network."""
+    if not shared_memory.available():
+        pytest.skip("no shared memory with ordered writes on this machine")
+    ranks(4).run(stop_working, str(tmp_path), True, "aabb")
+    found = reports(tmp_path)
+    for report in found.values():
+        assert report["missing"] == [1] and "has been in reduction 1 (unit 1, 40 elements) for" in report["line"]
+        assert "rank 1 is missing: it is in no collective, its last was gather 2 (unit 1, 40 elements)" in report["line"]
+    (waits,) = found[2]["waiting"]
+    assert waits["ranks"] == [0, 2] and waits["what"] == "unit 1"
