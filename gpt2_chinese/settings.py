@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import sys
 import types
 import typing
@@ -30,6 +31,7 @@ from gpt2_chinese.model.recompute_plan import Plan
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, VocabularyFile
 
 ROOT = Path(__file__).resolve().parents[1]
+ONLY_FLAGS_VARIABLE = "GPT2_CHINESE_ONLY_FLAGS"  # set by scripts/pipeline.sbatch, whose corpus does not exist yet
 
 
 def flag(default: Any, help: str, choices: tuple[Any, ...] | None = None, shown: str | None = None) -> Any:
@@ -96,6 +98,9 @@ class Settings:
     async_save: bool = flag(False, "Write checkpoints in the background, from a copy of the state in host memory.")
     log_every: int | None = flag(None, "Steps between lines of metrics.jsonl.", shown="by config, tiny: 1")
     output_dir: str | Path | None = flag(None, "Folder for everything that the run writes.", shown="runs/NN_name")
+    comment: str | None = flag(
+        None, "A note about the run, for its header, config.json and TensorBoard. A resumed run keeps it; another note "
+        "replaces it, and TensorBoard shows both.", shown="none")  # fmt: skip
     init_from: str | None = flag(
         None,
         "Initial weights: a GPT-2 folder or file in Hugging Face's format, or a run. It also sets model and vocabulary.",
@@ -118,6 +123,7 @@ class Settings:
     valid_tokens: Any = field(default=None, init=False, repr=False)  # a data.token_cache.Tokens
     resume_from: Path | None = field(default=None, init=False)  # a checkpoint folder to resume, or a FILE of initial weights
     resume_step: int = field(default=0, init=False)  # steps that this checkpoint has done, 0 without a checkpoint
+    earlier_comment: str | None = field(default=None, init=False)  # that of the run that this one resumes
     timeout_s: int = field(default=600, init=False)  # limit of a collective; a flag in ParallelSettings
     hang_after: int = field(default=0, init=False)  # seconds until a hang is reported; a flag in ParallelSettings
 
@@ -137,6 +143,8 @@ class Settings:
             settings = cls(**_parse(cls, program_file, description, argv))
             settings.program, settings.argv = Path(program_file).resolve(), argv
             settings.chapter = settings.program.parent.name
+        if ONLY_FLAGS_VARIABLE in os.environ:
+            raise SystemExit(0)
         return settings
 
     @classmethod
@@ -187,6 +195,8 @@ class Settings:
                 raise UserError(f"{dashed(name)} is {value}: give a finite number")
             if isinstance(value, int) and abs(value) > MOST:
                 raise UserError(f"{dashed(name)} {value} is too large: give at most {MOST}")
+        if any("\ud800" <= character <= "\udfff" for character in self.comment or ""):
+            raise UserError("--comment is not UTF-8 text: give it in UTF-8")
         if self.mix is not None and self.mix_temperature is not None:
             raise UserError(f"--mix {self.mix} and --mix-temperature {self.mix_temperature}: both set the shares, give one")
         if self.documents == "pack" and self.seq_len < 2:

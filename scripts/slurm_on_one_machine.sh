@@ -49,6 +49,7 @@ configure() {
     # Jobs look up the node's names; the machine's own file stays as it is.
     { cat /etc/hosts; echo "127.0.0.1 n1 n2"; } >"$FOLDER/hosts"
     mkdir -p "$FOLDER/state" "$FOLDER/n1" "$FOLDER/n2"
+    # cred_expire and sched_interval: a job that is requeued starts after seconds, not after two minutes.
     cat >"$SLURM_CONF" <<CONF
 ClusterName=rehearsal
 SlurmctldHost=$host(127.0.0.1)
@@ -56,13 +57,14 @@ SlurmctldPort=$PORT
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$FOLDER/munge.socket
+AuthInfo=socket=$FOLDER/munge.socket,cred_expire=5
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2
 SlurmdParameters=config_overrides
 ReturnToService=2
 StateSaveLocation=$FOLDER/state
@@ -73,7 +75,11 @@ SlurmctldLogFile=$FOLDER/slurmctld.log
 SlurmdLogFile=$FOLDER/%n.log
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((PORT + 1)) CPUs=$cores State=UNKNOWN
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((PORT + 2)) CPUs=$cores State=UNKNOWN
-PartitionName=class Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+# Jobs of the partition urgent preempt the others.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=class Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=2
 CONF
 }
 

@@ -4,7 +4,8 @@
     to the launcher     -> it makes the file that STOP_FILE_VARIABLE names, which its ranks look for
     all ranks agree once a step (Run.steps), save, and end with status 0
 
-The second signal ends the run at once. Nothing here imports torch.
+The second signal ends the run at once; but in a job whose script sets STOPPED_VARIABLE it does nothing, because srun may
+send a rank the SIGTERM that Slurm has sent it. Slurm itself kills what does not end. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gpt2_chinese import background
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE_VARIABLE = "GPT2_CHINESE_STOP_FILE"  # set by a launcher of ours
+STOPPED_VARIABLE = "GPT2_CHINESE_STOPPED"  # set by the script of a job: a file made where a signal has ended the run early
 SAVE_S = 20.0  # for a save under way when the job has failed: torchrun kills a rank 30 s after its signal
 AGAIN = "a second signal ends it at once"
 
@@ -30,7 +32,7 @@ _noted: list[str] = []  # of the module: a signal goes to the whole process
 
 
 def listen(is_lost: Callable[[], bool] = lambda: False, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
-    """Notes the first signal to this process, for `asked`; the second has the default effect: the process ends.
+    """Notes the first signal to this process, for `asked`; the second has its default effect, the end, or none (see above).
 
     Args:
         is_lost: True when the job has failed and the launcher ends its ranks; then the first signal ends the process, too.
@@ -39,9 +41,10 @@ def listen(is_lost: Callable[[], bool] = lambda: False, signals: tuple[signal.Si
 
     def note(number: int, _: Any) -> None:
         for each in signals:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if STOPPED_VARIABLE in os.environ else signal.SIG_DFL)
         if is_lost():
             background.end(SAVE_S)
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         _noted.append(signal.Signals(number).name)
 
@@ -56,6 +59,13 @@ def asked() -> str:
     with contextlib.suppress(OSError, KeyError):
         return Path(os.environ[STOP_FILE_VARIABLE]).read_text(encoding="utf-8")
     return ""
+
+
+def note_stopped(step: int) -> None:
+    """Tells the script of the job, which sees status 0, that a signal has ended the run after `step`. Rank 0 calls it."""
+    if STOPPED_VARIABLE in os.environ:
+        with replacing(Path(os.environ[STOPPED_VARIABLE])) as staging:
+            staging.write_text(f"{step}\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -30,7 +30,9 @@ def print_header(settings: Settings, ranks: Ranks, more: Rows) -> None:
     split = f"{parts} x {_count(settings.grad_accum, 'micro-batch')} x {each}"
     passes = settings.max_steps * per_step / len(tokens)
     schedule = f"peak lr {settings.lr:g} after {settings.warmup_steps} steps of warm-up"
+    comment = [("comment", " ".join(settings.comment.split()))] if settings.comment else []
     rows: Rows = [
+        *comment,
         ("model", f"{_name(settings.model_config)}: {shape}, {model.num_parameters():,} parameters"),
         ("corpus", f"{len(tokens):,} tokens to train on, {len(valid):,} to evaluate on"),
         (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from gpt2_chinese.checkpoint import verdicts
 from gpt2_chinese.checkpoint.find import PARTS, newest_complete, read_json, read_state
@@ -117,7 +117,9 @@ def fill_in(settings: Settings) -> None:
         settings.warmup_steps = min(defaults.warmup_steps, settings.max_steps // 10)
     settings.resume_from = _find_checkpoint(settings) or initial
     if settings.resume_from is not None and settings.resume_from.is_dir():
-        settings.resume_step = read_state(settings.resume_from)["step"]
+        state = read_state(settings.resume_from)
+        settings.resume_step, settings.earlier_comment = state["step"], _comment_in(state)
+        settings.comment = settings.comment or settings.earlier_comment
     settings.check_resolved()
 
 
@@ -324,6 +326,12 @@ def _find_checkpoint(settings: Settings) -> Path | None:
         if before != getattr(settings, name):
             notice(f"note: {dashed(name)} is {getattr(settings, name)} now, and was {before} before {found.name}")
     return found
+
+
+def _comment_in(state: dict[str, Any]) -> str | None:
+    """The --comment in a checkpoint's state; None where it has none, as those of earlier versions."""
+    found = state.get("settings", {}).get("comment")
+    return found if isinstance(found, str) else None
 
 
 def _is_complete(settings: Settings) -> bool:

@@ -170,6 +170,8 @@ class Run:
             },
         )
         kept = self._metrics.begin(self.first_step, settings.values())
+        if settings.comment and settings.comment != settings.earlier_comment:
+            self._metrics.text("comment", settings.comment, self.first_step - 1)
         self.last_evaluation = next((evaluation_of(row) for row in reversed(kept) if "valid_loss" in row), {})
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
@@ -459,6 +461,7 @@ class Run:
         if self.ranks.is_main:
             saved = display(self.directory / "checkpoints" / f"step_{self._last_step:06d}")
             by = stop_signal.asked() or "a signal to another rank"
+            stop_signal.note_stopped(self._last_step)
             print(f"\nStopped by {by} after step {self._last_step}: the same command goes on from {saved}", flush=True)
             self._metrics.close()
         self.ranks.barrier()

@@ -83,6 +83,27 @@ def test_tensorboard_has_curves_settings_and_samples(finished) -> None:
     assert any("samples" in tag for tag in board.Tags()["tensors"])
 
 
+def test_a_comment_is_kept_until_another_one_is_given(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    chapter = Chapter("00_single", tmp_path)
+
+    def after(steps: int, *flags: str) -> str:
+        said = chapter.train_forked("--max-steps", steps, "--eval-every", 9, *flags)
+        return next(line for line in said.splitlines() if "comment" in line).split(maxsplit=1)[1]
+
+    def written() -> str:
+        return json.loads((chapter.output / "config.json").read_text())["comment"]
+
+    assert after(1, "--comment", "first, lr of\nthe paper") == "first, lr of the paper"
+    assert after(2) == "first, lr of the paper" and written() == "first, lr of\nthe paper"
+    assert after(3, "--comment", "第二次") == written() == "第二次"
+    board = EventAccumulator(str(chapter.output / "tensorboard"))
+    board.Reload()
+    texts = [(e.step, e.tensor_proto.string_val[0].decode()) for e in board.Tensors("comment/text_summary")]
+    assert texts == [(0, "first, lr of\nthe paper"), (2, "第二次")]
+
+
 def test_a_run_prints_header_progress_sample_and_summary(finished) -> None:
     said = finished[1]
     for words in (

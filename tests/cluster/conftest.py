@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from tests.chapters.law import curves
+from tests.chapters.program import ROOT, environment, free_port
 from tests.cluster.nodes import Node, reason_why_not, two_nodes
 from tests.harness.pool import preload
+from tests.limits import HANGS_S
 from tests.tally import STRICT_VARIABLE
 
 preload("tests.chapters.inside", "torch.utils.tensorboard", "torch.distributed.run")  # as tests/chapters/conftest.py does
+
+SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
+Slurm = Callable[..., str]
 
 
 def skip_or_fail(why: str, could_change: bool) -> NoReturn:
@@ -42,3 +51,32 @@ def nodes(needs_nodes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def curve(ranks, tmp_path_factory: pytest.TempPathFactory):
     """curve(steps, grad_accum): the rows of chapter 00 in the run that tests/chapters/law.py describes."""
     return curves(ranks, tmp_path_factory.mktemp)
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """slurm(command...) runs a command with a folder and ports of its own; afterwards the cluster is taken away."""
+    short = Path(tempfile.mkdtemp(prefix="slurm_"))  # the path of a socket has at most 108 bytes
+    folder = short / "cluster"
+    variables = {**environment(), "GPT2_CHINESE_SLURM": str(folder), "GPT2_CHINESE_SLURM_PORT": str(free_port()),
+                 "SLURM_CONF": str(folder / "slurm.conf")}  # fmt: skip
+
+    def run(*command: object, status: int = 0, **more: str) -> str:
+        done = subprocess.run([str(word) for word in command], env={**variables, **more}, cwd=ROOT, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)  # fmt: skip
+        assert done.returncode == status, f"{command}: status {done.returncode}\n{done.stdout}"
+        return done.stdout
+
+    run.folder = folder
+    yield run
+    run("bash", SCRIPT, "down")
+    shutil.rmtree(short)
+
+
+@pytest.fixture
+def two_slurm_nodes(needs_nodes: None, slurm: Slurm) -> Slurm:
+    """The same, with the cluster up. It needs root and namespaces, too."""
+    if not shutil.which("slurmd") and not shutil.which("apt-get"):
+        skip_or_fail("there is no Slurm, and no apt-get to install it", could_change=True)
+    slurm("bash", SCRIPT, "up")
+    return slurm

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.chapters.law import LONG, assert_same_curve, flags_of
-from tests.chapters.program import ROOT, Chapter, environment, free_port
-from tests.cluster.conftest import skip_or_fail
+from tests.chapters.program import ROOT, Chapter
+from tests.cluster.conftest import SCRIPT, Slurm
 from tests.cluster.test_torchrun import worst_gap
-from tests.limits import HANGS_S, wait_until
-
-SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
-Slurm = Callable[..., str]
-
-
-@pytest.fixture
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """slurm(command...) runs a command with a folder and ports of its own; afterwards the cluster is taken away."""
-    short = Path(tempfile.mkdtemp(prefix="slurm_"))  # the path of a socket has at most 108 bytes
-    folder = short / "cluster"
-    variables = {**environment(), "GPT2_CHINESE_SLURM": str(folder), "GPT2_CHINESE_SLURM_PORT": str(free_port()),
-                 "SLURM_CONF": str(folder / "slurm.conf")}  # fmt: skip
-
-    def run(*command: object, status: int = 0, **more: str) -> str:
-        done = subprocess.run([str(word) for word in command], env={**variables, **more}, cwd=ROOT, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)  # fmt: skip
-        assert done.returncode == status, f"{command}: status {done.returncode}\n{done.stdout}"
-        return done.stdout
-
-    run.folder = folder
-    yield run
-    run("bash", SCRIPT, "down")
-    shutil.rmtree(short)
-
-
-@pytest.fixture
-def two_slurm_nodes(needs_nodes: None, slurm: Slurm) -> Slurm:
-    """The same, with the cluster up. It needs root and namespaces, too."""
-    if not shutil.which("slurmd") and not shutil.which("apt-get"):
-        skip_or_fail("there is no Slurm, and no apt-get to install it", could_change=True)
-    slurm("bash", SCRIPT, "up")
-    return slurm
+from tests.limits import wait_until
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -22,6 +22,8 @@ NOT_RUN = {
     "clue/cmnli/dev.json":
         "CLUE's files are not here; tests/gpt2_chinese/evaluate reads files of their forms",
     "sbatch scripts/train.sbatch 02_ddp": "tests/cluster/test_slurm.py runs it, shortened, on a Slurm of two nodes",
+    'sbatch scripts/pipeline.sbatch 02_ddp runs/mine wiki_zh.zip novels/ --max-steps 2000 --comment "wiki and novels"':
+        "tests/cluster/test_requeue.py runs it, shortened, on a Slurm of two nodes",
     "bash scripts/slurm_on_one_machine.sh up": "tests/cluster/test_slurm.py runs it",
     "SLURM_CONF=/run/slurm_on_one_machine/slurm.conf sbatch scripts/train.sbatch 02_ddp":
         "tests/cluster/test_slurm.py runs it, shortened, with a folder of its own",
@@ -35,6 +37,7 @@ NOT_RUN = {
     "GLOO_SOCKET_IFNAME=eth0 bash scripts/torchrun.sh --nnodes=1:2 --nproc-per-node=4 --max-restarts=10 --rdzv-backend=c10d "
     "--rdzv-endpoint=node1:29500 --rdzv-id=gpt2 --rdzv-conf=last_call_timeout=5 chapters/02_ddp/train.py":
         "tests/cluster/test_elastic.py takes it from the page and runs it, shortened, on two nodes",
+    "bash benchmarks/two_levels.sh": "minutes; tests/cluster/test_benchmark.py runs it with --quick",
     'pip install -e ".[parquet]"': "it changes the environment; tests/scripts/test_environment.py holds the extra",
 }  # fmt: skip
 

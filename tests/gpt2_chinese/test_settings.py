@@ -20,7 +20,8 @@ CONTRACT = [
     *("nproc", "model-config", "train-data", "valid-data", "vocab", "vocab-profile", "documents", "mix"),
     *("mix-temperature", "seq-len", "batch-size", "grad-accum", "recompute", "loss-tiles"),
     *("lr", "warmup-steps", "weight-decay", "clip-grad-norm", "precision", "max-steps", "epochs", "eval-every"),
-    *("save-every", "keep-last", "keep-every", "async-save", "log-every", "output-dir", "init-from", "resume", "seed"),
+    *("save-every", "keep-last", "keep-every", "async-save", "log-every", "output-dir", "comment", "init-from", "resume"),
+    "seed",
     "device",
     "deterministic",
 ]
@@ -133,6 +134,8 @@ BAD = {
         ["--documents", "pack", "--vocab", "{t}/one_mark.json", "--model-config", "{t}/any_vocabulary.json"],
         "--documents pack needs two marks around a document, and {t}/one_mark.json has one, <|endoftext|>: give --documents",
     ),
+    "comment empty": (["--comment", " "], "--comment is empty: give a value"),
+    "comment in another encoding": (["--comment", "\udcd5\udce2"], "--comment is not UTF-8 text"),
     "mix of a file": (["--mix", "a=1", "--train-data", "{t}/short.json"], "--mix needs several sources, and --train-data"),
     "mix unknown": (["--mix", "news=1,songs=2"], "has no source songs; it has comments, news, webtext, wiki"),
     "mix of weight 0": (["--mix", "news=0"], "--mix news=0: the weight of news must be above 0"),
