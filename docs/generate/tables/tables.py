@@ -120,20 +120,21 @@ def results(words: Words, name: str, text: str) -> str:
 
 def _facts(words: Words, text: str) -> list[str]:
     facts = [re.fullmatch(r"- ([a-z ]+): (.*)", line) for line in text.splitlines()]
-    return [f"- {words(fact[1])}{words(': ')}{fact[2] if fact[1] in NAMES_ONLY else in_words(words, fact[2])}"
+    return [f"- {words(fact[1])}{words(': ')}{fact[2] if fact[1] in NAMES_ONLY else _in_words(words, fact[2])}"
             for fact in facts if fact and not fact[1].startswith("formula")]  # fmt: skip
 
 
-def in_words(words: Words, fact: str) -> str:
+def _in_words(words: Words, fact: str) -> str:
     """A fact in the page's language, phrase by phrase. zh.json has {} for each number and for a processor; names stay."""
     parts = re.split(r"(; |: |, )", fact)
     return "".join(words(part) if number % 2 else _phrase(words, part) for number, part in enumerate(parts))
 
 
 def _phrase(words: Words, phrase: str) -> str:
-    found = NUMBERS.findall(phrase)
-    known = words.known(NUMBERS.sub("{}", phrase))
-    return known.format(*found) if known.count("{}") == len(found) and "{}" in known else words.known(phrase)
+    """A phrase in the page's language: with its numbers filled in, or as it is; a name stays."""
+    form = NUMBERS.sub("{}", phrase)
+    known = words.known(form)
+    return known.format(*NUMBERS.findall(phrase)) if known != form else words.known(phrase)
 
 
 def _head(words: Words, row: str) -> str:
@@ -146,12 +147,8 @@ def _named(words: Words, row: str) -> str:
     cells = row.strip("|").split("|")
     for place, cell in enumerate(cells):
         name = cell.strip().strip("`")
-        if name and (known := words.known(name)) != name:
+        if name and (known := _phrase(words, name)) != name:
             cells[place] = f" {known} "
-        elif found := re.fullmatch(r" ([\d.]+) (to|of) ([\d.]+) ", cell):
-            cells[place] = f" {words(f'{{}} {found[2]} {{}}').format(found[1], found[3])} "
-        elif found := re.fullmatch(r" (\S+) \(exception\) ", cell):
-            cells[place] = f" {words('{} (exception)').format(found[1])} "
     return f"|{'|'.join(cells)}|"
 
 
