@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from durable.calls import name_next
 from pstar.comm import shared_memory
-from pstar.comm.rail import Rail
+from pstar.comm.rail import Rail, all_gather_flat
 from pstar.comm.shared_memory import SharedMemory
 from pstar.comm.two_levels import Lane, TwoLevels
 from pstar.layout.nodes import ranks_by_node
 from pstar.memory.tier import SUM, Ledger
 
-# torch 2.13 renamed the two and warns of the old names; 2.11 has only these.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# As all_gather_flat: torch 2.13 renamed it.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -158,7 +157,7 @@ class Collectives:
         self.ledger.add("gather", flat.nbytes - piece.nbytes)
         if self._memory:
             return Handle(self._memory.all_gather(flat), self.ledger)
-        return Handle(_all_gather(flat, piece, group=self.group, async_op=True), self.ledger)
+        return Handle(all_gather_flat(flat, piece, group=self.group, async_op=True), self.ledger)
 
     def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Handle:
         """piece, (S,), becomes this rank's part of the mean of flat, (p * S,), over the ranks. Changes flat.

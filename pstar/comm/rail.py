@@ -19,7 +19,7 @@ import torch.distributed as dist
 from durable.calls import name_next
 
 # torch 2.13 renamed it and warns of the old name; 2.11 has only that.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Crossing:
@@ -62,7 +62,7 @@ class Rail:
     def all_gather(self, piece: torch.Tensor) -> Crossing:
         """Every node receives the pieces, (S,), of all."""
         flat = piece.new_empty(self.num_nodes * piece.numel())
-        return Crossing(_all_gather(flat, piece, group=self._group(), async_op=True), self._by_node(flat))
+        return Crossing(all_gather_flat(flat, piece, group=self._group(), async_op=True), self._by_node(flat))
 
     def all_to_all(self, pieces: torch.Tensor) -> Crossing:
         """Node j receives pieces[j], of (n, S), of all nodes."""

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -99,7 +100,7 @@ class SharedMemory:
         self._naps = num_ranks > len(os.sched_getaffinity(0))
         self._count = 0
         self._begun: deque[Exchange] = deque()
-        self._last_look, self.waits = 0, False    # waits: somebody waits for a collective, so a hang is reported
+        self._last_look, self._waits = 0, False
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=NUM_CALLS)    # (number, tag, seconds since 1970)
         self.subject = -1
         """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
@@ -241,11 +242,17 @@ class SharedMemory:
 
     def finish(self, exchange: Exchange) -> None:
         """Waits until this exchange, and all that were begun before it, are done."""
-        self.waits = True
-        try:
+        with self.watched():
             self._finish(exchange)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While somebody waits for a collective in this memory, a hang is reported."""
+        self._waits = True
+        try:
+            yield
         finally:
-            self.waits = False
+            self._waits = False
 
     def _finish(self, exchange: Exchange) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -292,7 +299,7 @@ class SharedMemory:
     def waiting(self) -> list[Call]:
         """The collective for which this rank waits, and those ranks that have not written their slices; at most one."""
         num_begun, recent = len(self._begun), self._recent.copy()
-        if not self.waits or not self._staged or not 0 < num_begun <= len(recent):
+        if not self._waits or not self._staged or not 0 < num_begun <= len(recent):
             return []
         missing = self._missing()
         return [replace(self._described(*recent[-num_begun]), missing=missing)] if missing else []

@@ -211,12 +211,8 @@ class TwoLevels:
 
     def finish(self, exchange: TwoLevelExchange) -> None:
         """Waits until this collective is done. Meanwhile it advances all others, for which other ranks may wait."""
-        memory = exchange.lane.memory
-        memory.waits = True
-        try:
+        with exchange.lane.memory.watched():
             self._finish(exchange)
-        finally:
-            memory.waits = False
 
     def _finish(self, exchange: TwoLevelExchange) -> None:
         stage, nap = None, NAP_S

@@ -143,9 +143,10 @@ def test_without_shared_memory_the_process_group_takes_over_on_all_ranks(ranks, 
         assert not through_memory and total.tolist() == [2, 2, 2]
 
 
-def late_case(rank: int, num_ranks: int):
+def late_case(rank: int, num_ranks: int, nodes: str = ""):
+    """Rank 0 sums alone. nodes: a letter for each rank's node; the system's if empty."""
     shared_memory.WAIT_S = 0.5
-    collectives = Collectives(None, Ledger())
+    collectives = Collectives(None, Ledger(), node=nodes[rank : rank + 1] or None)
     message = ""
     if rank == 0:
         try:

@@ -18,7 +18,7 @@ from pstar.layout.nodes import ranks_by_node, sent_by_flat_ring, sent_in_two_lev
 from pstar.memory.tier import BETWEEN_NODES, Ledger
 from tests.elsewhere import Elsewhere, elsewhere
 from tests.limits import HANGS_S
-from tests.pstar.comm.test_collectives_ranks import stay, values
+from tests.pstar.comm.test_collectives_ranks import late_case, stay, values
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="no shared memory with ordered writes on this machine")
 SLICE_BYTES = 2**16    # so that the largest size needs several slices
@@ -236,18 +236,5 @@ def test_ranks_of_a_node_with_different_units_raise_and_name_the_ranks_of_the_jo
     assert "rank 2 is in a reduction of unit 2 (40 elements) where rank 3 is in a reduction of unit 3" in message, others
 
 
-def late_case(rank: int, num_ranks: int):
-    """Rank 1 makes no call."""
-    collectives, message = Collectives(None, Ledger(), node="aabb"[rank]), ""
-    with mock.patch.object(shared_memory, "WAIT_S", 0.5):
-        if rank == 0:
-            try:
-                collectives.sum(torch.ones(1))
-            except Exception as error:
-                message = str(error)
-    dist.barrier()
-    return message
-
-
 def test_a_rank_of_this_node_that_does_not_come_is_named(ranks) -> None:
-    assert "rank 0 waited 0 s in collective 1 for ranks [1]: they hang" in ranks(4).run(late_case)[0]
+    assert "rank 0 waited 0 s in collective 1 for ranks [1]: they hang" in ranks(4).run(late_case, "aabb")[0]
