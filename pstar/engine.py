@@ -467,9 +467,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if isinstance(model_func, torch.nn.Module) or not callable(model_func):
         raise ConfigError(f"model_func is a {type(model_func).__name__}: give a function that makes the model, "
                           "lambda: model where it is made already")
-    if device is None:
-        device = near_device(local_rank)
-    device = torch.device(device)
+    device = torch.device(near_device(local_rank) if device is None else device)
     check_compiler(config.compile, device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts
@@ -495,6 +493,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     engine = Engine(module, plan, collectives, device, registration_for(device))
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
     optimizer = engine._take_over(groups, recipe)
-    if device.type == "cpu" and not config.offload_activations:    # with offloading, memory matters more than time
-        keep_freed_memory()
+    if device.type == "cpu" and not config.offload_activations and keep_freed_memory():    # else memory matters more
+        for tier in (engine.near, engine.far) if engine.disk is None else (engine.near,):    # direct I/O needs whole pages
+            tier.use_heap()
     return engine, optimizer
