@@ -122,7 +122,7 @@ class Fence(Protocol):
 
 
 class Tier:
-    """One arena. Released buffers are kept for the next allocation of the same size, inside the budget.
+    """One arena. Released buffers are kept for the next allocation of the same size, inside the budget, or freed (use_heap).
 
     A buffer may be released while copies still use it, together with their handles (its fences). The next allocation waits
     for the fences, or returns them to a caller that begins a copy. So the ledger depends on the program alone, never on the
