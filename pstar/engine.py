@@ -14,6 +14,7 @@ from pstar.checkpoint.export import export_weights, import_weights
 from pstar.checkpoint.sharded import Writer, copy_sharded, load_sharded, save_sharded
 from pstar.checkpoint.state import gather_state, load_state, write
 from pstar.chunks import Hooks, Offload, assemble
+from pstar.chunks.gradients import KINDS
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives
@@ -495,5 +496,5 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     optimizer = engine._take_over(groups, recipe)
     if device.type == "cpu" and not config.offload_activations and keep_freed_memory():    # else memory matters more
         for tier in (engine.near, engine.far) if engine.disk is None else (engine.near,):    # direct I/O needs whole pages
-            tier.use_heap()
+            tier.use_heap(KINDS)
     return engine, optimizer

@@ -11,7 +11,7 @@ import os
 import re
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -140,8 +140,7 @@ class Tier:
                  registration: Registration | None = None):
         self.name, self.device, self.budget_bytes = name, device, budget_bytes
         self.locked = None if registration is None else LockedPages(registration)
-        self.heap_bytes = 0
-        """Host buffers smaller than this are in malloc's heap and freed when they are released: see use_heap."""
+        self._heap_kinds: Collection[str] = ()
         self.limit_bytes: int | None = None
         """Bytes that may be in use at this moment, if less than the budget: activations take the rest."""
         self.used_bytes = 0
@@ -177,15 +176,19 @@ class Tier:
         bound = self.bound_bytes
         return bound is None or self.used_bytes + self.size_of(num_bytes) <= bound
 
-    def use_heap(self) -> None:
-        """From now on takes buffers from malloc's heap, where keep_freed_memory keeps what is freed for the next step.
+    def use_heap(self, kinds: Collection[str]) -> None:
+        """From now on takes host buffers of these kinds from malloc's heap, and frees them when they are released.
 
-        Activations then use the memory of released chunks, and chunks of other sizes that of activations. Separate pages
-        would be returned to the system whenever a chunk of another size needs the budget, measured as 68 MiB of page faults
-        and 4 % of a step of 12 layers. Larger buffers than malloc keeps have separate pages even so.
+        For kinds that live for a part of a step only, in a process that keeps freed memory (keep_freed_memory). Activations
+        then use the memory of released chunks, and chunks of other sizes, too. Separate pages are returned to the system
+        whenever a chunk of another size needs the budget: measured as 68 MiB of page faults and 4 % of a step of 12 layers.
+        Kinds that live longer would leave holes between activations, measured as a third of a rank's memory.
         """
         if self.device.type == "cpu" and self.locked is None:
-            self.heap_bytes = MMAP_BYTES
+            self._heap_kinds = kinds
+
+    def _in_heap(self, num_bytes: int, kind: str) -> bool:
+        return kind in self._heap_kinds and num_bytes < MMAP_BYTES    # malloc never keeps larger ones
 
     def limit(self, num_bytes: int | None) -> None:
         """Sets the limit of this moment and frees idle buffers above it. The caller must evict what is in use above it."""
@@ -232,7 +235,7 @@ class Tier:
         buffer, kind = taken
         size = self.size_of(buffer.nbytes)
         self._use(-size, kind)
-        if keep and (fences or buffer.nbytes >= self.heap_bytes):
+        if keep and (fences or not self._in_heap(buffer.nbytes, kind)):
             self._idle[buffer.nbytes].append((buffer, tuple(fences)))
             self.idle_bytes += size
         else:
@@ -269,20 +272,19 @@ class Tier:
 
     def _new_buffer_or_error(self, num_bytes: int, kind: str) -> torch.Tensor:
         try:
-            return self._new_buffer(num_bytes)
+            return self._new_buffer(num_bytes, kind)
         except (OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, OSError) and not is_out_of_host_memory(error):
                 raise
             raise BudgetError(f"{self.name}: the system has no {format_bytes(num_bytes)} of host memory for {kind}, with "
                               f"{format_bytes(self.reserved_bytes)} in {self.name}: {SAVE_HOST_MEMORY}") from error
 
-    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
-        """num_bytes of memory, uint8. During the start large host buffers get separate pages, outside malloc's heap:
-        activations that are freed between chunks that stay would leave holes there, measured as a tenth of a rank's memory.
-        """
+    def _new_buffer(self, num_bytes: int, kind: str) -> torch.Tensor:
+        """num_bytes of memory, uint8. Large host buffers that stay get separate pages, outside malloc's heap: activations
+        that are freed between them would leave holes there."""
         if self.locked is not None:
             return self.locked.allocate(num_bytes)
-        if self.device.type == "cpu" and num_bytes >= max(OWN_PAGES_BYTES, self.heap_bytes):
+        if self.device.type == "cpu" and num_bytes >= OWN_PAGES_BYTES and not self._in_heap(num_bytes, kind):
             return buffer_of(num_bytes)    # the tensor owns the pages: they are freed with it
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 

@@ -233,7 +233,7 @@ from pstar.memory.tier import Tier, keep_freed_memory
 assert keep_freed_memory()
 tier = Tier("near", torch.device("cpu"), budget_bytes=12_000_000)
 if sys.argv[1] == "heap":
-    tier.use_heap()
+    tier.use_heap(["grad"])
 def step():
     for numel in (2_000_000, 1_500_000, 2_500_000, 1_500_000):    # each needs the memory of the one before
         tier.release(tier.allocate(numel, torch.float32, "grad").fill_(1.0))
@@ -267,7 +267,7 @@ def test_a_buffer_of_the_heap_is_freed_when_released_unless_a_copy_uses_it():
             self.ended = True
 
     tier, copy = Tier(FAR, torch.device("cpu"), budget_bytes=1000), Copy()
-    tier.use_heap()
+    tier.use_heap(["grad"])
     tier.release(tier.allocate(100, torch.uint8, "grad"))
     assert tier.idle_bytes == 0
     tier.release(tier.allocate(100, torch.uint8, "grad"), [copy])
@@ -275,6 +275,8 @@ def test_a_buffer_of_the_heap_is_freed_when_released_unless_a_copy_uses_it():
     tier.release(tier.allocate(100, torch.uint8, "grad"))
     assert copy.ended, "the next buffer of this size waits for the copy"
     assert (tier.idle_bytes, tier.used_bytes, tier.peak_bytes) == (0, 0, 100)
+    tier.release(tier.allocate(100, torch.uint8, "param"))
+    assert tier.idle_bytes == 100, "of the given kinds only"
 
 
 background = st.lists(st.tuples(st.sampled_from(["near", "ahead", "write", "far", "read", "drop", "new", "pin", "unpin",
