@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 from durable.closed_pipe import exit_on_closed_pipe
 from durable.command_line import WholeFlagsParser, one_line
 
+SPEAK_S = 5.0  # how long the other ranks leave to rank 0 to print an error and to end
 LOST_PEER = 3  # exit status of a rank that ends because another rank ended or did not answer
 
 
@@ -26,14 +29,26 @@ class RunError(Exception):
 def fail(message: str) -> NoReturn:
     """Prints `error: message` to stderr and exits with status 2.
 
-    Under a launcher every rank finds the same error, and only rank 0 prints it. A user's text in the message may contain
-    line breaks or control characters and have any length; the output is still one line.
+    Under a launcher every rank finds the same error, and rank 0 prints it (see print_on_rank_0). A user's text in the
+    message may contain line breaks or control characters and have any length; the output is still one line.
     """
     rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     of_a_launcher = rank.isdecimal() and count.isdecimal() and int(rank) < int(count)
-    if not of_a_launcher or int(rank) == 0:
-        print(f"error: {one_line(str(message))}", file=sys.stderr, flush=True)
+    print_on_rank_0(one_line(str(message)), int(rank) if of_a_launcher else 0)
     raise SystemExit(2)
+
+
+def print_on_rank_0(message: str, rank: int) -> None:
+    """Prints an error that all ranks found: rank 0 at once; another rank only if no launcher ends it within SPEAK_S.
+
+    A launcher ends all ranks as soon as one has ended. If another rank ended first, rank 0 might not have printed yet. And
+    an error that rank 0 did not find would be lost: then the launcher does not end this rank, and it prints its number too.
+    """
+    if rank > 0:
+        with contextlib.suppress(ValueError):  # only the main thread may
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; a run's own handler would go on
+        time.sleep(SPEAK_S)
+    print(f"error: {f'rank {rank}: ' if rank > 0 else ''}{message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from gpt2_chinese import background
 from gpt2_chinese.distributed import flight_recorder, horovod_launcher, stop_signal
 from gpt2_chinese.distributed.devices import choose_deterministic_kernels
 from gpt2_chinese.distributed.ranks import GRACE_S, Ranks
-from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserError, exit_on_user_error
+from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, RunError, UserError, exit_on_user_error, print_on_rank_0
 from gpt2_chinese.files import display
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ def _end_rank(
     if isinstance(error, BrokenPipeError) and closed_pipe.silence():
         status = closed_pipe.STATUS  # the launcher says one line
     elif isinstance(error, RunError):
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        print_on_rank_0(str(error), rank)
     elif getattr(error, "one_line", False):  # of a library, with advice in its message; perhaps not on all ranks
         with contextlib.suppress(Exception):
             if store.add("an error was said", 1) == 1:

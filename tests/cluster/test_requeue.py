@@ -23,6 +23,7 @@ from tests.chapters.program import ROOT, SMALL, Chapter
 from tests.cluster.conftest import Slurm
 from tests.limits import wait_until
 
+SLICE_S = 0.1
 BOTH_NODES = ("--nodes=2", "--exclusive")
 
 
@@ -66,13 +67,25 @@ class Job:
         return found
 
     def at_row(self, number: int) -> dict[int, int]:
-        """Waits for two new ranks, stops them after that row of metrics.jsonl, and returns them."""
+        """Waits for two new ranks, stops them after that row of metrics.jsonl, and returns them.
+
+        They run for SLICE_S at a time: between a look at the rows and SIGSTOP a fast machine might take all steps.
+        """
         wait_until(lambda: len(set(self.ranks().values()) - self._seen) == 2, self.said, lambda: not self.has_ended())
         ranks = self.ranks()
         self._seen |= set(ranks.values())
-        wait_until(lambda: self.chapter.num_rows() >= number, self.said)
-        for process in ranks.values():
-            os.kill(process, signal.SIGSTOP)
+
+        def send(what: signal.Signals) -> None:
+            for process in ranks.values():
+                os.kill(process, what)
+
+        def are_there() -> bool:
+            send(signal.SIGCONT)
+            time.sleep(SLICE_S)
+            send(signal.SIGSTOP)
+            return self.chapter.num_rows() >= number
+
+        wait_until(are_there, self.said)
         assert self.chapter.num_rows() < LONG, "the run is already complete: stop it earlier"
         return ranks
 
