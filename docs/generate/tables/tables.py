@@ -115,7 +115,14 @@ def results(words: Words, name: str, text: str) -> str:
             lines += ["", f"### {words(line.removeprefix('## '))} {{ #{name}-{slug} }}"]
         elif line.startswith("|"):
             lines += [_named(words, line)] if before.startswith("|") else ["", _head(words, line)]
-    return "\n".join([*lines, ""])
+    blocks = "\n".join(lines).split("\n\n")
+    messages = re.compile(r"^\|.*`[^`\n]{80,}`", re.MULTILINE)
+    return "\n\n".join(_wrapping(block) if messages.search(block) else block for block in blocks) + "\n"
+
+
+def _wrapping(block: str) -> str:
+    """A table whose cells are messages: their lines may break."""
+    return f'<div class="pitfalls" markdown>\n\n{block}\n\n</div>'
 
 
 def _facts(words: Words, text: str) -> list[str]:
