@@ -75,7 +75,7 @@ def test_no_line_ends_inside_a_flag(browser: Browser, address: str, language: st
     browser.open(f"{address}{'/en' if language == 'en' else ''}/production/clusters/")
     assert browser.evaluate("document.querySelectorAll('.md-content .flag').length") > 15
     found = {}
-    for wanted, style in (("whole", ""), ("broken", ".md-typeset .flag { white-space: normal }")):
+    for wanted, style in (("whole", ""), ("broken", ".md-typeset .flag { display: inline; white-space: normal }")):
         browser.evaluate(f"document.head.append(Object.assign(document.createElement('style'), {{textContent: '{style}'}}))")
         found[wanted] = []
         for width in widths:
