@@ -44,10 +44,12 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def with_whole_flags(html: str) -> str:
-    """Flags in inline code in spans that site.css does not break: a browser may end a line after the hyphens of --flag."""
-    inline = re.compile(r"(<pre\b.*?</pre>)|(<code>.*?</code>)", re.DOTALL)
+    """Flags in spans that site.css does not break, in inline code and in output whose lines wrap (`said`): a browser may end
+    a line after the hyphens of --flag."""
+    code = re.compile(r'(<div class="[^"]*\bsaid\b[^"]*"><pre\b.*?</pre>)|<pre\b.*?</pre>|(<code>.*?</code>)', re.DOTALL)
     flag = re.compile(r"(?<![\w/-])--?[A-Za-z][\w-]*")
-    return inline.sub(lambda found: found[1] or flag.sub(r'<span class="flag">\g<0></span>', found[2]), html)
+    return code.sub(lambda found: flag.sub(r'<span class="flag">\g<0></span>', found[1] or found[2])
+                    if found[1] or found[2] else found[0], html)    # fmt: skip
 
 
 def for_both_schemes(html: str) -> str:
