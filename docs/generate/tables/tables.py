@@ -123,7 +123,7 @@ def results(words: Words, name: str, text: str) -> str:
 
 def _wrapping(block: str) -> str:
     """A table whose cells are messages: their lines may break."""
-    return f'<div class="pitfalls" markdown>\n\n{block}\n\n</div>'
+    return f'<div class="messages" markdown>\n\n{block}\n\n</div>'
 
 
 def _facts(words: Words, text: str) -> list[str]:
