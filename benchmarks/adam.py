@@ -1,7 +1,7 @@
 """Adam on the CPU against other implementations and against the memory's bandwidth.
 
-    python benchmarks/adam.py                                 # 50 million elements: about a minute, 4 GB
-    python benchmarks/adam.py --numel 5000000 --rounds 5      # a quick look
+    bash scripts/python.sh benchmarks/adam.py                                 # 50 million elements: about a minute, 4 GB
+    bash scripts/python.sh benchmarks/adam.py --numel 5000000 --rounds 5      # a quick look
 
 Every contender is timed once a round, in an order that rotates from round to round. Reported is the median over rounds of
 its ratio to the stream kernel of the SAME round, so that other work on the machine affects all equally. Writes
@@ -170,7 +170,7 @@ def report(found: list[Contender], numel: int, rounds: int, others: float) -> st
             ("processor", processor()),
             ("versions", f"{versions(**peers)}, path {cpu.paths()[-1]}"),
             ("date", str(datetime.date.today())),
-            ("command", f"`python benchmarks/adam.py --numel {numel} --rounds {rounds}`"),
+            ("command", f"`bash scripts/python.sh benchmarks/adam.py --numel {numel} --rounds {rounds}`"),
         ]), "",
         "Share of the stream: median over the rounds of (time of a kernel that moves the same bytes / time), in the same "
         "round. GB/s: bytes that must move / median time.", "",

@@ -26,7 +26,7 @@ STEPS, GOAL, WORDS, LAYERS = 4, 1e-6, 150, 12
 
 
 def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tuple[float, int, float, str]:
-    """(largest relative gap of a loss, parameters, near memory as a share of the model data, "lazy" or "plain" start)."""
+    """(largest relative gap of a loss, parameters, near memory as a share of the model data, "lazy" or "ordinary" start)."""
     import torch
 
     from tests import toy
@@ -42,7 +42,7 @@ def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tu
     worst = max(abs(loss / expected - 1) for expected, loss in losses)
     num_params = sum(param.numel() for param in plain.parameters())
     plainly = any("lazy start" in str(warning.message) for warning in caught)
-    return worst, num_params, model.near.budget_bytes / (16 * num_params), "plain" if plainly else "lazy"
+    return worst, num_params, model.near.budget_bytes / (16 * num_params), "ordinary" if plainly else "lazy"
 
 
 def models() -> Iterator[str]:

@@ -15,7 +15,7 @@ OFFLOADS = ("none", "optimizer", "optimizer,params")
 @dataclass
 class Settings(ParallelSettings):
     without = {"recompute": "--activation-checkpointing"}
-    zero_stage: int = flag(3, "What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.",
+    zero_stage: int = flag(3, "What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
                            (0, 1, 2, 3))  # fmt: skip
     offload: str = flag("none", "Kept in host memory: the optimizer (states and update), params (needs stage 3).",
                         OFFLOADS)  # fmt: skip

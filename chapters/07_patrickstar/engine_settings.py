@@ -61,10 +61,10 @@ class Settings(BaseSettings):
                             "gradients, or fill it; then backward copies parameters too.", choices=("margin", "fill"))
     far_states: str = flag("auto", "Where optimizer states that are far are updated: by the host, or streamed through the "
                            "device; auto: the faster one, measured.", choices=("auto", "host", "stream"))
-    state_bits: int = flag(32, "Bits of each of Adam's moments: 32, or 8 for 6 bytes a parameter less and slightly other "
+    state_bits: int = flag(32, "Bits of each of Adam's moments: 32, or 8: 6 bytes a parameter less, slightly different "
                            "losses.", choices=(8, 32))
     overlap_update: bool = flag(False, "Update parameters whose states are far while the next forward runs.")
-    speculative_update: bool = flag(False, "Update parameters whose states are far during backward already; undo the update "
+    speculative_update: bool = flag(False, "Update parameters whose states are far already during backward; undo the update "
                                     "if the step is then clipped or skipped.")
     speculative_log: str = flag("auto", "Host memory for what these updates overwrite: 2GiB, 25% of all model data, or "
                                 "auto, a quarter of a process's share.")

@@ -47,7 +47,7 @@ class Settings(ParallelSettings):
         "vocabulary.", shown="a model of the other kinds of text, trained once",
     )  # fmt: skip
     max_steps: int | None = flag(None, "Steps to train.", shown="200, unless --epochs says how long")
-    base_steps: int = flag(400, "Steps of chapter 00 for the base, where --init-from names none.")
+    base_steps: int = flag(400, "Steps that chapter 00 trains the base, if --init-from names none.")
     base_dir: str = flag(str(ROOT / "runs" / "08_param_efficient_base"), "Folder for such bases.",
                          shown="runs/08_param_efficient_base")  # fmt: skip
 

@@ -85,8 +85,10 @@ def fragment(name: str) -> str:
         return fence(f"$ {programs.command_of(rest)}\n{programs.outputs()[rest]}", "text")
     if kind in ("en", "zh") and rest.removeprefix("basics/") in basics.TABLES and rest.startswith("basics/"):
         return basics.TABLES[rest.removeprefix("basics/")](Words(kind))
-    if kind == "seen":    # the class `said` wraps long lines: messages are sentences
-        return fence(seen.block(rest), "{ .text .said }")
+    if kind == "seen":    # the class `said` wraps long lines: messages are sentences; `columns` does not on a phone
+        text = seen.block(rest)
+        rows = sum(len(re.findall(r"\S {2,}(?=\S)", line)) > 1 for line in text.splitlines())
+        return fence(text, "{ .text .said .columns }" if rows > 2 else "{ .text .said }")
     if kind in ("en", "zh") and rest.startswith("results/"):
         return tables.result(Words(kind), (REPO / "benchmarks" / f"{rest}.md").read_text(encoding="utf-8"))
     if kind in ("en", "zh") and rest == f"arithmetic/{adaptation.CHAPTER}":

@@ -35,11 +35,21 @@ def on_pre_build(config: Any, **_: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Links file names and papers to their source, shows figures for dark pages, keeps long tables out of the search."""
+    """Links file names and papers to their source, shows figures for dark pages, keeps flags in one line and long tables out
+    of the search."""
     root = "../" * page.url.count("/")
     html = sources.linked(html, page.url.removeprefix("en/"), root, files)
-    html = for_both_schemes(papers.linked(html))
+    html = with_whole_flags(for_both_schemes(papers.linked(html)))
     return search.without_repetitions(search.without_long_tables(html))
+
+
+def with_whole_flags(html: str) -> str:
+    """Flags in spans that site.css does not break, in inline code and in output whose lines wrap (`said`): a browser may end
+    a line after the hyphens of --flag."""
+    code = re.compile(r'(<div class="[^"]*\bsaid\b[^"]*"><pre\b.*?</pre>)|<pre\b.*?</pre>|(<code>.*?</code>)', re.DOTALL)
+    flag = re.compile(r"(?<![\w/-])--?[A-Za-z][\w-]*")
+    return code.sub(lambda found: flag.sub(r'<span class="flag">\g<0></span>', found[1] or found[2])
+                    if found[1] or found[2] else found[0], html)    # fmt: skip
 
 
 def for_both_schemes(html: str) -> str:

@@ -6,6 +6,7 @@ one paper; its `who` says which.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -25,18 +26,22 @@ def papers() -> list[dict[str, str]]:
 
 def linked(content: str) -> str:
     """A page's HTML in which papers are links."""
-    links = [(re.compile(f"<em>{re.escape(one['title'])}</em>"), one["url"]) for one in papers()]
-    for one in papers():
-        if one["who"]:
-            author, year = one["who"].split()
-            links.append((re.compile(rf"\b{author}{OTHERS}{year}\b"), one["url"]))
-    for pattern, url in links:  # one after the other: a new link is skipped from then on
-        if not pattern.search(content):
+    for word, pattern, url in _links():  # one after the other: a new link is skipped from then on
+        if word not in content or not pattern.search(content):
             continue
         parts = SKIPPED.split(content)
         parts[::2] = [pattern.sub(lambda found, url=url: f'<a href="{url}">{found[0]}</a>', part) for part in parts[::2]]
         content = "".join(parts)
     return content
+
+
+@functools.cache
+def _links() -> list[tuple[str, re.Pattern[str], str]]:
+    """(a word of it, pattern, address) of each title and each mention."""
+    links = [(one["title"], re.compile(f"<em>{re.escape(one['title'])}</em>"), one["url"]) for one in papers()]
+    for author, year, url in [(*one["who"].split(), one["url"]) for one in papers() if one["who"]]:
+        links.append((author, re.compile(rf"\b{author}{OTHERS}{year}\b"), url))
+    return links
 
 
 def without_address(content: str) -> list[str]:

@@ -5,6 +5,7 @@ The engine itself knows no GPT; only the planner does, because activations and t
 
 import json
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from pstar.errors import ConfigError
@@ -43,7 +44,7 @@ class GptShape:
     def mlp(self) -> int:
         return self.inner or 4 * self.hidden
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """M; the tied head counts once."""
         return sum(numel for module in self.modules() for _, numel in module.parameters)
@@ -53,37 +54,12 @@ class GptShape:
         """The parameters that are not frozen."""
         return sum(numel for module in self.modules() for name, numel in module.parameters if name not in module.frozen)
 
-    def modules(self) -> list[ModuleSpec]:
+    def modules(self) -> tuple[ModuleSpec, ...]:
         """The modules that own parameters, in construction order, for pstar.layout.layout.
 
         An adapted layer NAME has its matrices in NAME.lora_A, (rank, in), and NAME.lora_B, (out, rank).
         """
-        width, mlp, rank = self.hidden, self.mlp, self.lora_rank
-        modules: list[ModuleSpec] = []
-
-        def add(name: str, *sizes: tuple[str, int], trained: bool = not rank) -> None:
-            parameters = tuple((f"transformer.{name}.{kind}", numel) for kind, numel in sizes)
-            names = frozenset(dict(parameters))
-            matrices = frozenset(each for each in names if each.endswith("weight") and ".ln_" not in each)
-            modules.append(ModuleSpec(f"transformer.{name}", parameters, frozenset() if trained else names, matrices))
-
-        def linear(name: str, inputs: int, outputs: int) -> None:
-            add(name, ("weight", inputs * outputs), ("bias", outputs))
-            if rank:
-                add(f"{name}.lora_A", ("weight", rank * inputs), trained=True)
-                add(f"{name}.lora_B", ("weight", outputs * rank), trained=True)
-
-        add("wte", ("weight", self.vocab * width))
-        add("wpe", ("weight", self.positions * width))
-        for layer in range(self.layers):
-            add(f"h.{layer}.ln_1", ("weight", width), ("bias", width))
-            linear(f"h.{layer}.attn.c_attn", width, 3 * width)
-            linear(f"h.{layer}.attn.c_proj", width, width)
-            add(f"h.{layer}.ln_2", ("weight", width), ("bias", width))
-            linear(f"h.{layer}.mlp.c_fc", width, mlp)
-            linear(f"h.{layer}.mlp.c_proj", mlp, width)
-        add("ln_f", ("weight", width), ("bias", width))
-        return modules
+        return _modules_of(self)
 
     def uses(self) -> dict[str, tuple[str, ...]]:
         """For each module the parameters that its forward uses, the tied head's as well, for pstar.layout.budget."""
@@ -153,6 +129,36 @@ class GptShape:
     def _kept_bytes(self, tokens: int, scale: float, recompute: bool) -> float:
         """Bytes kept between forward and backward, without the logits; see activation_bytes."""
         return (self.layers * (2 if recompute else 34) + 6) * tokens * self.hidden * scale
+
+
+@lru_cache(8)    # a prediction asks for them several times, and a deep model has thousands
+def _modules_of(shape: GptShape) -> tuple[ModuleSpec, ...]:
+    width, mlp, rank = shape.hidden, shape.mlp, shape.lora_rank
+    modules: list[ModuleSpec] = []
+
+    def add(name: str, *sizes: tuple[str, int], trained: bool = not rank) -> None:
+        parameters = tuple((f"transformer.{name}.{kind}", numel) for kind, numel in sizes)
+        names = frozenset(dict(parameters))
+        matrices = frozenset(each for each in names if each.endswith("weight") and ".ln_" not in each)
+        modules.append(ModuleSpec(f"transformer.{name}", parameters, frozenset() if trained else names, matrices))
+
+    def linear(name: str, inputs: int, outputs: int) -> None:
+        add(name, ("weight", inputs * outputs), ("bias", outputs))
+        if rank:
+            add(f"{name}.lora_A", ("weight", rank * inputs), trained=True)
+            add(f"{name}.lora_B", ("weight", outputs * rank), trained=True)
+
+    add("wte", ("weight", shape.vocab * width))
+    add("wpe", ("weight", shape.positions * width))
+    for layer in range(shape.layers):
+        add(f"h.{layer}.ln_1", ("weight", width), ("bias", width))
+        linear(f"h.{layer}.attn.c_attn", width, 3 * width)
+        linear(f"h.{layer}.attn.c_proj", width, width)
+        add(f"h.{layer}.ln_2", ("weight", width), ("bias", width))
+        linear(f"h.{layer}.mlp.c_fc", width, mlp)
+        linear(f"h.{layer}.mlp.c_proj", mlp, width)
+    add("ln_f", ("weight", width), ("bias", width))
+    return tuple(modules)
 
 
 def parse_trainable(text: str) -> int:

@@ -39,7 +39,7 @@ NOTE_WORDS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --layouts and the flags of a cluster."""
     parser.add_argument("--layouts", action="store_true", help="rank all layouts over a cluster: data, tensor, pipeline and "
-                        "context parallel, ZeRO, recomputation, offload, pstar; the flags below are for it")
+                        "context parallel, ZeRO, recomputation, offload, pstar; the flags below apply only to it")
     parser.add_argument("--gpu", help=f"kind of GPU: {', '.join(GPUS)} (default: h100)")
     parser.add_argument("--nodes", type=int, help="nodes, each with the same number of GPUs (default: 1)")
     parser.add_argument("--link", type=float, help="GB/s each way that a GPU reaches to others of its node "

@@ -28,7 +28,9 @@ MODE_WORDS = {
 
 def add_parser(commands: Any) -> None:
     """Adds the command to `commands`, the result of ArgumentParser.add_subparsers."""
-    parser = commands.add_parser("plan", help="whether a model fits on a machine, in which mode, and how fast")
+    parser = commands.add_parser("plan", help="whether a model fits on a machine, in which mode, and how fast",
+                                 description="Computes whether a GPT fits on a machine, in which mode, with how many bytes "
+                                 "and how fast; no weights are allocated.")
     parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}; LAYERSxHIDDEN[xHEADS]; or a config.json")
     parser.add_argument("--trainable", default="all", help="all (default); or lora:RANK: the model is frozen, and each "
                         "linear layer of a block gets two trained matrices of that rank")

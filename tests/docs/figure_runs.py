@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2_chinese.distributed.ranks import Ranks
+from pstar.comm.two_levels import Lane, TwoLevels
+from pstar.memory.tier import Ledger
 from tests.chapters.technique import technique
 
 SIZE = 12  # parameters of each unit: 2, 3 and 4 ranks divide it
@@ -230,3 +235,73 @@ class ServerWorld:
     def rank(self, module: Any, rank: int) -> Any:
         self.pushing = rank
         return module.ParameterServer(nn.Linear(1, 1), rank, len(self.durations), None, self.bound)
+
+
+class Handed:
+    """A stage of a collective of GatherWorld: done when every member has given its pieces."""
+
+    def __init__(self, given: dict[int, Any], members: list[int]) -> None:
+        self._given, self._members = given, members
+
+    @property
+    def done(self) -> bool:
+        return len(self._given) == len(self._members)
+
+    @property
+    def rows(self) -> list[Tensor]:
+        return [self._given[member][0] for member in self._members]
+
+
+class GatherWorld:
+    """An all-gather of pstar's TwoLevels on n nodes of m ranks in one process. Stands in for rails and shared memories,
+    which hand tensors over. The number in rank r's piece, chunk r, is r.
+
+    Attributes:
+        passed: (chunk, source, target) of all copies between nodes, and of those inside nodes.
+        held: the chunks of each rank at the start, after the copies between nodes, and at the end.
+    """
+
+    def __init__(self, n: int, m: int) -> None:
+        self.nodes = [list(range(node * m, node * m + m)) for node in range(n)]
+        self.passed: tuple[list[list[int]], list[list[int]]] = ([], [])
+        self.held: list[list[list[int]]] = [[[rank] for rank in range(n * m)], [[]] * (n * m), [[]] * (n * m)]
+        self._rails: dict[int, dict[int, Any]] = defaultdict(dict)
+        self._memories: dict[int, dict[int, Any]] = defaultdict(dict)
+
+    def run(self) -> GatherWorld:
+        """Begins the collective on every rank, and advances it on all until it is done."""
+        exchanges, flats = [], []
+        for rank in sum(self.nodes, []):
+            flats.append(torch.where(torch.arange(sum(map(len, self.nodes))) == rank, float(rank), -1.0))
+            node = next(ranks for ranks in self.nodes if rank in ranks)
+            members = [ranks[node.index(rank)] for ranks in self.nodes]
+            rail = SimpleNamespace(subject=-1, all_gather=partial(self._cross, members, rank))
+            memory = SimpleNamespace(subject=-1, progress=lambda: None, all_gather_rows=partial(self._share, node, rank))
+            lane = Lane(memory, rail)
+            exchanges.append(TwoLevels(self.nodes, rank, lane, lane, Ledger()).all_gather(flats[-1]))
+        while not all(exchange.done for exchange in exchanges):
+            for exchange in exchanges:
+                exchange.lane.progress()
+        self.held[2] = [_chunks_in(flat) for flat in flats]
+        return self
+
+    def _cross(self, members: list[int], rank: int, piece: Tensor) -> Handed:
+        given = self._rails[members[0]]
+        given[rank] = [piece.clone()]
+        self.passed[0].extend([int(piece), rank, other] for other in members if other != rank)
+        return Handed(given, members)
+
+    def _share(self, members: list[int], rank: int, flats: list[list[Tensor]]) -> Handed:
+        given = self._memories[members[0]]
+        given[rank] = flats
+        self.held[1][rank] = sorted(_chunks_in(torch.stack([piece for pieces in flats for piece in pieces])))
+        for pieces in flats:
+            self.passed[1].extend([int(pieces[members.index(rank)]), rank, other] for other in members if other != rank)
+        if len(given) == len(members):    # the last member has come
+            for row, place, source in product(range(len(flats)), range(len(members)), members):
+                given[members[place]][row][members.index(source)].copy_(given[source][row][members.index(source)])
+        return Handed(given, members)
+
+
+def _chunks_in(flat: Tensor) -> list[int]:
+    return [int(chunk) for chunk in flat.view(-1) if chunk >= 0]

@@ -6,6 +6,7 @@ One browser opens all pages, each at the width of a desktop and of a phone.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,37 @@ def test_every_page_is_whole_on_a_desktop_and_on_a_phone(browser: Browser, addre
     assert len(pages) > 20
     wrong = {page: found for page in pages if (found := problems(browser, f"{address}/{page}"))}
     assert not wrong, "\n".join(f"{page}: {what}" for page, found in wrong.items() for what in found)
+
+
+BROKEN_FLAGS = """[...document.querySelectorAll('.md-content .flag')].filter(one => one.getClientRects().length > 1)
+    .map(one => one.textContent)"""
+
+
+@pytest.mark.parametrize("language", ["zh", "en"])
+def test_no_line_ends_inside_a_flag(browser: Browser, address: str, language: str) -> None:
+    widths = (1280, 430, 410, 390, 370)
+    browser.open(f"{address}{'/en' if language == 'en' else ''}/production/clusters/")
+    assert browser.evaluate("document.querySelectorAll('.md-content .flag').length") > 15
+    found = {}
+    for wanted, style in (("whole", ""), ("broken", ".md-typeset .flag { display: inline; white-space: normal }")):
+        browser.evaluate(f"document.head.append(Object.assign(document.createElement('style'), {{textContent: '{style}'}}))")
+        found[wanted] = []
+        for width in widths:
+            browser.resize(width)
+            found[wanted] += browser.evaluate(BROKEN_FLAGS)
+            assert wanted == "broken" or not browser.evaluate(TOO_WIDE)
+    browser.resize(WIDTHS[0])
+    assert not found["whole"] and found["broken"], "the second style shows that the check can fail"
+
+
+def test_a_flag_is_marked_and_its_text_stays() -> None:
+    from docs.generate.hooks import with_whole_flags
+
+    html = ('<pre><code>a --flag</code></pre><p>--no <code>run.sh --near-budget 25% -k a-b</code></p>'
+            '<div class="text said highlight"><pre><span></span><code>$ a --b</code></pre></div>')    # fmt: skip
+    marked = with_whole_flags(html)
+    assert re.findall(r'<span class="flag">(.*?)</span>', marked) == ["--near-budget", "-k", "--b"]
+    assert re.sub(r'<span class="flag">(.*?)</span>', r"\1", marked) == html
 
 
 def asked(browser: Browser, words: str, nothing: bool = False) -> list[str]:

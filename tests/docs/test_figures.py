@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from pstar.layout.nodes import sent_by_flat_ring, sent_in_two_levels
 from tests.chapters.technique import ROOT, technique
 from tests.docs import figure_runs
 from tests.docs.browser import Browser, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 FIGURES = ROOT / "docs/assets/figures"
-PAGES = {"ring": "02_ddp", "loss-scale": "04_apex", "zero": "06_zero", "staleness": "01_parameter_server",
-         "pipeline": "05_model_parallel", "states": "06_zero"}  # fmt: skip
+PAGES = {"ring": "chapters/02_ddp", "loss-scale": "chapters/04_apex", "zero": "chapters/06_zero",
+         "staleness": "chapters/01_parameter_server", "pipeline": "chapters/05_model_parallel",
+         "states": "chapters/06_zero", "two-levels": "production/clusters"}  # fmt: skip
 PAGE = """<!doctype html><html lang="{language}"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 {styles}<style>:root {{ --md-default-bg-color: #fff }}</style>
 <body style="margin:16px"><div data-figure="{figure}">text</div>{scripts}</body></html>"""
@@ -213,6 +215,39 @@ def test_a_wrong_server_is_found(browser: Browser, change: tuple[str, str]) -> N
         servers_agree(browser, change)
 
 
+# ---- the tree of a two-level all-gather
+
+NODES = [(n, m) for n in (2, 3, 4) for m in (1, 2, 3)]
+
+
+def the_tree_agrees(browser: Browser, change: tuple[str, str] | None = None) -> None:
+    trees = computed(browser, "two_levels.js", "courseTwoLevels.gather_tree", [list(one) for one in NODES], change)
+    sent = computed(browser, "two_levels.js", "courseTwoLevels.gather_sent", [list(one) for one in NODES], change)
+    moments = [[n, m, count] for n, m in NODES for count in range(3)]
+    held = iter(computed(browser, "two_levels.js", "courseTwoLevels.gather_held", moments, change))
+    for (n, m), tree, chunks in zip(NODES, trees, sent, strict=True):
+        world = figure_runs.GatherWorld(n, m).run()
+        for theirs, ours in zip(tree, world.passed, strict=True):
+            assert sorted([one["chunk"], one["source"], one["target"]] for one in theirs) == sorted(ours)
+        assert [next(held) for _ in range(3)] == world.held
+        assert chunks == {"levels": sent_in_two_levels(n, n * m, 0), "ring": sent_by_flat_ring(n * m, n * m, 0)}
+
+
+def test_the_tree_is_what_pstar_s_two_levels_copy(browser: Browser) -> None:
+    the_tree_agrees(browser)
+
+
+@pytest.mark.parametrize("change", [
+    ("place_of(rank, m) === place_of(chunk, m)", "node_of(rank, m) === node_of(chunk, m)"),
+    ("source: chunk, target: source", "source, target: chunk"), ("if (target !== source && ", "if ("),
+    (".slice(0, count)", ".slice(1, count)"), ("node_of(copy.source, m) === 0", "true"),
+    ("ring: n * m - 1", "ring: n * m"),
+])  # fmt: skip
+def test_a_wrong_tree_is_found(browser: Browser, change: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError):
+        the_tree_agrees(browser, change)
+
+
 # ---- on a page
 
 
@@ -245,7 +280,7 @@ def pressed(browser: Browser, key: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("figure, last", [("ring", 6), ("loss-scale", 16), ("zero", 14), ("staleness", 10),
-                                          ("pipeline", 22), ("states", 4)])  # fmt: skip
+                                          ("pipeline", 22), ("states", 4), ("two-levels", 2)])  # fmt: skip
 def test_keys_and_buttons_move_a_figure(browser: Browser, tmp_path: Path, figure: str, last: int) -> None:
     show(browser, tmp_path, figure)
     assert press(browser, "Home") == 0
@@ -301,6 +336,24 @@ def test_the_picture_of_the_ring_is_its_table(browser: Browser, tmp_path: Path) 
     assert not browser.complaints
 
 
+def test_the_picture_of_two_levels_is_its_tree(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, "two-levels")
+    for n, m, chosen in ((2, 2, 1), (3, 2, 4), (4, 3, 11), (2, 1, 1)):
+        for place, number in enumerate((n, m, chosen)):
+            browser.evaluate(f"""(() => {{ const select = document.querySelectorAll(".figure select")[{place}];
+                select.value = {number}; select.dispatchEvent(new Event("change")); }})()""")
+        world = figure_runs.GatherWorld(n, m).run()
+        for count in range(3):
+            press(browser, "Home" if not count else "ArrowRight")
+            cells = browser.evaluate("[...document.querySelectorAll('[data-has]')].map(one => one.dataset.has)")
+            assert cells == [f"{step} {rank} {chunk} {str(step <= count and chunk in world.held[step][rank]).lower()}"
+                             for step in range(3) for rank in range(n * m) for chunk in range(n * m)]  # fmt: skip
+            ways = browser.evaluate("[...document.querySelectorAll('[data-way]')].map(one => one.dataset.way)")
+            expected = [" ".join(map(str, one)) for copies in world.passed[:count] for one in copies if one[0] == chosen]
+            assert sorted(ways) == sorted(expected)
+    assert not browser.complaints
+
+
 def test_the_picture_of_zero_is_its_table(browser: Browser, tmp_path: Path, zero_runs: Any) -> None:
     show(browser, tmp_path, "zero")
     peak = 0.0
@@ -345,12 +398,12 @@ def test_a_toggle_changes_the_scales(browser: Browser, tmp_path: Path) -> None:
     assert browser.evaluate(drawn) == [one["scale"] for one in scales_by_python(overflows, 4)]
 
 
-def test_every_figure_is_loaded_and_in_its_chapter_in_both_languages() -> None:
+def test_every_figure_is_loaded_and_on_its_page_in_both_languages() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert all(f"assets/figures/{one.name}" in settings for one in FIGURES.iterdir())
     defined = {name for one in FIGURES.glob("*.js") for name in re.findall(r'\.define\("([\w-]+)"', one.read_text("utf-8"))}
     assert defined == set(PAGES)
-    for figure, chapter in PAGES.items():
+    for figure, page in PAGES.items():
         for language in ("en", "zh"):
-            text = (ROOT / f"docs/{language}/chapters/{chapter}.md").read_text(encoding="utf-8")
+            text = (ROOT / f"docs/{language}/{page}.md").read_text(encoding="utf-8")
             assert re.search(rf'^<div data-figure="{figure}"><p>.{{20,}}</p></div>$', text, re.MULTILINE), (figure, language)

@@ -60,6 +60,28 @@ def test_the_slots_of_the_engine_hold_every_needed_chunk(build) -> None:
     assert len(loads) == count_loads(order, 3, "next_use")
 
 
+def shared_swatches(build, svg: str) -> list[list[str]]:
+    """The names in a legend that share one swatch, its shape and colour: a computation and its result have one colour."""
+    named: dict[tuple[str, str], list[str]] = {}
+    meanings = {build.pictures.MEANING[kind]: kind for kind in build.pictures.MEANING}
+    meanings |= {f"message: {name}": kind for name, kind in meanings.items()}
+    for shape, colour, name in re.findall(r'<(rect|polygon) [^>]*fill="(#\w+)"[^>]*/>\n<text [^>]*>([^<]*)</text>', svg):
+        if meanings.get(name) and build.pictures.COLOURS[meanings[name]] == colour:
+            named.setdefault((shape, colour), []).append(name)
+    return [names for names in named.values() if len(set(names)) > 1]
+
+
+def test_each_swatch_of_a_legend_has_one_name(build) -> None:
+    drawn = build.pictures.drawn(build.Words("en"))
+    assert not {name: shared for name, svg in drawn.items() if (shared := shared_swatches(build, svg))}
+    assert ">message: gradients<" in drawn["02_ddp_time"] and ">message: gradients<" in drawn["03_horovod_time"]
+    drawing = build.pictures.Drawing(str, "test")
+    drawing.box(0, 0, 60, 20, "backward")
+    drawing.box(0, 0, 60, 20, "gradients")
+    drawing.legend()
+    assert shared_swatches(build, drawing.svg()) == [["gradients", "backward"]], "the check can fail"
+
+
 def test_a_text_that_does_not_fit_is_an_error(build) -> None:
     drawing = build.pictures.Drawing(str, "test")
     drawing.box(0, 0, 60, 20, "gradients", "short")

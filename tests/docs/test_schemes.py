@@ -75,12 +75,27 @@ def test_letters_in_coloured_boxes_have_enough_contrast() -> None:
             assert min(ratio(other, dark.PAGE), ratio(other, dark.LINES["#eeeeee"])) >= LEAST
 
 
+def on_page(colour: str, opacity: float) -> str:
+    """A colour over the dark page."""
+    both = zip(*(bytes.fromhex(one[1:]) for one in (colour, dark.PAGE)), strict=True)
+    return "#" + "".join(f"{round(opacity * front + (1 - opacity) * back):02x}" for front, back in both)
+
+
+def test_a_pale_box_can_be_seen_and_read_on_a_dark_page() -> None:
+    for colour in {colour for kind, colour in pictures.COLOURS.items() if kind != "idle"}:
+        for light, other in dark.PALE.items():
+            assert ratio(on_page(colour, float(other)), dark.PAGE) >= 1.25
+            assert ratio(on_page(colour, float(other)), dark.LINES[pictures.DARK]) >= LEAST
+            assert ratio(on_page(colour, float(light)), dark.PAGE) < ratio(on_page(colour, float(other)), dark.PAGE)
+    assert ratio(on_page(pictures.COLOURS["parameters"], 0.3), dark.PAGE) < 1.25, "the check can fail"
+
+
 def test_a_dark_figure_has_the_shapes_and_words_of_the_light_one(site: Path) -> None:
     figures = site / "_generated/figures"
     names = [path for path in figures.glob("*.svg") if not path.name.endswith(".dark.svg")]
     assert len(names) > 50
     for path in names:
-        light, other = (re.sub(r"#[0-9a-f]{6}", "#", one.read_text(encoding="utf-8"))
+        light, other = (re.sub(r'#[0-9a-f]{6}|(?<=fill-opacity=")[\d.]+', "#", one.read_text(encoding="utf-8"))
                         for one in (path, path.with_suffix(".dark.svg")))  # fmt: skip
         assert light == other
         assert not set(dark.LINES) & set(re.findall(r"#[0-9a-f]{6}", path.with_suffix(".dark.svg").read_text()))

@@ -77,7 +77,8 @@ class Drawing:
     def __init__(self, words: Words, title: str) -> None:
         self.words, self.y, self.title = words, 3.0, title
         self._parts: list[str] = []
-        self._kinds: dict[str, None] = {}
+        self._kinds: dict[str, None] = {}    # of boxes
+        self._sent: dict[str, None] = {}     # of messages
 
     # ---- elements
 
@@ -113,7 +114,7 @@ class Drawing:
 
     def chevron(self, x: float, y: float, width: float, height: float, kind: str, text: str = "") -> None:
         """A message from x to x + width: a box that ends in an arrowhead, in the colour of its content."""
-        self._kinds[kind] = None
+        self._sent[kind] = None
         tip = min(5.0, width / 2)
         points = [(x, y), (x + width - tip, y), (x + width, y + height / 2), (x + width - tip, y + height), (x, y + height)]
         line = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
@@ -193,13 +194,16 @@ class Drawing:
             self.y += 20
 
     def legend(self) -> None:
-        """The colours used so far, each with its name."""
+        """The boxes and messages drawn so far, each with its name: gradients and their computation share a colour."""
+        order = list(MEANING).index
+        boxes = [(self.box, kind, self.words(MEANING[kind])) for kind in sorted(self._kinds, key=order)]
+        sent = [(self.chevron, kind, self.words("message: {kind}").format(kind=self.words(MEANING[kind])))
+                for kind in sorted(self._sent, key=order)]    # fmt: skip
         x, self.y = MARGIN, self.y + 8
-        for kind in sorted(self._kinds, key=lambda kind: list(MEANING).index(kind)):
-            word = self.words(MEANING[kind])
+        for draw, kind, word in boxes + sent:
             if x + 20 + width_of(word) > WIDTH - MARGIN:
                 x, self.y = MARGIN, self.y + 22
-            self.box(x, self.y, 14, 14, kind)
+            draw(x, self.y, 14, 14, kind)
             self.text(x + 20, self.y + 7, word)
             x += 20 + width_of(word) + 16
         self.y += 22

@@ -116,7 +116,14 @@ def results(words: Words, name: str, text: str) -> str:
             lines += ["", f"### {_in_words(words, heading)} {{ #{name}-{slug} }}"]
         elif line.startswith("|"):
             lines += [_named(words, line)] if before.startswith("|") else ["", _head(words, line)]
-    return "\n".join([*lines, ""])
+    blocks = "\n".join(lines).split("\n\n")
+    messages = re.compile(r"^\|.*`[^`\n]{80,}`", re.MULTILINE)
+    return "\n\n".join(_wrapping(block) if messages.search(block) else block for block in blocks) + "\n"
+
+
+def _wrapping(block: str) -> str:
+    """A table whose cells are messages: their lines may break."""
+    return f'<div class="messages" markdown>\n\n{block}\n\n</div>'
 
 
 def _facts(words: Words, text: str) -> list[str]:
@@ -189,6 +196,12 @@ def memory(words: Words) -> str:
 
 def arithmetic(words: Words) -> str:
     """The formulas of the engine, worked for tiny with the engine's own functions, at one and two processes."""
+    head = [words("what"), words("formula"), words("tiny, p = 1"), words("tiny, p = 2")]
+    return table(head, [(words(what), f"`{formula}`", *values) for what, formula, *values in _worked()], right=2)
+
+
+@functools.cache
+def _worked() -> list[tuple[object, ...]]:
     from gpt2_chinese.model.config import PRESETS
     from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
     from gpt2_chinese.vocabulary.profiles import vocabulary_size
@@ -210,7 +223,7 @@ def arithmetic(words: Words) -> str:
     def share(one) -> str:
         return f"{format_bytes(one.near_budget)} ({one.near_budget / model_data_bytes(one.layout, one.costs):.1%})"
 
-    rows = [
+    return [
         ("number of parameters", "M", *(f"{one.layout.num_params:,}" for one in quarter)),
         ("elements in a chunk, searched", "S", *(f"{one.layout.chunk_elems:,}" for one in quarter)),
         ("groups, of p pieces each", "g", *(len(one.layout.groups) for one in quarter)),
@@ -226,8 +239,6 @@ def arithmetic(words: Words) -> str:
         ("received per process and step, fp32, at most", "12·E·(p−1) / p", *(format_bytes(12 * e) for e in received)),
         ("the same where each group is gathered once", "8·E·(p−1) / p", *(format_bytes(8 * e) for e in received)),
     ]
-    head = [words("what"), words("formula"), words("tiny, p = 1"), words("tiny, p = 2")]
-    return table(head, [(words(what), f"`{formula}`", *values) for what, formula, *values in rows], right=2)
 
 
 def loads(words: Words) -> str:
