@@ -14,6 +14,7 @@ from pstar.checkpoint.export import export_weights, import_weights
 from pstar.checkpoint.sharded import Writer, copy_sharded, load_sharded, save_sharded
 from pstar.checkpoint.state import gather_state, load_state, write
 from pstar.chunks import Hooks, Offload, assemble
+from pstar.chunks.gradients import KINDS
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives
@@ -467,9 +468,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if isinstance(model_func, torch.nn.Module) or not callable(model_func):
         raise ConfigError(f"model_func is a {type(model_func).__name__}: give a function that makes the model, "
                           "lambda: model where it is made already")
-    if device is None:
-        device = near_device(local_rank)
-    device = torch.device(device)
+    device = torch.device(near_device(local_rank) if device is None else device)
     check_compiler(config.compile, device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts
@@ -495,6 +494,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     engine = Engine(module, plan, collectives, device, registration_for(device))
     groups = param_groups(module) if param_groups else [{"params": list(module.parameters())}]
     optimizer = engine._take_over(groups, recipe)
-    if device.type == "cpu" and not config.offload_activations:    # with offloading, memory matters more than time
-        keep_freed_memory()
+    if device.type == "cpu" and not config.offload_activations and keep_freed_memory():    # else memory matters more
+        for tier in (engine.near, engine.far) if engine.disk is None else (engine.near,):    # direct I/O needs whole pages
+            tier.use_heap(KINDS)
     return engine, optimizer

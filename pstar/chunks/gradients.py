@@ -22,6 +22,9 @@ from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import DISK, FAR, NEAR
 from pstar.numerics.grad_norm import ParameterNorms
 
+KINDS = ("grad", "grad_full", "micro_grad")
+"""The kinds of blocks that hold gradients: this rank's sums, a unit's on this rank, a unit's of one micro-step."""
+
 
 @dataclass(slots=True, eq=False)
 class Reduction:
@@ -99,7 +102,7 @@ class Gradients:
         if key in store:
             data = store.ensure(key, NEAR)
         else:
-            data = store.create(key, unit.spec.elems, parameters.dtype if sums_far else self.dtype, NEAR)
+            data = self._create_near(unit, key, parameters.dtype if sums_far else self.dtype)
         place, stored = parameters.view(name, data), unit.arrived
         if sums_far:
             stored = unit.leaving
@@ -116,6 +119,14 @@ class Gradients:
                 self.ready.append(unit.spec.group)
         elif complete and last_micro_step and not self.reduce_late:
             self._complete(unit)
+
+    def _create_near(self, unit: UnitRecord, key: Key, dtype: torch.dtype) -> torch.Tensor:
+        """Creates the block that collects a unit's gradients, (elems,). Ranks also sum what is between the slots: zeros."""
+        data = self.store.create(key, unit.spec.elems, dtype, NEAR)
+        if not self.units.one_rank:
+            for gap in unit.spec.gaps:
+                data[gap].zero_()
+        return data
 
     def _num_trainable(self, unit: UnitRecord) -> int:
         """Counted once a step: freezing or thawing a parameter takes effect in the next step."""
@@ -175,7 +186,7 @@ class Gradients:
             if not num_ranks:
                 continue
             if unit.grad_key not in self.store:    # only with several ranks
-                self.store.create(unit.grad_key, unit.spec.elems, self.dtype, NEAR)
+                self._create_near(unit, unit.grad_key, self.dtype)
             self._complete(unit)
 
     # ---------------------------------------------------------------- gradients are reduced
@@ -287,9 +298,8 @@ class Gradients:
         self.store.under_way.finish_pending()
         self.completed.clear()
         self.ready.clear()
-        kinds = (("grad", len(self.units.layout.groups)), ("grad_full", len(self.units.records)),
-                 ("micro_grad", len(self.units.records)))
-        for kind, number in kinds:
+        for kind in KINDS:
+            number = len(self.units.layout.groups if kind == "grad" else self.units.records)
             for index in range(number):
                 if (kind, index) in self.store:
                     self.store.finish((kind, index))    # else a running _add_far would record squares after this

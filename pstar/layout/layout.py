@@ -150,6 +150,13 @@ class Unit:
     slots: tuple[Slot, ...]
     """Slots with offsets inside the unit."""
 
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """The elements that are in no slot."""
+        ends = [0, *(slot.offset + slot.numel for slot in self.slots)]
+        begins = [*(slot.offset for slot in self.slots), self.elems]
+        return tuple(slice(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin)
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -94,7 +94,7 @@ def test_docstrings_become_markdown(build) -> None:
 def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) -> None:
     results = ROOT / "benchmarks/results"
     for name in ("memory_fits", "memory_link", "disk_model", "plan_memory", "adam", "ranks", "rank_memory", "zero",
-                 "zero_pays", "tiled_loss"):
+                 "zero_pays", "tiled_loss", "compile", "async_save"):
         source = (results / f"{name}.md").read_text(encoding="utf-8")
         rows = [line.replace(" ", "") for line in source.splitlines() if line.startswith("|")]
         text = build.fragment(f"en/results_all/{name}.md")
@@ -107,10 +107,11 @@ def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) ->
 
 
 def test_chinese_pages_have_the_circumstances_of_a_measurement_in_chinese(build) -> None:
-    """Every phrase but names: a benchmark that words its work anew needs an entry in zh.json."""
+    """Every phrase but names, and every heading: a benchmark that words its work anew needs an entry in zh.json."""
     names, found = {"tiny", "near_budget min"}, 0
     for name in (name for name in build.wanted() if name.startswith(("zh/results_all/", "zh/results/"))):
         for line in build.fragment(name).splitlines():
+            assert not line.startswith("###") or re.search("[\u4e00-\u9fff]", line), f"{name}: {line}"
             fact = re.fullmatch("- (.*?)：(.*)", line)
             if fact and fact[1] not in ("版本", "日期", "命令", "处理器", "机器"):
                 found += 1

@@ -111,8 +111,9 @@ def results(words: Words, name: str, text: str) -> str:
     lines = _facts(words, text)
     for before, line in pairwise(["", *text.splitlines()]):
         if line.startswith("## "):
-            slug = re.sub(r"\W+", "-", line.removeprefix("## ").lower())
-            lines += ["", f"### {words(line.removeprefix('## '))} {{ #{name}-{slug} }}"]
+            heading = line.removeprefix("## ")
+            slug = re.sub(r"\W+", "-", heading.partition(":")[0].lower())
+            lines += ["", f"### {_in_words(words, heading)} {{ #{name}-{slug} }}"]
         elif line.startswith("|"):
             lines += [_named(words, line)] if before.startswith("|") else ["", _head(words, line)]
     return "\n".join([*lines, ""])

@@ -134,6 +134,10 @@ def test_units_hold_every_parameter_once_and_chunks_lie_in_their_owners_piece(mo
     assert [unit.index for unit in units] == list(range(len(units)))
     names = [slot.name for unit in units for slot in unit.slots]
     assert sorted(names) == sorted(layout.slots)
+    for unit in [*units, *layout.units()]:
+        inside = [(slot.offset, slot.offset + slot.numel) for slot in unit.slots]
+        parts = sorted([*inside, *((gap.start, gap.stop) for gap in unit.gaps)])
+        assert [0, *(end for _, end in parts)] == [*(begin for begin, _ in parts), unit.elems]
     for unit in units:
         group = layout.groups[unit.group]
         if unit.owner is None:
