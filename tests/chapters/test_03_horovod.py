@@ -40,9 +40,10 @@ runpy.run_path(program, run_name="__main__")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
-    """A run of eight steps on two processes with a timeline, and what it printed."""
+    """A run of eight steps on two processes with a timeline, and what it printed. Tests with signals start from nothing."""
     chapter = Chapter("03_horovod", tmp_path_factory.mktemp("finished"))
-    return chapter, chapter.train(*STEPS, "--fusion-mb", 1, "--timeline", chapter.folder / "timeline.json")
+    command = chapter.command(*STEPS, "--fusion-mb", 1, "--timeline", chapter.folder / "timeline.json")
+    return chapter, run(command, forks=True)
 
 
 @needs_horovod
