@@ -25,7 +25,7 @@ from pathlib import Path
 
 import ablation_page
 from ablation_variants import VARIANTS, WARM_UP_STEPS, Result, Variant
-from command_line import parser_of
+from command_line import at_least, parser_of, set_missing
 from facts import bullets, num_cores, processor, versions, when_and_how
 
 __all__ = ["ROOT", "WARM_UP_STEPS", "Result", "Variant", "hardware", "run_once"]
@@ -84,20 +84,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="1 and 2 processes, one round, 12 steps")
     parser.add_argument("--chapters", default="", help="their first two digits, 00,02 (default: all that are there)")
     parser.add_argument("--nproc", type=numbers, help="numbers of processes (default: 1,2,4; with --quick 1,2)")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 3; with --quick 1)")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: 40; with --quick 12)")
+    parser.add_argument("--rounds", type=at_least(1), help="interleaved rounds (default: 3; with --quick 1)")
+    parser.add_argument("--steps", type=at_least(2), help="steps of a run (default: 40; with --quick 12)")
     parser.add_argument("--model-config", default="tiny", help="as in every chapter (default: tiny)")
     parser.add_argument("--batch-size", type=int, help="GLOBAL, as in every chapter (default: by config)")
     parser.add_argument("--seq-len", type=int, help="as in every chapter (default: by config)")
     parser.add_argument("--seeds", type=numbers, default=[42], help="runs each round with each of them (default: 42)")
-    parser.add_argument("--threads", type=int, default=1, help="of each process, whatever their number (default: 1)")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="of each process, whatever their number (default: 1)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where to write")
     options = parser.parse_args(argv)
-    quick = options.quick
-    options.nproc = options.nproc or ([1, 2] if quick else [1, 2, 4])
-    options.rounds, options.steps = options.rounds or (1 if quick else 3), options.steps or (12 if quick else 40)
-    if min(options.nproc) < 1 or options.rounds < 1 or options.steps < 2 or options.threads < 1:
-        parser.error("--nproc, --rounds and --threads must be at least 1, --steps at least 2")
+    options.nproc = options.nproc or ([1, 2] if options.quick else [1, 2, 4])
+    set_missing(options, rounds=(3, 1), steps=(40, 12))
+    if min(options.nproc) < 1:
+        parser.error("--nproc must be at least 1")
     return options
 
 

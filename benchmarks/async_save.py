@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of, publish
+from command_line import at_least, parser_of, publish, set_missing
 from facts import bullets, num_cores, processor, versions, when_and_how
 from turns import in_turns
 
@@ -113,12 +113,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("async_save.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, 2 rounds")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 12; with --quick 2)")
+    parser.add_argument("--rounds", type=at_least(1), help="interleaved rounds (default: 12; with --quick 2)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
-    options.rounds = (2 if options.quick else 12) if options.rounds is None else options.rounds
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
+    set_missing(options, rounds=(12, 2))
     return options
 
 

@@ -1,9 +1,10 @@
-"""The parser that all benchmarks begin with, and the page that most of them end with."""
+"""The parser that all benchmarks begin with, numbers of rounds and steps, and the page that most of them end with."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -13,6 +14,26 @@ def parser_of(script: str, description: str | None) -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
     return parser
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The `type` of a flag that counts something; a smaller number ends the program by one line that names the flag."""
+
+    def count(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number}: give at least {least}")
+        return number
+
+    count.__name__ = "int"  # in argparse's line about a text that is no number
+    return count
+
+
+def set_missing(options: argparse.Namespace, **numbers: tuple[int, int]) -> None:
+    """Sets each flag that was not given: to its first number, with --quick to the second."""
+    for name, pair in numbers.items():
+        if getattr(options, name) is None:
+            setattr(options, name, pair[options.quick])
 
 
 def publish(page: str, file: Path) -> None:

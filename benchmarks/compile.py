@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-from command_line import parser_of, publish
+from command_line import at_least, parser_of, publish
 from facts import bullets, num_cores, processor, versions, when_and_how
 from ranks import Contender, Step
 
@@ -85,12 +85,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("compile.sh", __doc__)
     parser.add_argument("--nproc", default="1,2", help="numbers of processes, with commas [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=8, help="interleaved rounds [%(default)s]")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a contender in a round [%(default)s]")
+    parser.add_argument("--rounds", type=at_least(1), default=8, help="interleaved rounds [%(default)s]")
+    parser.add_argument("--steps", type=at_least(1), default=3, help="steps of a contender in a round [%(default)s]")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
-    if options.rounds < 1 or options.steps < 1:
-        parser.error("--rounds and --steps must be at least 1")
     numbers = options.nproc.split(",")
     if not all(number.isdecimal() and int(number) and ranks.BATCH % int(number) == 0 for number in numbers):
         parser.error(f"--nproc {options.nproc}: give numbers that divide the global batch of {ranks.BATCH}")

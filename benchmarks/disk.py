@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
-from command_line import parser_of  # noqa: E402
+from command_line import at_least, parser_of  # noqa: E402
 from turns import in_turns  # noqa: E402
 
 from pstar.errors import PstarError  # noqa: E402
@@ -164,16 +164,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("disk.sh", __doc__)
     parser.add_argument("--disk-path", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk in question")
-    parser.add_argument("--mib", type=int, default=1024, help="MiB that each contender writes (default: 1024)")
-    parser.add_argument("--chunk-mib", type=int, default=32, help="MiB of a chunk (default: 32)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count; one more warms up (default: 7)")
+    parser.add_argument("--mib", type=at_least(1), default=1024, help="MiB that each contender writes (default: 1024)")
+    parser.add_argument("--chunk-mib", type=at_least(1), default=32, help="MiB of a chunk (default: 32)")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="rounds that count; one more warms up (default: 7)")
     parser.add_argument("--quick", action="store_true", help="64 MiB, 2 rounds, nothing is written to results")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write disk.md")
     options = parser.parse_args(argv)
     if options.quick:
         options.mib, options.chunk_mib, options.rounds = 64, 8, 2
-    if min(options.mib, options.chunk_mib, options.rounds) < 1 or options.mib % options.chunk_mib:
-        parser.error("--mib, --chunk-mib and --rounds must be positive, and --mib a multiple of --chunk-mib")
+    if options.mib % options.chunk_mib:
+        parser.error("--mib must be a multiple of --chunk-mib")
     if not hasattr(os, "posix_fadvise"):
         parser.error("this benchmark has to empty the page cache, which this system does not let it")
     return options

@@ -28,7 +28,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from command_line import parser_of, publish
+from command_line import at_least, parser_of, publish
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 from process_memory import status
 from rank_memory import reset_peak, run, warm_up
@@ -169,12 +169,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("disk_model.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, not with near and far alone")
-    parser.add_argument("--runs", type=int, default=3, help="runs of all configurations (default: %(default)s)")
+    parser.add_argument("--runs", type=at_least(1), default=3, help="runs of all configurations (default: %(default)s)")
     parser.add_argument("--disk-path", type=Path, help="a folder on a local disk (default: where temporary files go)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
-    if options.runs < 1:
-        parser.error(f"--runs {options.runs}: give at least 1")
     if options.disk_path is not None and not options.disk_path.is_dir():
         parser.error(f"--disk-path {options.disk_path}: there is no such folder")
     if not Path("/proc/self/clear_refs").exists():

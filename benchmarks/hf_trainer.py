@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from command_line import parser_of
+from command_line import at_least, parser_of
 from facts import bullets, num_cores, processor, versions, when_and_how
 from process_memory import status
 from processes import started
@@ -212,12 +212,10 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     parser = parser_of("hf_trainer.sh", __doc__)
     for name, default, least, what in NUMBERS:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what}, at least {least} [%(default)s]")
+        parser.add_argument(f"--{name}", type=at_least(least), default=default,
+                            help=f"{what}, at least {least} [%(default)s]")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of hf_trainer.md [%(default)s]")
     arguments = parser.parse_args(given)
-    for name, _, least, _ in NUMBERS:
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name} {getattr(arguments, name)}: give at least {least}")
     text = page(arguments, given)
     arguments.results.mkdir(parents=True, exist_ok=True)
     (arguments.results / "hf_trainer.md").write_text(text, encoding="utf-8")

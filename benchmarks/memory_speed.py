@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-from command_line import parser_of
+from command_line import at_least, parser_of, set_missing
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 from processes import started
 from turns import in_turns
@@ -301,16 +301,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("memory_speed.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, one link, 2 rounds of 2 steps")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 10; with --quick 2)")
-    parser.add_argument("--steps", type=int, help="steps of a process in a round (default: 4; with --quick 2)")
+    parser.add_argument("--rounds", type=at_least(1), help="interleaved rounds (default: 10; with --quick 2)")
+    parser.add_argument("--steps", type=at_least(1), help="steps of a process in a round (default: 4; with --quick 2)")
     parser.add_argument("--only", choices=("fits", "link"), help="one of the two tables; the other file stays as it is")
     parser.add_argument("--near", default="25%", help="near budget behind the slow link (default: 25%% of all model data)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
-    options.rounds = (2 if options.quick else 10) if options.rounds is None else options.rounds
-    options.steps = (2 if options.quick else 4) if options.steps is None else options.steps
-    if options.rounds < 1 or options.steps < 1:
-        parser.error("--rounds and --steps must be at least 1")
+    set_missing(options, rounds=(10, 2), steps=(4, 2))
     return options
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-from command_line import parser_of, publish
+from command_line import at_least, parser_of, publish, set_missing
 from facts import bullets, num_cores, processor, versions, when_and_how
 from ranks import Contender, Job
 
@@ -118,17 +118,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_of("parity.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="one run of 2 rounds of 2 steps")
     parser.add_argument("--only", choices=JOBS, help="one of the models (default: all)")
-    parser.add_argument("--runs", type=int, help="runs of each model (default: 3; with --quick 1)")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds of a run (default: 8; with --quick 2)")
-    parser.add_argument("--steps", type=int, help="steps of a contender in a round (default: 4; with --quick 2)")
+    parser.add_argument("--runs", type=at_least(1), help="runs of each model (default: 3; with --quick 1)")
+    parser.add_argument("--rounds", type=at_least(1), help="interleaved rounds of a run (default: 8; with --quick 2)")
+    parser.add_argument("--steps", type=at_least(1), help="steps of a contender in a round (default: 4; with --quick 2)")
     parser.add_argument("--keep", action="store_true", help="keep the runs that parity.json already has")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
-    options.runs = options.runs or (1 if options.quick else 3)
-    options.rounds = options.rounds or (2 if options.quick else 8)
-    options.steps = options.steps or (2 if options.quick else 4)
-    if min(options.runs, options.rounds, options.steps) < 1:
-        parser.error("--runs, --rounds and --steps must be at least 1")
+    set_missing(options, runs=(3, 1), rounds=(8, 2), steps=(4, 2))
     return options
 
 

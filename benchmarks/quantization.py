@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation import ROOT, hardware
-from command_line import parser_of
+from command_line import at_least, parser_of
 from facts import bullets, when_and_how
 
 CHAPTERS = ROOT / "chapters"
@@ -110,12 +110,11 @@ def main(argv: list[str]) -> int:
     """Trains if need be, measures, writes the results."""
     parser = parser_of("quantization.sh", __doc__)
     parser.add_argument("--model", type=Path, help="a run, or anything that compress.sh takes (default: trains one)")
-    parser.add_argument("--steps", type=int, default=1000, help="of that training (default: 1000)")
-    parser.add_argument("--outliers", type=int, default=4, help="features to plant for the second table (default: 4)")
+    parser.add_argument("--steps", type=at_least(1), default=1000, help="of that training (default: 1000)")
+    parser.add_argument("--outliers", type=at_least(1), default=4,
+                        help="features to plant for the second table (default: 4)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where to write")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.outliers < 1:
-        parser.error("--steps and --outliers must be at least 1")
     if options.model and not options.model.exists():
         parser.error(f"--model {options.model} does not exist: give a run of a chapter, or leave it out")
     work = f"the model in {options.model}" if options.model else (

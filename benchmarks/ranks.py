@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of, publish
+from command_line import at_least, parser_of, publish, set_missing
 from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
 from process_memory import status
 from processes import started
@@ -379,15 +379,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_of("ranks.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="4 rounds of 3 steps")
     parser.add_argument("--nproc", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 12; with --quick 4)")
-    parser.add_argument("--steps", type=int, help="steps of a contender in a round (default: 4; with --quick 3)")
+    parser.add_argument("--rounds", type=at_least(1), help="interleaved rounds (default: 12; with --quick 4)")
+    parser.add_argument("--steps", type=at_least(1), help="steps of a contender in a round (default: 4; with --quick 3)")
     parser.add_argument("--only", default="", help="names, with commas (default: all that are installed)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
-    options.rounds = options.rounds or (4 if options.quick else 12)
-    options.steps = options.steps or (3 if options.quick else 4)
-    if options.nproc < 1 or BATCH % options.nproc or options.rounds < 1 or options.steps < 1:
-        parser.error(f"--nproc must divide the global batch of {BATCH}, --rounds and --steps must be at least 1")
+    set_missing(options, rounds=(12, 4), steps=(4, 3))
+    if options.nproc < 1 or BATCH % options.nproc:
+        parser.error(f"--nproc must divide the global batch of {BATCH}")
     names = [each.name for each in contenders()]
     options.only = options.only.split(",") if options.only else names
     for name in options.only:

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of, publish
+from command_line import at_least, parser_of, publish, set_missing
 from facts import bullets, num_cores, processor, versions, when_and_how
 from memory_speed import WARM_UP_STEPS, Runner, busy_line, measure, spread
 
@@ -71,14 +71,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("tiled_loss.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, 2 rounds of 2 steps")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 8; with --quick 2)")
-    parser.add_argument("--steps", type=int, help="steps of a process in a round (default: 2)")
+    parser.add_argument("--rounds", type=at_least(1), help="interleaved rounds (default: 8; with --quick 2)")
+    parser.add_argument("--steps", type=at_least(1), help="steps of a process in a round (default: 2)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     options = parser.parse_args(argv)
-    options.rounds = (2 if options.quick else 8) if options.rounds is None else options.rounds
-    options.steps = 2 if options.steps is None else options.steps
-    if options.rounds < 1 or options.steps < 1:
-        parser.error("--rounds and --steps must be at least 1")
+    set_missing(options, rounds=(8, 2), steps=(2, 2))
     return options
 
 

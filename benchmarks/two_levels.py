@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of, publish
+from command_line import at_least, parser_of, publish, set_missing
 from facts import bullets, num_cores, processor, versions, when_and_how
 from turns import in_turns
 
@@ -182,17 +182,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_of("two_levels.sh", __doc__)
     parser.add_argument("--quick", action="store_true", help="one run of 2 rounds of a step")
     parser.add_argument("--mbit-per-s", type=float, default=200, help="rate of the link (default: 200)")
-    parser.add_argument("--runs", type=int, help="on new nodes (default: 3; with --quick 1)")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds of a run (default: 4; with --quick 2)")
-    parser.add_argument("--steps", type=int, help="steps of a turn (default: 2; with --quick 1)")
+    parser.add_argument("--runs", type=at_least(1), help="on new nodes (default: 3; with --quick 1)")
+    parser.add_argument("--rounds", type=at_least(1), help="interleaved rounds of a run (default: 4; with --quick 2)")
+    parser.add_argument("--steps", type=at_least(1), help="steps of a turn (default: 2; with --quick 1)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)    # rounds,steps: this process is a rank
     options = parser.parse_args(argv)
-    for name, whole, quick in (("runs", 3, 1), ("rounds", 4, 2), ("steps", 2, 1)):
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else whole)
-    if min(options.runs, options.rounds, options.steps) < 1 or not options.mbit_per_s >= 1:
-        parser.error("--runs, --rounds, --steps and --mbit-per-s must be at least 1")
+    set_missing(options, runs=(3, 1), rounds=(4, 2), steps=(2, 1))
+    if not options.mbit_per_s >= 1:
+        parser.error("--mbit-per-s must be at least 1")
     return options
 
 

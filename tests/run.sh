@@ -18,6 +18,8 @@ case "${1-}" in
     --all) shift; export TESTS_WHOLE=all; set -- "${shared[@]}" "$@" ;;
 esac
 
+# Where the environment forbids bytecode files, every worker would compile all tests at every run, and every program its modules.
+unset PYTHONDONTWRITEBYTECODE
 begin=$SECONDS
 style=0 tests=0 horovod=0
 # Compiled once (three to ten minutes), then a line. Without a compiler its tests are skipped; where $CI is set that is red.

@@ -40,8 +40,8 @@ def test_the_committed_table_has_all_contenders_and_none_is_off() -> None:
 
 
 @pytest.mark.parametrize("flags, line", [
-    (["--steps", "2"], "--steps 2: give at least 3"), (["--rounds", "0"], "--rounds 0: give at least 1"),
-    (["--width", "32"], "--width 32: give at least 64"), (["--layers", "x"], "--layers"), (["--layer", "1"], "--layer"),
+    (["--steps", "2"], "--steps: 2: give at least 3"), (["--rounds", "0"], "--rounds: 0: give at least 1"),
+    (["--width", "32"], "--width: 32: give at least 64"), (["--layers", "x"], "--layers"), (["--layer", "1"], "--layer"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_one_line_and_status_2(capsys, flags: list[str], line: str) -> None:
     with pytest.raises(SystemExit) as end:

@@ -183,10 +183,10 @@ def test_the_parameters_of_the_large_model_are_those_of_its_budgets() -> None:
 
 
 @pytest.mark.parametrize("program, flags, message", [
-    (memory_speed, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
+    (memory_speed, ["--rounds", "0"], "argument --rounds: 0: give at least 1"),
     (memory_speed, ["--only", "disk"], "argument --only: invalid choice"),
     (disk_model, ["--disk-path", "no/such/folder"], "--disk-path no/such/folder: there is no such folder"),
-    (disk_model, ["--runs", "0"], "--runs 0: give at least 1"),
+    (disk_model, ["--runs", "0"], "argument --runs: 0: give at least 1"),
     (convert_memory, ["--quik"], "unrecognized arguments: --quik"),
     (tokenise_memory, ["--megabytes", "10", "5"], "--megabytes must be two or more numbers above 0, the smallest first"),
     (plan_memory, ["--quik"], "unrecognized arguments: --quik"),

@@ -36,15 +36,24 @@ def test_the_page_names_the_goals() -> None:
     (ranks, ["--nproc", "3"], "--nproc must divide the global batch of 4"),
     (ranks, ["--only", "horovod"], "--only horovod: not known or not installed; choose from plain"),
     (compiled, ["--nproc", "1,3"], "--nproc 1,3: give numbers that divide the global batch of 4"),
-    (compiled, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
-    (parity, ["--runs", "-1"], "--runs, --rounds and --steps must be at least 1"),
+    (compiled, ["--rounds", "0"], "argument --rounds: 0: give at least 1"),
+    (parity, ["--runs", "-1"], "argument --runs: -1: give at least 1"),
+    (parity, ["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+    (ranks, ["--rounds", "0"], "argument --rounds: 0: give at least 1"),
     (rank_memory, ["--nproc", "1"], "--nproc must be at least 2"),
-    (two_levels, ["--mbit-per-s", "nan"], "--runs, --rounds, --steps and --mbit-per-s must be at least 1"),
+    (two_levels, ["--mbit-per-s", "nan"], "--mbit-per-s must be at least 1"),
 ])
 def test_a_wrong_flag_is_one_line(program, flags, message, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         program.parse(flags)
     assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("flags, numbers", [
+    ([], (3, 8, 4)), (["--quick"], (1, 2, 2)), (["--quick", "--rounds", "5"], (1, 5, 2))])
+def test_numbers_that_are_not_given_depend_on_quick(flags, numbers) -> None:
+    options = parity.parse(flags)
+    assert (options.runs, options.rounds, options.steps) == numbers
 
 
 def test_two_levels_are_compared_with_the_flat_engine_of_the_same_round() -> None:

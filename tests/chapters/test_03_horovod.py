@@ -14,8 +14,9 @@ import pytest
 
 from tests.chapters.horovod import horovodrun, needs_horovod, rank_pids
 from tests.chapters.inside import run_under_horovod, train
-from tests.chapters.program import ROOT, Chapter, environment, run, wait_for_rows
+from tests.chapters.program import ROOT, Chapter, environment, fork, run, wait_for_rows
 from tests.chapters.technique import settings_error
+from tests.harness.handed_over import handing_over
 from tests.limits import HANGS_S, wait_until
 
 STEPS = ("--max-steps", 8, "--save-every", 4, "--eval-every", 8, "--lr", "1e-2", "--clip-grad-norm", 0.3)
@@ -39,9 +40,10 @@ runpy.run_path(program, run_name="__main__")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
-    """A run of eight steps on two processes with a timeline, and what it printed."""
+    """A run of eight steps on two processes with a timeline, and what it printed. Tests with signals start from nothing."""
     chapter = Chapter("03_horovod", tmp_path_factory.mktemp("finished"))
-    return chapter, chapter.train(*STEPS, "--fusion-mb", 1, "--timeline", chapter.folder / "timeline.json")
+    command = chapter.command(*STEPS, "--fusion-mb", 1, "--timeline", chapter.folder / "timeline.json")
+    return chapter, run(command, forks=True)
 
 
 @needs_horovod
@@ -113,11 +115,16 @@ def test_half_the_bytes_change_little(finished, more) -> None:
     assert sent[0] < 0.6 * sent[1], sent
 
 
-def start(chapter: Chapter, *flags: object) -> subprocess.Popen:
-    """Starts a long run and waits for its first lines of metrics."""
+def start(chapter: Chapter, *flags: object, forks: bool = False) -> subprocess.Popen:
+    """Starts a long run and waits for its first lines of metrics.
+
+    Args:
+        forks: the ranks are forked from a process that has torch loaded.
+    """
     command = chapter.command("--max-steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, *flags)
     log = (chapter.folder / "log").open("w")
-    process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    given = handing_over(environment()) if forks else environment()
+    process = subprocess.Popen(command, env=given, stdout=log, stderr=subprocess.STDOUT)
     wait_for_rows(chapter, process, 4, chapter.folder / "log")
     return process
 
@@ -167,7 +174,7 @@ def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, t
     flags = ("--max-steps", 50, "--eval-every", 50, "--save-every", 50, "--seq-len", 16)
     chapter = Chapter("03_horovod", tmp_path / "elastic")
     chapter.folder.mkdir()
-    process = start(chapter, *flags, "--elastic", "--nproc", 3, "--timeout-s", 8)
+    process = start(chapter, *flags, "--elastic", "--nproc", 3, "--timeout-s", 8, forks=True)
     os.kill(rank_pids(chapter.output)[lost], signal.SIGKILL)
     assert process.wait(timeout=HANGS_S) == 0, (chapter.folder / "log").read_text()
     said = (chapter.folder / "log").read_text()
@@ -208,10 +215,13 @@ def test_a_wrong_flag_is_one_line_before_a_process_starts(tmp_path: Path) -> Non
 
 def test_without_horovod_the_program_ends_with_one_line(tmp_path: Path) -> None:
     python, program, *flags = Chapter("03_horovod", tmp_path).command()
-    hide = f"import importlib.util as u, runpy, sys; find = u.find_spec; sys.argv = {[program, *flags]!r}; " \
-           "u.find_spec = lambda name, *a: None if name == 'horovod' else find(name, *a); " \
-           f"sys.path[0] = {str(Path(program).parent)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
-    said = run([python, "-c", hide], status=2)
+    hide = tmp_path / "hide.py"
+    hide.write_text(
+        f"import importlib.util as u, runpy, sys; find = u.find_spec; sys.argv = {[program, *flags]!r}; "
+        "u.find_spec = lambda name, *a: None if name == 'horovod' else find(name, *a); "
+        f"sys.path[0] = {str(Path(program).parent)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )  # fmt: skip
+    said = fork([python, str(hide)], status=2)
     assert said.startswith("error: Horovod is missing in this environment") and said.count("\n") == 1
 
 

@@ -22,9 +22,9 @@ MISTAKES = ROOT / "chapters/04_apex/mistakes"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chapter, str]:
-    """A run of six steps of O2 in fp16 on two processes, and what it printed."""
+    """A run of six steps of O2 in fp16 on two processes, and what it printed; a deep test starts train.sh from nothing."""
     chapter = Chapter("04_apex", tmp_path_factory.mktemp("finished"))
-    return chapter, chapter.train(*STEPS, "--half", "fp16")
+    return chapter, chapter.train_forked(*STEPS, "--half", "fp16")
 
 
 def test_a_run_prints_its_precision_and_logs_its_loss_scale(finished) -> None:

@@ -245,7 +245,7 @@ def test_a_stage_that_dies_ends_the_job_and_is_named(tmp_path):
 def test_the_program_with_a_picture(tmp_path):
     chapter = Chapter(NAME, tmp_path)
     path = tmp_path / "new" / "t.json"
-    said = chapter.train("--max-steps", 6, "--grad-accum", 4, "--schedule", "gpipe", "--timeline", path)
+    said = chapter.train_forked("--max-steps", 6, "--grad-accum", 4, "--schedule", "gpipe", "--timeline", path)
     assert "Traceback" not in said and "20.0% by (p - 1) / (v m + p - 1)" in said and "% measured" in said
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 3 * 2 * 2 * 4 and {event["pid"] for event in events} == {0, 1}

@@ -7,6 +7,7 @@ operations (seen: 2e-6). Files are copies, so tensors that have been through a f
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from tests.chapters.adapters import CHAPTER, IN_PEFT, MERGED, adapted, base, eff
 from tests.chapters.technique import technique
 from tests.cover import quick_only
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+# Imported by the tests: it takes three seconds, and every worker of the suite imports this file.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 
 apply = technique(CHAPTER, "methods.apply")
 peft_format = technique(CHAPTER, "methods.peft_format")
@@ -31,6 +32,8 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 def hugging_face(**changes: Any) -> nn.Module:
     """transformers' GPT-2 with the weights of `base`."""
+    import transformers
+
     own = base(**changes)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**own.config.to_dict()))
     model.load_state_dict(own.state_dict())
@@ -83,6 +86,8 @@ def test_both_backends_begin_with_the_same_loss_and_leave_the_generator_alike(na
 
 @pytest.mark.parametrize("name", quick_only(IN_PEFT, *ONE_EACH))
 def test_our_adapter_loads_in_peft(name, tmp_path):
+    import peft
+
     ours, _ = trained(name)
     peft_format.save_adapter(tmp_path, ours, spec(name), base="a base")
     theirs = peft.PeftModel.from_pretrained(hugging_face(), str(tmp_path)).eval()
@@ -104,19 +109,21 @@ def test_pefts_adapter_loads_here_and_the_files_agree(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config",
+    "kind, values",
     (
-        peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True),
-        peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, target_modules=["c_proj"], r=2, lora_alpha=1),
-        peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, target_modules="all-linear", r=3, use_rslora=True),
-        peft.IA3Config(task_type="CAUSAL_LM", fan_in_fan_out=True),
-        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        ("LoraConfig", {"fan_in_fan_out": True}),
+        ("LoraConfig", {"fan_in_fan_out": True, "target_modules": ["c_proj"], "r": 2, "lora_alpha": 1}),
+        ("LoraConfig", {"fan_in_fan_out": True, "target_modules": "all-linear", "r": 3, "use_rslora": True}),
+        ("IA3Config", {"fan_in_fan_out": True}),
+        ("PromptTuningConfig", {"num_virtual_tokens": 3}),
+        ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
     ),
     ids=("lora", "c_proj", "all-linear", "ia3", "prompt", "prefix"),
 )
-def test_an_adapter_that_peft_made_by_itself_loads_here(config, tmp_path):
-    theirs = peft.get_peft_model(hugging_face(), config)
+def test_an_adapter_that_peft_made_by_itself_loads_here(kind, values, tmp_path):
+    import peft
+
+    theirs = peft.get_peft_model(hugging_face(), getattr(peft, kind)(task_type="CAUSAL_LM", **values))
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.requires_grad:

@@ -25,6 +25,7 @@ from gpt2_chinese.checkpoint.sealed_folder import seal
 from gpt2_chinese.run.resolve import resolve
 from gpt2_chinese.settings import ROOT
 from tests.gpt2_chinese.chapter_settings import settings_of
+from tests.harness.handed_over import handing_over
 from tests.limits import HANGS_S
 from tests.mutations import in_time
 
@@ -296,7 +297,8 @@ WRONG_COMMANDS = {  # programs other than the chapters: a command line and its o
 @pytest.mark.parametrize("case", WRONG_COMMANDS)
 def test_a_wrong_command_line_ends_other_programs_with_one_line(case: str, folder: Path) -> None:
     command, line = WRONG_COMMANDS[case]
-    done = subprocess.run([sys.executable, *command.split()], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=HANGS_S)  # fmt: skip
+    environment = handing_over(os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, *command.split()], cwd=folder, env=environment, capture_output=True, text=True,
+                          timeout=HANGS_S)  # fmt: skip
     assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
     assert re.fullmatch(rf"error: .*{re.escape(line)}.*\n", done.stderr), done.stderr

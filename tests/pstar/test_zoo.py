@@ -138,10 +138,15 @@ class StochasticDepth(nn.Module):
 
 
 def of(kind: str, **config) -> Callable[[], nn.Module]:
-    """A class of transformers, made of its configuration."""
-    configuration = next(name for name in (kind.split("For")[0], kind.removesuffix("Model")) if
-                         hasattr(transformers, f"{name}Config"))
-    return lambda: getattr(transformers, kind)(getattr(transformers, f"{configuration}Config")(**config))
+    """A class of transformers, made of its configuration. It is looked for when a model is made: that takes a second for
+    all of them, and every worker of the suite imports this file."""
+
+    def make() -> nn.Module:
+        configuration = next(name for name in (kind.split("For")[0], kind.removesuffix("Model")) if
+                             hasattr(transformers, f"{name}Config"))
+        return getattr(transformers, kind)(getattr(transformers, f"{configuration}Config")(**config))
+
+    return make
 
 
 T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}

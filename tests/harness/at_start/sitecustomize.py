@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 
-# Not handed over: the first looks at how it was started, the next at its memory, and the last starts ranks itself.
-HERE = ("setup_environment.py", "peak.py", "pytest")
+# Not handed over: the first looks at how it was started, the next at its memory, the others start processes that a forked
+# program may not start.
+HERE = ("setup_environment.py", "peak.py", "pytest", "gpt2_chinese.distributed.horovod_launcher")
 
 
 def handed_over(address: str, words: list[str]) -> int:

@@ -24,6 +24,7 @@ import pstar
 from durable.distributed_checkpoint import Reader
 from durable.folders import digest
 from tests import toy
+from tests.cover import quick_only
 
 STEPS, MORE = 3, 10
 
@@ -86,8 +87,9 @@ def saved(ranks, tmp_path_factory):
     return path, results
 
 
-@pytest.mark.parametrize("num_ranks, config", [(1, MIDDLE), (1, SHARDED), (2, SMALL), (2, MIDDLE), (2, SHARDED), (3, MIDDLE),
-                                               (4, SHARDED)])  # fmt: skip
+@pytest.mark.parametrize("num_ranks, config", quick_only(
+    [(1, MIDDLE), (1, SHARDED), (2, SMALL), (2, MIDDLE), (2, SHARDED), (3, MIDDLE), (4, SHARDED)],
+    (1, MIDDLE), (2, SMALL), (2, SHARDED), (4, SHARDED)))  # fmt: skip
 def test_a_checkpoint_of_two_ranks_continues_at_any_number_of_ranks(ranks, saved, num_ranks, config):
     path, through = saved
     results = ranks(num_ranks).run(resume, config, str(path))
@@ -96,7 +98,7 @@ def test_a_checkpoint_of_two_ranks_continues_at_any_number_of_ranks(ranks, saved
         assert [result[1] for result in results] == [result[2] for result in through], "each rank's random state is back"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("num_ranks", quick_only([1, 3, 4], 1, 3))
 def test_two_ranks_resume_the_checkpoint_of_another_number_of_ranks(ranks, tmp_path, num_ranks):
     path = str(tmp_path / "checkpoint")
     through = ranks(num_ranks).run(save, SHARDED, path)

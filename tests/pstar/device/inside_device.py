@@ -99,6 +99,16 @@ def test_memory_that_nobody_has_written_holds_nan():
     assert torch.empty(N, device=HERE).cpu().isnan().all()
 
 
+def test_memory_freed_last_is_taken_first():
+    """A missing wait before memory is freed shows only in its next user."""
+    held = [torch.empty(N, device=HERE) for _ in range(3)]
+    addresses = [tensor.data_ptr() for tensor in held]
+    for number in (1, 0, 2):
+        held[number] = None
+    again = [torch.empty(N, device=HERE) for _ in range(3)]
+    assert [tensor.data_ptr() for tensor in again] == [addresses[number] for number in (2, 0, 1)]
+
+
 def test_pinned_memory_is_rounded_up_and_kept_until_its_copy_has_ended(device):
     before = device.counts()["pinned_bytes"]
     host = torch.ones(3 * 2**20 // 4, pin_memory=True)

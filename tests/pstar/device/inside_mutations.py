@@ -17,7 +17,7 @@ STEPS = 4
 LATENESS = ((True, False), (False, True), (True, True))
 """(default stream, other streams)."""
 
-ATTEMPTS = 9
+ATTEMPTS = 3
 
 UNSEEN: dict[str, str] = {}
 """Waits without which the device gives the right numbers, by their text, each with the reason."""

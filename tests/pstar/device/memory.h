@@ -35,12 +35,13 @@ struct Block {
     }
 };
 
-// Freed blocks, for the next allocation of the same size on the same stream, when other streams have passed their uses.
+// Freed blocks, for the next allocation of the same size on the same stream, when other streams have passed their uses. The
+// block that was freed last comes first: a copy that still uses it then meets the next user, whatever was freed before.
 struct Pool {
     std::map<char *, Block> taken;
     std::vector<Block> idle;
     template <class Make> char *take(size_t num_bytes, long stream, Make make) {
-        for (size_t i = 0; i < idle.size(); i++)
+        for (size_t i = idle.size(); i-- > 0;)
             if (idle[i].num_bytes == num_bytes && idle[i].stream == stream && idle[i].free()) {
                 Block block = idle[i];
                 idle.erase(idle.begin() + i);

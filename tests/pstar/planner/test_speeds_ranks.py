@@ -45,6 +45,7 @@ def same_bits(got: dict, ddp: dict) -> bool:
             and all(torch.equal(value, got["weights"][name]) for name, value in ddp["weights"].items()))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS, ids=["group", "chunk", "sharded"])
 @pytest.mark.parametrize("found, where", [([FAST, FAST], "stream"), ([FAST, SLOW], "host"), ([SLOW, FAST], "host")])
 def test_one_slow_rank_decides_for_all(ranks, ddp, found, where, kind):

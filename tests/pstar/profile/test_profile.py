@@ -24,6 +24,7 @@ from pstar.profile.recording import FORMAT, VERSION, Profile, Recording, load_pr
 from pstar.profile.timeline import Interval, Life, cut, lives, non_model_levels, stages, used_levels
 from pstar.profile.trace_command import parse_steps
 from pstar.schedule.schedule import Schedule
+from tests.harness.handed_over import handing_over
 from tests.harness.program import run_forked
 
 CPU = torch.device("cpu")
@@ -547,11 +548,13 @@ def test_an_out_that_is_a_file_is_one_line(saved, tmp_path, capsys):
 
 def test_without_matplotlib_the_command_names_the_package_to_install(saved, tmp_path):
     """In a real process in which matplotlib cannot be found."""
-    code = ("import sys; sys.modules['matplotlib'] = None; from pstar.cli import main; "
-            "first = main(['trace', sys.argv[1], '--out', sys.argv[2]]); "
-            "sys.exit(10 * first + main(['trace', sys.argv[1], '--out', sys.argv[3], '--no-charts']))")
+    program = tmp_path / "program.py"
+    program.write_text("import sys; sys.modules['matplotlib'] = None; from pstar.cli import main; "
+                       "first = main(['trace', sys.argv[1], '--out', sys.argv[2]]); "
+                       "sys.exit(10 * first + main(['trace', sys.argv[1], '--out', sys.argv[3], '--no-charts']))")
     without, alone = tmp_path / "without", tmp_path / "alone"
-    done = subprocess.run([sys.executable, "-c", code, saved, without, alone], capture_output=True, text=True)
+    environment = handing_over({**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    done = subprocess.run([sys.executable, program, saved, without, alone], env=environment, capture_output=True, text=True)
     assert done.returncode == 20 and done.stderr.count("\n") == 1, done.stderr
     assert 'pip install "matplotlib>=3.9"' in done.stderr and not without.exists()
     assert [path.name for path in alone.iterdir()] == ["trace.json"]
