@@ -94,7 +94,7 @@ def test_docstrings_become_markdown(build) -> None:
 def test_all_tables_of_a_result_appear_with_headings_and_circumstances(build) -> None:
     results = ROOT / "benchmarks/results"
     for name in ("memory_fits", "memory_link", "disk_model", "plan_memory", "adam", "ranks", "rank_memory", "zero",
-                 "zero_pays", "tiled_loss", "compile", "async_save"):
+                 "zero_pays", "tiled_loss", "compile", "async_save", "parity"):
         source = (results / f"{name}.md").read_text(encoding="utf-8")
         rows = [line.replace(" ", "") for line in source.splitlines() if line.startswith("|")]
         text = build.fragment(f"en/results_all/{name}.md")
