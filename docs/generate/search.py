@@ -66,13 +66,15 @@ def prose(text: str) -> str:
 
 
 def without_long_tables(content: str) -> str:
-    """A page's HTML in which the theme's search skips tables of more than ROWS rows, except those of KEPT."""
+    """A page's HTML in which the theme's search skips tables of more than ROWS rows, except those of KEPT, and tables of
+    numbers: most of their cells are aligned to the right."""
 
     def marked(table: re.Match[str]) -> str:
         before = content[: table.start()]
         kept = any(before.rfind(f'class="{name}"') > before.rfind("</div>") for name in KEPT)
         long = table[0].count("<tr") > ROWS and not kept
-        return table[0].replace("<table", '<table data-search-exclude="true"', 1) if long else table[0]
+        numbers = 2 * table[0].count("text-align: right") > len(re.findall("<t[dh]", table[0]))
+        return table[0].replace("<table", '<table data-search-exclude="true"', 1) if long or numbers else table[0]
 
     return re.sub(r"<table>.*?</table>", marked, content, flags=re.DOTALL)
 

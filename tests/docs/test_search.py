@@ -69,6 +69,15 @@ def test_only_long_tables_without_messages_or_settings_are_left_out() -> None:
     assert search.prose("<p>a  <code>b</code></p><pre><code>x</code></pre><p> </p>") == "a b"
 
 
+def test_tables_of_numbers_are_left_out() -> None:
+    def table(numbers: int) -> str:
+        cells = "<td>x</td>" * (4 - numbers) + '<td style="text-align: right;">1</td>' * numbers
+        return f"<table><tr>{cells}</tr></table>"
+
+    assert search.without_long_tables(table(2)) == table(2)
+    assert search.without_long_tables(table(3)).startswith('<table data-search-exclude="true">')
+
+
 def test_answers_of_questions_and_texts_in_place_of_figures_are_not_searched() -> None:
     from material.plugins.search.plugin import Parser
 
