@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import ROOT, Chapter, environment, free_port, run
+from tests.chapters.program import ROOT, Chapter, environment, free_port, needs_localhost, run
 from tests.cover import quick_only
 from tests.docs.test_hugging_face_example import check, example, prepare
 from tests.limits import HANGS_S
 
 pytest.importorskip("accelerate")
+pytestmark = needs_localhost
 
 # What `accelerate launch` would ask for, or print that it was not given. The machine of the tests has no GPU.
 LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",

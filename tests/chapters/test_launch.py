@@ -184,7 +184,8 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path, nproc: int) -> None:
     os.killpg(process.pid, signal.SIGINT)
     said = process.communicate(timeout=HANGS_S)[1]
     assert process.returncode == 130
-    assert said.strip() == "interrupted: the same command goes on from the newest checkpoint", said
+    lines = [line for line in said.split("\n") if line and "no compiled CPU kernels" not in line]    # without a compiler
+    assert lines == ["interrupted: the same command goes on from the newest checkpoint"], said
 
 
 def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:

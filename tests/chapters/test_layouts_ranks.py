@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,7 +224,7 @@ SETTINGS = {"00_single": None, "02_ddp": "ddp_settings", "04_apex": "amp_setting
 
 
 @pytest.mark.parametrize("chapter", SETTINGS)
-def test_the_printed_command_is_one_that_the_chapter_takes(chapter: str) -> None:
+def test_the_printed_command_is_one_that_the_chapter_takes(chapter: str, tmp_path: Path) -> None:
     """The chapter's own settings read and check the flags of every layout that it runs, once for each number of splits."""
     shape, seen = GptShape(4, 128, 4, vocab=3980, positions=128), set()
     for num_ranks, precision in itertools.product((1, 2, 4), ("fp32", "bf16")):
@@ -238,7 +239,8 @@ def test_the_printed_command_is_one_that_the_chapter_takes(chapter: str) -> None
             assert (bash, script) == ("bash", f"chapters/{chapter}/train.sh")
             module = SETTINGS[chapter]
             kind = Settings if module is None else technique(chapter, module).Settings
-            settings = resolve(kind.from_command_line(str(ROOT / script.replace(".sh", ".py")), "", flags))
+            program = str(ROOT / script.replace(".sh", ".py"))    # without the flag it would find a run of its user
+            settings = resolve(kind.from_command_line(program, "", [*flags, "--output-dir", str(tmp_path)]))
             assert settings.batch_size == 24 and settings.grad_accum == layout.micro_batches(job)
             assert settings.nproc == num_ranks and settings.precision == precision
             if chapter == "05_model_parallel":

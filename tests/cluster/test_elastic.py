@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.law import LONG, assert_same_curve, flags_of
-from tests.chapters.program import ROOT, Chapter, environment
+from tests.chapters.program import ROOT, Chapter, environment, needs_localhost
 from tests.cluster import jobs
 from tests.cluster.nodes import two_nodes
 from tests.limits import HANGS_S, wait_until
@@ -90,6 +90,7 @@ def test_killed_at_any_moment(needs_nodes, curve, tmp_path: Path, seed: int) -> 
     assert_same_curve(chapter.metrics(), curve(LONG), rel=1e-5)
 
 
+@needs_localhost
 def test_torchrun_sh_lets_a_node_come_back(tmp_path: Path) -> None:
     """Only with a range of nodes it sets the variable; a value that the user has set stays."""
     program = tmp_path / "says.py"

@@ -201,14 +201,6 @@ def test_chapter_00_refuses_two_processes(capsys: pytest.CaptureFixture[str]) ->
     assert "--nproc 2: 00_single is one process" in capsys.readouterr().err
 
 
-def test_rank_1_prints_no_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as stop:
-        parse("--lr", "x")
-    assert stop.value.code == 2 and capsys.readouterr().err == ""
-
-
 def test_torch_is_not_loaded_before_settings_are_right() -> None:
     program = (
         "import sys, gpt2_chinese, gpt2_chinese.corpus, gpt2_chinese.tokens\n"

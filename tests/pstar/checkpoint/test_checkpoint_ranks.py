@@ -87,10 +87,11 @@ def saved(ranks, tmp_path_factory):
     return path, results
 
 
-@pytest.mark.parametrize("num_ranks, config", quick_only(
+@pytest.mark.parametrize("case", quick_only(
     [(1, MIDDLE), (1, SHARDED), (2, SMALL), (2, MIDDLE), (2, SHARDED), (3, MIDDLE), (4, SHARDED)],
     (1, MIDDLE), (2, SMALL), (2, SHARDED), (4, SHARDED)))  # fmt: skip
-def test_a_checkpoint_of_two_ranks_continues_at_any_number_of_ranks(ranks, saved, num_ranks, config):
+def test_a_checkpoint_of_two_ranks_continues_at_any_number_of_ranks(ranks, saved, case):
+    num_ranks, config = case
     path, through = saved
     results = ranks(num_ranks).run(resume, config, str(path))
     assert mean(results) == pytest.approx(mean(through), rel=0 if num_ranks == 2 else 1e-6, abs=0)

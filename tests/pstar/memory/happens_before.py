@@ -330,8 +330,8 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
                    device: object = None) -> None:
         original(self, asynchronous, bytes_per_s, _Device(recorder))
 
-    def new_buffer(original: Callable, tier: Tier, num_bytes: int) -> torch.Tensor:
-        buffer = original(tier, num_bytes)
+    def new_buffer(original: Callable, tier: Tier, num_bytes: int, kind: str) -> torch.Tensor:
+        buffer = original(tier, num_bytes, kind)
         recorder.new_buffer(tier.name, buffer)
         return buffer
 
