@@ -239,6 +239,7 @@ def unused_case(rank: int, num_ranks: int, mutated: bool):
         model, optimizer = toy.build(Unused, near_budget="100%", default_chunk_size=60_000)
         slot = model.layout.slots["unused.weight"]
         group = model.layout.groups[slot.group]
+        model.near.use_heap(())    # else malloc might not give these buffers again
         used_before = [model.near.allocate(group.elems, torch.float32, "grad").fill_(7.0) for _ in range(3)]
         for buffer in used_before:
             model.near.release(buffer)
