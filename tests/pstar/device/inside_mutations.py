@@ -11,7 +11,7 @@ import torch
 
 from tests import toy
 from tests.pstar.device.simulated import Device
-from tests.pstar.memory.test_happens_before import WAITS, Wait, mutate
+from tests.pstar.memory.test_happens_before import DROPPED_COPY, WAITS, Wait, mutate
 
 STEPS = 4
 LATENESS = ((True, False), (False, True), (True, True))
@@ -47,7 +47,7 @@ def is_right(folder, wait: Wait | None) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")    # gradients that are not finite
-@pytest.mark.parametrize("wait", [wait for wait in WAITS if str(wait) not in UNSEEN], ids=str)
+@pytest.mark.parametrize("wait", [wait for wait in (*WAITS, DROPPED_COPY) if str(wait) not in UNSEEN], ids=str)
 def test_a_removed_wait_gives_wrong_numbers(wait: Wait, device: Device, tmp_path, monkeypatch):
     for default, others in LATENESS:
         device.late(default, others)
