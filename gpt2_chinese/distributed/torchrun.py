@@ -86,6 +86,9 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         _end_with(int(os.environ[LAUNCHED_VARIABLE]))
     with exit_on_user_error():
         store, _, num_ranks = _meet(settings)
+    # All ranks are here before --timeout-s begins: it is a limit of collectives, and imports of ranks differ by seconds.
+    store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
+    processes = [store.get(f"process of {rank}").decode().split() for rank in range(num_ranks)]
     flight_recorder.choose_size()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -95,8 +98,6 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         timeout=timedelta(seconds=settings.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
-    processes = [store.get(f"process of {rank}").decode().split() for rank in range(num_ranks)]
     stop_signal.listen(is_lost=lambda: any(_is_gone(host, int(pid)) for host, pid in processes))
     torch_hook = sys.excepthook  # set by init_process_group: prints a traceback whose lines begin with the rank
     sys.excepthook = lambda *error: _end_rank(*error, torch_hook, store, rank, num_ranks)

@@ -115,15 +115,32 @@ def test_half_the_bytes_change_little(finished, more) -> None:
     assert sent[0] < 0.6 * sent[1], sent
 
 
-def start(chapter: Chapter, *flags: object, forks: bool = False) -> subprocess.Popen:
+# sitecustomize.py of ranks that meet when their slow imports are done. Horovod's own meeting has --timeout-s, too.
+MEETS = """
+import os, time
+from pathlib import Path
+if "HOROVOD_RANK" in os.environ:
+    import horovod.torch
+    here, end = Path(__file__).parent, time.monotonic() + 600  # for a test that fails meanwhile
+    (here / f"imported.{os.environ['HOROVOD_RANK']}").touch()
+    while len([*here.glob("imported.*")]) < int(os.environ["HOROVOD_SIZE"]) and time.monotonic() < end:
+        time.sleep(0.02)
+"""
+
+
+def start(chapter: Chapter, *flags: object, forks: bool = False, meets: bool = False) -> subprocess.Popen:
     """Starts a long run and waits for its first lines of metrics.
 
     Args:
         forks: the ranks are forked from a process that has torch loaded.
+        meets: ranks from nothing wait for each other's imports, so that a short --timeout-s does not depend on their speed.
     """
     command = chapter.command("--max-steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, *flags)
     log = (chapter.folder / "log").open("w")
     given = handing_over(environment()) if forks else environment()
+    if meets:
+        (chapter.folder / "sitecustomize.py").write_text(MEETS)
+        given["PYTHONPATH"] = f"{chapter.folder}{os.pathsep}{given['PYTHONPATH']}"
     process = subprocess.Popen(command, env=given, stdout=log, stderr=subprocess.STDOUT)
     wait_for_rows(chapter, process, 4, chapter.folder / "log")
     return process
@@ -148,7 +165,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(tmp_path: Path, kil
     The system does so when the shell around the rank ends first.
     """
     chapter = Chapter("03_horovod", tmp_path)
-    process = start(chapter, *flags)
+    process = start(chapter, *flags, meets=True)
     pids = rank_pids(chapter.output)
     os.kill(pids[1], kill)
     assert process.wait(timeout=HANGS_S) == 1

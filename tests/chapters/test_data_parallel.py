@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.chapters.inside import train
-from tests.chapters.program import SMALL, Chapter, end_a_rank
+from tests.chapters.program import ROOT, SMALL, Chapter, end_a_rank, environment
 from tests.chapters.technique import settings_error
+from tests.limits import HANGS_S
 
 FLAGS = ("--max-steps", 20, "--save-every", 10, "--eval-every", 20, "--seq-len", 8, "--lr", "0.003", "--warmup-steps", 3,
          "--clip-grad-norm", 0.3, "--batch-size", 24)  # fmt: skip
@@ -104,3 +107,22 @@ def test_a_dead_or_hanging_rank_ends_the_job_and_is_named(tmp_path: Path, name, 
     assert line in said and "Traceback" not in said, said
     # the other ranks kill a rank that hangs: torchrun would wait for it, then name the rank that ended first
     assert f"rank {rank} failed with status -9 (SIGKILL)" in said, said
+
+
+LATE = """
+import os, time
+if os.environ.get("RANK") == "1":
+    time.sleep(8)
+"""
+
+
+@pytest.mark.deep
+def test_a_rank_that_starts_later_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
+    """On a busy machine ranks import torch for seconds more or less than others; --timeout-s begins after that."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    chapter = Chapter("02_ddp", tmp_path)
+    command = chapter.command("--nproc", 2, "--timeout-s", 5, "--max-steps", 2, "--seq-len", SMALL["n_positions"] // 2)
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert chapter.num_rows() == 2
