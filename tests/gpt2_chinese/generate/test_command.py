@@ -278,4 +278,4 @@ def test_help_gives_every_default(capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and said.count("(default: ") == 10 and "(default: 今天天气)" in said
+    assert end.value.code == 0 and said.count("(default: ") == 14 and "(default: 今天天气)" in said
