@@ -86,6 +86,19 @@ def test_no_line_ends_inside_a_flag(browser: Browser, address: str, language: st
     assert not found["whole"] and found["broken"], "the second style shows that the check can fail"
 
 
+@pytest.mark.parametrize("page", ["engine/design", "start"])
+def test_no_line_ends_inside_a_key_in_the_head_of_a_table(browser: Browser, address: str, page: str) -> None:
+    browser.resize(390)
+    found = {}
+    for language in ("", "/en"):
+        browser.open(f"{address}{language}/{page}/")
+        found[language] = browser.evaluate("""[...document.querySelectorAll('.md-content th code')]
+            .map(one => [one.textContent, one.getClientRects().length])""")
+        assert not browser.evaluate(TOO_WIDE)
+    browser.resize(WIDTHS[0])
+    assert all(found.values()) and all(lines == 1 for heads in found.values() for _, lines in heads), found
+
+
 def test_a_flag_is_marked_and_its_text_stays() -> None:
     from docs.generate.hooks import with_whole_flags
 
