@@ -1,4 +1,4 @@
-"""Merges the reports of a job that hung into one table: python -m gpt2_chinese.hangs runs/02_ddp"""
+"""Merges the reports of a job that hung into one table: bash scripts/python.sh -m gpt2_chinese.hangs runs/02_ddp"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2_chinese.files import kind
 def main(argv: list[str] | None = None) -> None:
     """Runs the command."""
     parser = OneLineParser(
-        prog="python -m gpt2_chinese.hangs",
+        prog="bash scripts/python.sh -m gpt2_chinese.hangs",
         description=f"Merges the reports of a job that hung, {FILES} in its output folder, into one table: who waits for "
         "whom, in which collective, and the first call in which the ranks differ.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -73,7 +73,7 @@ class Settings:
         shown="the whole corpus",
     )  # fmt: skip
     mix_temperature: float | None = flag(
-        None, "In place of --mix: each source's share is proportional to its tokens to the power 1/T.",
+        None, "In place of --mix: each source's share is proportional to its tokens to the power 1/X.",
         shown="the whole corpus")  # fmt: skip
     seq_len: int | None = flag(None, "Tokens in a sequence.", shown="by config, tiny: 128")
     batch_size: int | None = flag(None, "Sequences in a GLOBAL batch, whatever --nproc.", shown="by config, tiny: 24")

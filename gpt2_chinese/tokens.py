@@ -1,4 +1,7 @@
-"""Tokenises a corpus ahead of a run: python -m gpt2_chinese.tokens --corpus data/train --vocab cache/vocab.txt"""
+"""Tokenises a corpus ahead of a run.
+
+    bash scripts/python.sh -m gpt2_chinese.tokens --corpus data/train --vocab cache/vocab.txt
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES
 def main(argv: list[str] | None = None) -> None:
     """Runs the command."""
     parser = OneLineParser(
-        prog="python -m gpt2_chinese.tokens",
+        prog="bash scripts/python.sh -m gpt2_chinese.tokens",
         description="Tokenises a corpus ahead of a run. On all cores; after Ctrl-C or a kill the same command resumes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

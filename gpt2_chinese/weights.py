@@ -1,8 +1,8 @@
 """Writes a trained model for others to read.
 
-python -m gpt2_chinese.weights export runs/00_single --output exported
-python -m gpt2_chinese.weights export runs/00_single/checkpoints/step_000200 --output exported --format bin --dtype float16
-python -m gpt2_chinese.weights export runs/07_patrickstar --output exported --max-shard-size 5GB
+bash scripts/python.sh -m gpt2_chinese.weights export runs/00_single --output exported
+bash scripts/python.sh -m gpt2_chinese.weights export runs/00_single --output exported --format bin --dtype float16
+bash scripts/python.sh -m gpt2_chinese.weights export runs/07_patrickstar --output exported --max-shard-size 5GB
 
 The export is a folder that transformers reads: weights, config.json, vocabulary, the ids of the begin and end tokens.
 The weights keep their stored dtype unless --dtype names another. With --max-shard-size they are divided into files
@@ -96,7 +96,9 @@ def _save(weights: dict[str, Tensor], folder: Path, form: str, most: int | None)
 def main(argv: list[str] | None = None) -> None:
     """Runs the command `export`."""
     parser = OneLineParser(
-        prog="python -m gpt2_chinese.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bash scripts/python.sh -m gpt2_chinese.weights",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command = parser.add_subparsers(required=True, dest="command").add_parser("export", help="write a Hugging Face folder")
     command.add_argument("model", help="a run, its final/, a checkpoint, or a Hugging Face folder or file")
@@ -105,8 +107,8 @@ def main(argv: list[str] | None = None) -> None:
                          help="file format of the weights (default: safetensors)")  # fmt: skip
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as they are stored)")
     command.add_argument("--max-shard-size", metavar="SIZE",
-                         help="most bytes of weights a file, such as 5GB or 512MiB (default: one file)")  # fmt: skip
-    command.add_argument("--vocab", help="vocabulary, where the folder has none")
+                         help="most bytes of weights in one file, such as 5GB or 512MiB (default: one file)")  # fmt: skip
+    command.add_argument("--vocab", help="vocab.txt or tokenizer.json (default: that of the model's folder)")
     with exit_on_user_error():
         a = parser.parse_args(argv)
         written = export(a.model, a.output, a.format, a.dtype, a.vocab, a.max_shard_size)

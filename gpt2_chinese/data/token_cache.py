@@ -9,7 +9,7 @@ NAME is a hash of the corpus's content, of the vocabulary with its profile, and 
 old cache. Both files are renamed into their places, the header last. A cache that differs from its header in one bit is
 made again, never used. To make a cache ahead of a run:
 
-    python -m gpt2_chinese.tokens --corpus data/train --vocab cache/vocab.txt
+    bash scripts/python.sh -m gpt2_chinese.tokens --corpus data/train --vocab cache/vocab.txt
 """
 
 from __future__ import annotations

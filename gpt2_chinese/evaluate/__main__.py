@@ -1,8 +1,8 @@
 """Loss, perplexity, bits per character, questions answered and variety of text, of one model or of several side by side.
 
-python -m gpt2_chinese.evaluate --model runs/00_single
-python -m gpt2_chinese.evaluate --model runs/00_single --corpus data/train data/valid --by genre position --stride 64
-python -m gpt2_chinese.evaluate --model runs/00_single runs/07_patrickstar --by genre --choices --samples 4
+bash scripts/python.sh -m gpt2_chinese.evaluate --model runs/00_single
+bash scripts/python.sh -m gpt2_chinese.evaluate --model runs/00_single --corpus data/train --by genre position --stride 64
+bash scripts/python.sh -m gpt2_chinese.evaluate --model runs/00_single runs/07_patrickstar --by genre --choices --samples 4
 
 --choices reads questions in the forms of CLUE's CHID, C3 and CMNLI, by default those of data/choices; a model answers by
 likelihood. --samples generates text and measures how varied it is and how much it repeats itself.
@@ -29,11 +29,11 @@ MOST = 10**6  # of samples and of their tokens
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked as far as it goes without torch. Raises UserError."""
-    parser = command_parser("python -m gpt2_chinese.evaluate", __doc__)
+    parser = command_parser("bash scripts/python.sh -m gpt2_chinese.evaluate", __doc__)
     add = parser.add_argument
     add("--model", required=True, nargs="+", metavar="MODEL",
         help="runs, their final/, checkpoints, or Hugging Face folders; several are compared in one table")
-    add("--vocab", type=Path, help="vocabulary (default: the model's own)")
+    add("--vocab", type=Path, help="vocab.txt or tokenizer.json (default: that of the model's folder)")
     add("--corpus", type=Path, nargs="+", default=[ROOT / "data/valid"], metavar="PATH",
         help="array-JSON files or folders of them; windows do not cross from one PATH to the next (default: shipped corpus)")
     add("--by", nargs="+", choices=KINDS, default=[], metavar="KIND",
@@ -42,17 +42,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="questions in the form of CHID, C3 or CMNLI: files or folders (default: none; without a PATH: data/choices)")
     add("--limit", type=int, metavar="N", help="only the first N questions of each file (default: all)")
     add("--samples", type=int, default=0, metavar="N", help="texts to generate after each prompt (default: 0)")
-    add("--prompt", action="append", metavar="TEXT", help="a prompt of --samples; may be repeated (default: three)")
-    add("--length", type=int, default=100, metavar="N", help="new tokens of a sample at most (default: 100)")
+    add("--prompt", action="append", metavar="TEXT",
+        help="beginning of a text of --samples; may be repeated (default: three of the course)")
+    add("--length", type=int, default=100, metavar="N", help="most new tokens of a sample (default: 100)")
     add("--seed", type=int, default=42, metavar="N", help="seed of the samples (default: 42)")
     add("--seq-len", type=int, metavar="N", help="tokens in a window (default: as the model was trained, else its context)")
     add("--stride", type=int, metavar="N", help="tokens from window to window (default: --seq-len, as in training)")
-    add("--batch-size", type=int, default=8, metavar="N", help="windows at once (default: 8)")
+    add("--batch-size", type=int, default=8, metavar="N", help="windows computed at once (default: 8)")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="dtype of matrix products (default: fp32 on CPU, bf16 on GPU)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)")
-    add("--json", type=Path, metavar="FILE", help="also write all numbers there (default: none)")
-    add("--plot", type=Path, metavar="FILE.png", help="also draw the loss by position (default: none)")
-    add("--tensorboard", type=Path, metavar="FOLDER", help="also write a run for each model there (default: none)")
+    add("--json", type=Path, metavar="FILE", help="also write all numbers to this file, as JSON (default: none)")
+    add("--plot", type=Path, metavar="FILE.png", help="also draw the loss by position into this file (default: none)")
+    add("--tensorboard", type=Path, metavar="FOLDER",
+        help="also write a TensorBoard run for each model into this folder (default: none)")
     a = parser.parse_args(argv)
     _check(a)
     return a

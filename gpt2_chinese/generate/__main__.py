@@ -1,8 +1,8 @@
 """Text from a trained model.
 
-python -m gpt2_chinese.generate --model runs/00_single --prompt 今天天气 --prompt 这家小店 --length 100 --num 3
-python -m gpt2_chinese.generate --model uer-folder --prompt-file prompts.txt --json --output texts.jsonl
-python -m gpt2_chinese.generate --model runs/00_single --interactive
+bash scripts/python.sh -m gpt2_chinese.generate --model runs/00_single --prompt 今天天气 --prompt 这家小店 --num 3
+bash scripts/python.sh -m gpt2_chinese.generate --model uer-folder --prompt-file prompts.txt --json --output texts.jsonl
+bash scripts/python.sh -m gpt2_chinese.generate --model runs/00_single --interactive
 
 The text of prompt i, sample j depends on --seed, i and j alone. JSON lines have prompt, sample, text (what follows the
 prompt), ids (of that text), finish_reason ("end": the model ended it, "length": --length was reached) and tokens_per_s (of
@@ -26,28 +26,28 @@ Load = Callable[[argparse.Namespace], tuple[Any, Any]]  # the flags -> (model in
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = command_parser("generate.sh", description)
+    parser = command_parser("bash scripts/python.sh -m gpt2_chinese.generate", description)
 
     def add(flag: str, default: Any, help: str, **more: Any) -> None:
         shown = "" if default is None or default is False else f" (default: {default})"
         parser.add_argument(flag, default=default, help=help.replace("%", "%%") + shown, **more)
 
     add("--model", None, "a run, its final/, a checkpoint, or a Hugging Face folder or file", required=True)
-    add("--vocab", None, "vocabulary, where the folder has none")
+    add("--vocab", None, "vocab.txt or tokenizer.json (default: that of the model's folder)")
     add("--prompt", None, f"the beginning of the text; may be repeated (default: {PROMPT})", action="append")
-    add("--prompt-file", None, 'file with a prompt a line, or JSON lines with "prompt"')
-    add("--length", 100, "new tokens at most", type=int)
-    add("--num", 1, "how many texts of each prompt", type=int)
-    add("--batch-size", 8, "texts written at once; no text depends on it", type=int)
-    add("--temperature", 0.8, "below 1 is safer, above 1 wilder", type=float)
+    add("--prompt-file", None, 'file with one prompt a line, or JSON lines with a field "prompt" (default: none)')
+    add("--length", 100, "most new tokens of a text", type=int)
+    add("--num", 1, "texts to write for each prompt", type=int)
+    add("--batch-size", 8, "texts computed at once; it changes no text", type=int)
+    add("--temperature", 0.8, "divides the logits: below 1 the text is safer, above 1 wilder", type=float)
     add("--top-k", 40, "draw among the k likeliest tokens, 0 for all", type=int)
-    add("--top-p", 1.0, "draw among the likeliest that reach this probability", type=float)
-    add("--repetition-penalty", 1.1, "above 1: less repetition", type=float)
-    add("--greedy", False, "always the likeliest token", action="store_true")
+    add("--top-p", 1.0, "draw among the likeliest tokens that together have this probability, 1 for all", type=float)
+    add("--repetition-penalty", 1.1, "above 1 makes tokens that were used less likely, 1 changes nothing", type=float)
+    add("--greedy", False, "always take the likeliest token (default: draw one)", action="store_true")
     add("--seed", 42, "the same seed gives the same texts", type=int)
     add("--stream", False, "show the text while it is written, one text at a time", action="store_true")
     add("--json", False, "JSON lines instead of text", action="store_true")
-    add("--output", None, "write there instead of to the terminal")
+    add("--output", None, "file to write (default: none, the terminal)")
     add("--interactive", False, "ask for prompt after prompt; /help lists its commands", action="store_true")
     add("--no-cache", False, "compute every token from the whole text: slower, the same texts", action="store_true")
     add("--device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))

@@ -140,7 +140,7 @@ def read_prompts(path: Path | str) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt-file {path} cannot be read: {error}") from None
+        raise UserError(f"--prompt-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"--prompt-file {path} holds no prompt: give one a line")

@@ -1,7 +1,7 @@
 """Trains a vocabulary, or reports how well a vocabulary fits a corpus.
 
-    python -m gpt2_chinese.vocabulary train --corpus data/train --size 4096 --output cache/vocab.txt
-    python -m gpt2_chinese.vocabulary check --vocab cache/vocab.txt --corpus data/valid
+    bash scripts/python.sh -m gpt2_chinese.vocabulary train --corpus data/train --size 4096 --output cache/vocab.txt
+    bash scripts/python.sh -m gpt2_chinese.vocabulary check --vocab cache/vocab.txt --corpus data/valid
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from durable.files import replacing
-from gpt2_chinese.errors import OneLineParser, UserError, exit_on_user_error
+from gpt2_chinese.errors import OneLineParser, UserError, command_parser, exit_on_user_error
 from gpt2_chinese.files import check_output_file
 from gpt2_chinese.vocabulary.fit import describe, measure
 from gpt2_chinese.vocabulary.profiles import PROFILE_CHOICES, PROFILES
@@ -48,16 +48,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m gpt2_chinese.vocabulary", description="Trains a vocabulary, or reports how well it fits a corpus."
-    )
-    commands = parser.add_subparsers(required=True, dest="command")
+    parser = command_parser("bash scripts/python.sh -m gpt2_chinese.vocabulary", __doc__)
+    commands = parser.add_subparsers(required=True, dest="command", parser_class=OneLineParser)
     trained = commands.add_parser("train", help="train a vocabulary")
-    trained.add_argument("--kind", choices=KINDS, default="wordpiece", help="what to train (default: wordpiece)")
+    trained.add_argument("--kind", choices=KINDS, default="wordpiece", help="kind of vocabulary (default: wordpiece)")
     trained.add_argument("--corpus", required=True, type=Path, help="array-JSON file or folder")
-    trained.add_argument("--size", type=int, default=4096, help="largest number of entries (default: 4096)")
+    trained.add_argument("--size", type=int, default=4096, help="most entries (default: 4096)")
     trained.add_argument("--output", required=True, type=Path, help="the vocab.txt to write; for bpe the tokenizer.json")
-    trained.add_argument("--held-out", type=Path, help="a second corpus whose unknown tokens are counted, too")
+    trained.add_argument("--held-out", type=Path,
+                         help="a second corpus whose unknown tokens are counted, too (default: none)")  # fmt: skip
     trained.add_argument("--vocab-profile", choices=tuple(PROFILES), default="gpt2_chinese",
                          help="how a vocab.txt will be used; uer keeps numbers whole (default: gpt2_chinese)")  # fmt: skip
     checked = commands.add_parser("check", help="report how well a vocabulary fits a corpus")

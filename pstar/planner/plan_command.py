@@ -31,30 +31,33 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="whether a model fits on a machine, in which mode, and how fast",
                                  description="Computes whether a GPT fits on a machine, in which mode, with how many bytes "
                                  "and how fast; no weights are allocated.")
-    parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}; LAYERSxHIDDEN[xHEADS]; or a config.json")
-    parser.add_argument("--trainable", default="all", help="all (default); or lora:RANK: the model is frozen, and each "
-                        "linear layer of a block gets two trained matrices of that rank")
+    parser.add_argument("--model", default="gpt2", help=f"{', '.join(MODELS)}; LAYERSxHIDDEN[xHEADS]; or a config.json "
+                        "(default: gpt2)")
+    parser.add_argument("--trainable", default="all", help="all; or lora:RANK: the model is frozen, and each linear "
+                        "layer of a block gets two trained matrices of that rank (default: all)")
     parser.add_argument("--machine", default="h200", help=f"{', '.join(MACHINES)}; or a JSON file (default: h200)")
-    parser.add_argument("--gpus", type=int, help="number of GPUs, of all nodes together")
-    parser.add_argument("--gpu-memory", help="of one GPU, as 80GiB")
-    parser.add_argument("--host-memory", help="of one node, as 128GiB")
-    parser.add_argument("--disk", help="of one node, as 1TiB; 0 for none")
+    parser.add_argument("--gpus", type=int, help="GPUs of all nodes together (default: the machine's; 8 with --layouts)")
+    parser.add_argument("--gpu-memory", help="memory of one GPU, such as 80GiB (default: the machine's, or --gpu's)")
+    parser.add_argument("--host-memory", help="memory of one node, such as 128GiB (default: the machine's; "
+                        "512GiB with --layouts)")
+    parser.add_argument("--disk", help="disk of one node, such as 1TiB; 0 for none (default: the machine's)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-step on one GPU (default: 1)")
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence (default: all positions of the model)")
-    parser.add_argument("--micro-steps", type=int, default=1, help="gradient accumulation (default: 1)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16, or fp16 where the GPUs have no bf16")
+    parser.add_argument("--micro-steps", type=int, default=1, help="micro-steps of a step, to save memory (default: 1)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="format of the products (default: bf16, or fp16 "
+                        "where the GPUs have no bf16)")
     parser.add_argument("--state-bits", type=int, choices=(8, 32), default=32,
                         help="bits of each of Adam's moments (default: 32)")
     parser.add_argument("--frozen-bits", type=int, choices=(4, 8, 32), default=32,
                         help="bits of frozen matrices except on the GPU; for --trainable lora:RANK (default: 32, no codes)")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
-                        help="activation checkpointing (default: on)")
+                        help="compute activations again in backward (default: on)")
     parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
                         help="keep activations in host memory until backward (default: off)")
     parser.add_argument("--near-states", choices=("margin", "fill"), default="margin",
                         help="optimizer states on the GPU: in addition to all parameters and gradients, or instead of "
                         "some (default: margin)")
-    parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto (default)")
+    parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto: least waste (default: auto)")
     parser.add_argument("--measure", action="store_true", help="take the speeds of link, GPU memory and host Adam from this "
                         "machine, measured now, instead of the table's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

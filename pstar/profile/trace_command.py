@@ -16,9 +16,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Adds the command's arguments."""
     parser = commands.add_parser("trace", help="turn profiles into a trace for ui.perfetto.dev and charts")
     parser.add_argument("profiles", nargs="+", metavar="PROFILE", help="files that a run wrote, one for each rank")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="where trace.json and the charts are written")
-    parser.add_argument("--steps", metavar="A-B", help="only these steps, such as 3-4 or 3; without it all that is there")
-    parser.add_argument("--no-charts", action="store_true", help="write the trace alone, which needs no matplotlib")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write trace.json and the charts to")
+    parser.add_argument("--steps", metavar="A-B", help="only these steps, such as 3-4 or 3 (default: all that are there)")
+    parser.add_argument("--no-charts", action="store_true",
+                        help="write the trace alone, which needs no matplotlib (default: charts, too)")
 
 
 def run(arguments: argparse.Namespace) -> int:

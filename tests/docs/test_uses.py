@@ -47,6 +47,13 @@ def test_every_lesson_uses_basics_and_a_tool() -> None:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+def test_a_question_at_the_end_of_the_links_needs_no_full_stop(site: Path, language: str) -> None:
+    page = site / ("" if language == "zh" else "en") / "tools/bubble/index.html"
+    last = re.findall(r"([?？.。])</a>([.。]?)</p>", page.read_text(encoding="utf-8"))
+    assert last and all(not stop for _, stop in last)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_links_to_basics_and_tools_lead_back(site: Path, language: str) -> None:
     """On the built pages, in both directions: from docs/uses.json, and every other link in a text."""
     found = {name.removesuffix("/index.html").removeprefix("en/"): text for name, text in articles(site).items()

@@ -79,7 +79,7 @@ MEMORY = {
 }
 
 # Facts of a measurement that are names, the same in both languages.
-NAMES_ONLY = ("versions", "date", "command", "processor", "machine")
+NAMES_ONLY = ("versions", "date", "command", "processor")
 NUMBERS = re.compile(r"(?<![\w-])\d[\d,.]*(?:e-\d+)?(?!\w)|(?<=cores )\(.+\)|(?<=cores compute )\(.+\)")
 
 # The baseline and the engine, which the tables of losses compare.

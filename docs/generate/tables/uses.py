@@ -55,5 +55,6 @@ def line(words: Words, page: str) -> str:
     here = os.path.dirname(page) or "."
     links = [f"[{title(one, language)}]({os.path.relpath(one, here)}.md)" for one in targets]
     head = words("Used in") if back else words("What it uses")
+    end = "" if title(targets[-1], language).endswith(("?", "？")) else words(".")
     # Not searched: a search for a page's title would find every page that links to it.
-    return f"{head}{words(': ')}{words(', ').join(links)}{words('.')}\n{{ data-search-exclude }}\n"
+    return f"{head}{words(': ')}{words(', ').join(links)}{end}\n{{ data-search-exclude }}\n"

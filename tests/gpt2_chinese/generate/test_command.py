@@ -241,7 +241,7 @@ WRONG = {
     "batch": (["--batch-size", "0"], "--batch-size 0 is out of range"),
     "temperature": (["--temperature", "nan"], "--temperature nan is out of range"),
     "two kinds": (["--prompt", "x", "--prompt-file", "y"], "--prompt and --prompt-file: give one of them"),
-    "no file": (["--prompt-file", "nowhere"], "--prompt-file nowhere cannot be read"),
+    "no file": (["--prompt-file", "nowhere"], "--prompt-file nowhere cannot be read: No such file or directory"),
     "talk": (["--interactive", "--prompt", "x"], "--interactive asks for prompts"),
     "stream": (["--json", "--stream"], "--json and --stream both write to the terminal"),
     "output": (["--output", "no/such/folder/x"], "--output no/such/folder/x cannot be written"),
@@ -278,4 +278,4 @@ def test_help_gives_every_default(capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and said.count("(default: ") == 10 and "(default: 今天天气)" in said
+    assert end.value.code == 0 and said.count("(default: ") == 14 and "(default: 今天天气)" in said
