@@ -1,13 +1,14 @@
-"""pstar on two nodes with a slow link: chunks exchanged in two levels, and flat through one process group of all ranks.
+"""pstar on two nodes with a slow link: chunks exchanged in two levels, flat, and replicated (ownership node).
 
-bash benchmarks/two_levels.sh                       # as root on Linux: 200 Mbit/s, about four minutes
+bash benchmarks/two_levels.sh                       # as root on Linux: 200 Mbit/s, about six minutes
 bash benchmarks/two_levels.sh --quick               # a look
 bash benchmarks/two_levels.sh --mbit-per-s 1000
 
-Two nodes of two ranks each are made of namespaces and a veth pair (tests/cluster/nodes.py). Each rank makes all engines, for
-each kind of chunks one in two levels and one flat. The engines take steps in turns, in an order that rotates. A ratio is the
-median over the rounds of all runs of the ratio to the flat engine in the SAME round. The kernel counts what crosses the veth
-in the last step of each turn; given is the mean of both directions. The losses of all engines must be equal, up to rounding.
+Two nodes of two ranks each are made of namespaces and a veth pair (tests/cluster/nodes.py). Each rank makes all engines:
+for each kind of chunks one in two levels and one flat, through one process group of all ranks; for sharded chunks also one
+in which each node has all chunks. The engines take steps in turns, in an order that rotates. A ratio is the median over the
+rounds of all runs of the ratio to the flat engine in the SAME round. The kernel counts what crosses the veth in the last
+step of each turn; given is the mean of both directions. The losses of all engines must be equal, up to rounding.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ WARM_UP_STEPS = 2
 NEAR = "50%"
 KINDS = {
     "whole chunks, p at once": {},
-    "sharded chunks": {"ownership": "sharded"},
     "whole chunks, one at a time": {"communication": "chunk"},
+    "sharded chunks": {"ownership": "sharded"},
+    "sharded chunks, least room": {"ownership": "sharded", "near_budget": "min"},
 }
-LEVELS = ("flat", "two levels")
+LEVELS = ("flat", "two levels", "replicated")
+CONTENDERS = [(kind, levels) for kind in KINDS for levels in (LEVELS if "sharded" in kind else LEVELS[:2])]
 SPEED_GOAL, BYTES_GOAL = 1.5, 0.55
 
 
@@ -49,8 +52,8 @@ class Engine:
     """An engine of this rank, and what rank 0 has measured with it.
 
     Attributes:
-        kind, levels: one of KINDS, one of LEVELS.
-        turns: a dictionary each: seconds of a step, sent bytes of a node, bytes by the formula of two levels, loss.
+        kind, levels: one of CONTENDERS.
+        turns: a dictionary each: seconds of a step, sent bytes of a node, bytes by the formula, loss.
     """
 
     kind: str
@@ -66,6 +69,7 @@ class Engine:
 
         self.job = Job(MODEL, LENGTH, BATCH)
         config = {"optimizer": {"type": "AdamW", "params": ADAM}, "near_budget": NEAR} | KINDS[self.kind]
+        config |= {"ownership": "node"} if self.levels == "replicated" else {}
         flat = partial(pstar.engine.Collectives, through_memory=False)
         with mock.patch.object(pstar.engine, "Collectives", flat if self.levels == "flat" else pstar.engine.Collectives):
             self.model, self.optimizer = pstar.initialize_engine(self.job.make_model, 0, config)
@@ -82,7 +86,7 @@ class Engine:
         import torch
         import torch.distributed as dist
 
-        from pstar.layout.nodes import sent_in_two_levels
+        from pstar.layout.nodes import sent_by_replicas, sent_in_two_levels
         from tests.cluster.nodes import counts_of
 
         dist.barrier()
@@ -97,8 +101,12 @@ class Engine:
         moved = self.model.ledger.step_bytes
         numbers = torch.tensor([loss, moved["gather"], moved["reduce"]], dtype=torch.float64)
         dist.all_reduce(numbers)
-        loss, gathered, reduced = (numbers / torch.tensor([NUM_RANKS, NUM_RANKS - 1, NUM_RANKS - 1])).tolist()
-        formula = sent_in_two_levels(2, gathered, reduced, moved["sum"])
+        if self.levels == "replicated":    # each node receives all pieces but one, of its own ranks
+            loss, gathered, reduced = (numbers / torch.tensor([NUM_RANKS, 2, 2])).tolist()
+            formula = sent_by_replicas(2, reduced, moved["sum"])
+        else:
+            loss, gathered, reduced = (numbers / torch.tensor([NUM_RANKS, NUM_RANKS - 1, NUM_RANKS - 1])).tolist()
+            formula = sent_in_two_levels(2, gathered, reduced, moved["sum"])
         self.turns.append({"seconds": seconds, "sent": crossed / 2, "formula": formula, "loss": loss})
 
 
@@ -110,7 +118,7 @@ def work(rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    engines = [Engine(kind, levels) for kind in KINDS for levels in LEVELS]
+    engines = [Engine(*contender) for contender in CONTENDERS]
     for engine in engines:
         for _ in range(WARM_UP_STEPS):
             engine.step(rank)
@@ -149,7 +157,9 @@ def report(runs: list[dict[tuple[str, str], list[dict[str, float]]]], options: a
     lines = [
         "# Two nodes with a slow link", "",
         f"- work: GPT-2 of {MODEL['n_layer']} layers, {MODEL['n_embd']} wide, vocabulary {MODEL['vocab_size']}, length "
-        f"{LENGTH}, global batch {BATCH}, fp32, AdamW; near budget {NEAR}",
+        f"{LENGTH}, global batch {BATCH}, fp32, AdamW; near budget {NEAR}, least room: min",
+        "- exchanged: flat: one ring through all ranks; two levels: each byte crosses the network once; replicated: "
+        "ownership node, each node has all chunks, and only gradients cross the network",
         f"- nodes: two namespaces on one machine with {num_cores()} cores ({processor()}), {RANKS_A_NODE} ranks of one "
         f"thread each; a veth pair of {options.mbit_per_s:g} Mbit/s in each direction",
         f"- versions: {versions()}",
@@ -161,19 +171,18 @@ def report(runs: list[dict[tuple[str, str], list[dict[str, float]]]], options: a
         "| chunks | exchanged | step, s | speed against flat | of the runs | sent, MB | against flat | by the formula, MB |",
         "|---|---|---:|---:|---|---:|---:|---:|",
     ]  # fmt: skip
-    for kind in KINDS:
+    for kind, levels in CONTENDERS:
         flat = [turn for run in runs for turn in run[kind, "flat"]]
-        for levels in LEVELS:
-            ratios = [[theirs["seconds"] / ours["seconds"]
-                       for ours, theirs in zip(run[kind, levels], run[kind, "flat"], strict=True)] for run in runs]
-            medians = [statistics.median(each) for each in ratios]
-            turns = [turn for run in runs for turn in run[kind, levels]]
-            keys = ("seconds", "sent", "formula")
-            seconds, sent, formula = (statistics.median(turn[key] for turn in turns) for key in keys)
-            ratio = statistics.median(ratio for each in ratios for ratio in each)
-            less = sent / statistics.median(turn["sent"] for turn in flat)
-            lines.append(f"| {kind} | {levels} | {seconds:.2f} | {ratio:.2f} | {min(medians):.2f} to {max(medians):.2f} | "
-                         f"{sent / 1e6:.2f} | {less:.2f} | {'' if levels == 'flat' else f'{formula / 1e6:.2f}'} |")
+        ratios = [[theirs["seconds"] / ours["seconds"]
+                   for ours, theirs in zip(run[kind, levels], run[kind, "flat"], strict=True)] for run in runs]
+        medians = [statistics.median(each) for each in ratios]
+        turns = [turn for run in runs for turn in run[kind, levels]]
+        keys = ("seconds", "sent", "formula")
+        seconds, sent, formula = (statistics.median(turn[key] for turn in turns) for key in keys)
+        ratio = statistics.median(ratio for each in ratios for ratio in each)
+        less = sent / statistics.median(turn["sent"] for turn in flat)
+        lines.append(f"| {kind} | {levels} | {seconds:.2f} | {ratio:.2f} | {min(medians):.2f} to {max(medians):.2f} | "
+                     f"{sent / 1e6:.2f} | {less:.2f} | {'' if levels == 'flat' else f'{formula / 1e6:.2f}'} |")
     return "\n".join(lines) + "\n"
 
 

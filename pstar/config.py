@@ -114,7 +114,8 @@ class Config:
     Beside frozen parameters the chunks of trained ones may be smaller."""
     ownership: str = "whole"
     """whole: each rank owns every p-th chunk, p chunks are gathered at once (PatrickStar). sharded: each chunk is cut into
-    p pieces and gathered alone, which needs less room near (Gemini)."""
+    p pieces and gathered alone, which needs less room near (Gemini). node: sharded among the ranks of each node, and every
+    node has all chunks: for slow networks and enough memory (FSDP's hybrid sharding). On one node that is sharded."""
     communication: str = "group"
     """group: the p chunks of a group are gathered and reduced at once (PatrickStar). chunk: one chunk at a time is broadcast
     by its owner and reduced to it: less room near, as many bytes on the way. Only with ownership whole."""
@@ -213,13 +214,13 @@ class Config:
         self._check_speculation()
         if self.disk_path is None and self.disk_budget != "auto":
             raise ConfigError("disk_budget is given without disk_path; give the folder as well")
-        if self.ownership not in ("whole", "sharded"):
-            raise ConfigError(f"ownership is {self.ownership!r}; choose whole or sharded")
+        if self.ownership not in ("whole", "sharded", "node"):
+            raise ConfigError(f"ownership is {self.ownership!r}; choose whole, sharded or node")
         if self.communication not in ("group", "chunk"):
             raise ConfigError(f"communication is {self.communication!r}; choose group or chunk")
-        if self.communication == "chunk" and self.ownership == "sharded":
-            raise ConfigError("communication is chunk and ownership is sharded, which gathers one chunk at a time anyway; "
-                              "set communication to group or ownership to whole")
+        if self.communication == "chunk" and self.ownership != "whole":
+            raise ConfigError(f"communication is chunk and ownership is {self.ownership}, which gathers one chunk at a time "
+                              "anyway; set communication to group or ownership to whole")
         size = self.default_chunk_size
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"default_chunk_size is {size!r}; give a positive number of elements, or auto")

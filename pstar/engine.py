@@ -328,7 +328,7 @@ class Engine(torch.nn.Module):
 
     def memory_plan(self) -> list[tuple[str, str]]:
         """(name, value) rows of text: the chunks and the budgets, as they are before the first step."""
-        layout, budgets = self.layout, []
+        layout, ranks, budgets = self.layout, self._chunks.collectives, []
         for tier in (self.near, self.far):
             bound = "no bound" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)
             budgets.append(f"{tier.name} {bound}")
@@ -353,8 +353,8 @@ class Engine(torch.nn.Module):
             ("model data", f"{format_bytes(whole)} in all, {self.costs.total} bytes a "
                            f"{'trained ' if frozen else ''}parameter{scales}"),
             *share,
-            ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {layout.num_ranks} process(es)"
-                        f"{self._chunks.collectives.where}; eviction by {self.schedule.policy}"),
+            ("budgets", f"{', '.join(budgets)} ({self.near.device.type}) on each of {ranks.num_ranks} process(es)"
+                        f"{ranks.where}; eviction by {self.schedule.policy}"),
             *states,
             *outside,
         ]
@@ -478,7 +478,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if config.use_cpu_embedding and not compute_embeddings_far(module, device):
         warnings.warn("use_cpu_embedding: every embedding of this model shares its table with another module (a tied head), "
                       "which needs it near: all are computed near", stacklevel=2)
-    collectives = Collectives(group, Ledger())
+    collectives = Collectives(group, Ledger(), replicate=config.ownership == "node")
     config = config.for_ranks(collectives.num_ranks)
     if collectives.rank == 0:
         for note in config.notes:
@@ -486,7 +486,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     default_near, align_elems = None, ALIGN_ELEMS
     if is_accelerator(device):
         default_near, align_elems = default_near_bytes(collectives.from_all(free_bytes(device))), GPU_ALIGN_ELEMS
-    plan = Plan(module, config, collectives.num_ranks, default_near, align_elems, far_page_bytes(device))
+    plan = Plan(module, config, collectives.num_pieces, default_near, align_elems, far_page_bytes(device))
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
         warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
                       "False in model_func, before the engine starts", stacklevel=2)

@@ -51,7 +51,8 @@ class Settings(BaseSettings):
                             "auto: on a GPU 40% of what is free, else 25%, or min if a quarter is too little.")
     far_budget: str = flag("auto", "Host memory for chunks: 2GiB, 80% of all model data, or auto, no bound.")
     chunk_size: str = flag("auto", "Elements in a chunk, or auto: the size that wastes least within the near budget.")
-    ownership: str = flag("whole", "Each rank owns whole chunks, or a shard of every chunk.", choices=("whole", "sharded"))
+    ownership: str = flag("whole", "Each rank owns whole chunks, or a shard of every chunk. node: a shard, and every node "
+                          "has all chunks: for slow networks.", choices=("whole", "sharded", "node"))
     communication: str = flag("group", "Gather p whole chunks at once, or one at a time.", choices=("group", "chunk"))
     policy: str = flag("next_use", "Which chunk to evict when near is full.", choices=("next_use", "lru", "fifo"))
     near_memory: str = flag("auto", "Device memory for chunks and activations, as 12GiB; chunks get what activations leave.")

@@ -79,7 +79,7 @@ def _on_rank_0(optimizer: ChunkedAdam) -> Iterator[dict[str, torch.Tensor]]:
     """Yields (name -> flat fp32 master) of a group of chunks, or of a parameter outside them; empty on other ranks."""
     ranks = optimizer.chunks.collectives
     for group in optimizer.chunks.layout.groups:
-        flat = ranks.gather_on_host(read_piece(optimizer, PARAM, group.index).cpu())
+        flat = ranks.gather_pieces(read_piece(optimizer, PARAM, group.index).cpu())
         yield {} if flat is None else {s.name: flat[s.offset : s.offset + s.numel] for s in group.slots}
     outside = optimizer.outside
     for name in outside.params:

@@ -252,7 +252,7 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
         for (kind, _), (values, scales) in _load_spans(reader, known, path, [(outside.shapes[name], whole)], kinds):
             outside.write(kind, name, values.view(outside.shapes[name]), scales)
     for group in chunks.layout.groups:
-        spans = [(chunks.parameters.shapes[span.name], span) for span in group.spans(ranks.rank)]
+        spans = [(chunks.parameters.shapes[span.name], span) for span in group.spans(ranks.piece)]
         kinds = (PARAM,) if group.frozen else NAMES    # a checkpoint of a run that trained it has moments as well
         loaded = _load_spans(reader, known, path, spans, kinds)
         chunks.unsharding.drop_gathered(group.index)
@@ -346,7 +346,7 @@ def _parts(optimizer: ChunkedAdam, buffers: Mapping[str, torch.Tensor]) -> dict[
 
     for group in chunks.layout.groups:
         for kind in (PARAM,) if group.frozen else NAMES:
-            for span in group.spans(rank):    # one a parameter
+            for span in group.spans(chunks.collectives.piece):    # one a parameter
                 shape = chunks.parameters.shapes[span.name]
                 if in_codes and kind in CODES:
                     found[CODES[kind] + span.name] = Part(shape, [span], reader(read_codes, kind, group.index), torch.uint8)
@@ -379,7 +379,7 @@ def _scale_parts(optimizer: ChunkedAdam, group: Group) -> dict[str, Part]:
     rows, found = read_codes(optimizer, SCALES, group.index).cpu().view(2, -1), {}
     shapes = optimizer.chunks.parameters.shapes
     for prefix, row in zip(SCALE_PREFIXES.values(), rows, strict=True):
-        for span in group.spans(optimizer.chunks.collectives.rank):
+        for span in group.spans(optimizer.chunks.collectives.piece):
             whole = torch.Size([num_blocks(shapes[span.name].numel())])
             found[prefix + span.name] = Part(whole, [_blocks_of(span)], lambda _, own=row[span.blocks]: own)
     return found

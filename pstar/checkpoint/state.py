@@ -35,7 +35,7 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     for group in chunks.layout.groups:
         scales |= _gather_scales(optimizer, group)
         for kind in (PARAM,) if group.frozen else PREFIXES:
-            flat = chunks.collectives.gather_on_host(read_piece(optimizer, kind, group.index).cpu())
+            flat = chunks.collectives.gather_pieces(read_piece(optimizer, kind, group.index).cpu())
             for slot in group.slots if flat is not None else ():
                 values = flat[slot.offset : slot.offset + slot.numel].view(chunks.parameters.shapes[slot.name]).clone()
                 found[kind][slot.name] = values
@@ -109,7 +109,7 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor, sc
         raise ConfigError(f"parameter {name} has values that are not finite, which frozen_bits cannot encode: give 32, or "
                           "keep the parameter with PyTorch (pstar.exclude)")
     chunks.unsharding.drop_gathered(group)
-    for span in chunks.layout.groups[group].spans(chunks.collectives.rank):
+    for span in chunks.layout.groups[group].spans(chunks.collectives.piece):
         if span.name == name:
             mine = values.reshape(-1)[span.param_offset : span.param_offset + span.numel]
             first = span.param_offset // STATE_BLOCK
@@ -164,7 +164,7 @@ def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
         if SCALES not in data:
             return data[kind].clone()
         values = torch.zeros(its_group.piece_elems, device=data[kind].device)
-        for span in its_group.spans(optimizer.chunks.collectives.rank):
+        for span in its_group.spans(optimizer.chunks.collectives.piece):
             part = span.part
             values[part] = precision.read_moment(kind, precision.part_of(data, part, span.blocks))
         return values
@@ -187,11 +187,11 @@ def _gather_scales(optimizer: ChunkedAdam, group: Group) -> Tensors:
     ranks, found = optimizer.chunks.collectives, {}
     if group.frozen or SCALES not in optimizer.precision.states:
         return found
-    flat = ranks.gather_on_host(read_codes(optimizer, SCALES, group.index).cpu())
+    flat = ranks.gather_pieces(read_codes(optimizer, SCALES, group.index).cpu())
     if flat is None:
         return found
-    for rank, rows in enumerate(flat.view(ranks.num_ranks, 2, -1)):
-        for span in group.spans(rank):    # ranks follow each other as the parameter's blocks do
+    for piece, rows in enumerate(flat.view(ranks.num_pieces, 2, -1)):
+        for span in group.spans(piece):    # pieces follow each other as the parameter's blocks do
             for prefix, row in zip(SCALE_PREFIXES.values(), rows, strict=True):
                 before = found.get(prefix + span.name, row[:0])
                 found[prefix + span.name] = torch.cat([before, row[span.blocks]])

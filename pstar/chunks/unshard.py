@@ -117,13 +117,13 @@ class Unsharding:
 
     def _collect(self, spec: Unit, data: torch.Tensor, key: Key) -> Handle:
         """Begins to fill data, a unit's elements or their codes, from all ranks; key: of the block of this rank's piece."""
-        rank = self.collectives.rank
+        collectives = self.collectives
         if spec.owner is None:
-            copy_near(self.store, data.view(self.units.layout.num_ranks, -1)[rank], key)
-            return self.collectives.all_gather(data)
-        if spec.owner == rank:
+            copy_near(self.store, data.view(collectives.num_pieces, -1)[collectives.piece], key)
+            return collectives.all_gather(data)
+        if spec.owner == collectives.rank:
             copy_near(self.store, data, key)
-        return self.collectives.broadcast(data, spec.owner)
+        return collectives.broadcast(data, spec.owner)
 
     def drop_gathered(self, group: int) -> None:
         """Drops the group's gathered copies, which are out of date after an update."""

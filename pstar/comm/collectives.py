@@ -1,4 +1,5 @@
-"""Collectives on groups of chunks. In the engine only this file, rail.py and checkpoint/ import torch.distributed."""
+"""Collectives on groups of chunks. In the engine only this file, rail.py, node_groups.py and checkpoint/ import
+torch.distributed."""
 
 import os
 import platform
@@ -11,14 +12,14 @@ import torch.distributed as dist
 
 from durable.calls import name_next
 from pstar.comm import shared_memory
-from pstar.comm.rail import Rail, all_gather_flat
+from pstar.comm.node_groups import NodeGroups
+from pstar.comm.rail import Rail, all_gather_flat, reduce_scatter_flat
+from pstar.comm.replicas import Replicas
 from pstar.comm.shared_memory import SharedMemory
 from pstar.comm.two_levels import Lane, TwoLevels
+from pstar.errors import ConfigError
 from pstar.layout.nodes import ranks_by_node
 from pstar.memory.tier import SUM, Ledger
-
-# As all_gather_flat: torch 2.13 renamed it.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Waitable(Protocol):
@@ -61,13 +62,19 @@ class Collectives:
             two levels (two_levels.py) if they are on several hosts with equal numbers of ranks; otherwise, and with False,
             through the process group. NCCL knows hosts by itself.
         node: name of this rank's host; None: as the system says.
+        replicate: the ranks of a host share the pieces of each unit, and every host has all of them (ownership node).
 
     Attributes:
-        num_nodes: the hosts, if chunks are exchanged in two levels; otherwise 1.
+        num_nodes: the hosts, if chunks are exchanged in two levels or by host; otherwise 1.
+        piece, num_pieces: the number of this rank's piece of each unit, and how many pieces a unit has: rank and num_ranks,
+            but with `replicate` this rank's place among those of its host, and how many these are.
+        replica: the number of this rank's host with `replicate`; otherwise 0.
+
+    Raises ConfigError with `replicate` if hosts have unequal numbers of ranks, or one rank each.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True,
-                 node: str | None = None):
+                 node: str | None = None, replicate: bool = False):
         self.alone = group is None and not (dist.is_available() and dist.is_initialized())
         # The default group is looked up at each call: a reference here would keep its threads alive after
         # destroy_process_group, and a process that ends with gloo threads running aborts.
@@ -81,8 +88,20 @@ class Collectives:
             # Other ranks make no engine in this group, and so no such call: the members alone must suffice.
             members = dist.get_process_group_ranks(self.group) if self.group else None
             self.host_group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
-        self._memory = self._share_memory(node or platform.node()) if through_memory and self.num_ranks > 1 else None
-        self.num_nodes = len(self._memory.nodes) if isinstance(self._memory, TwoLevels) else 1
+        self.piece, self.num_pieces, self.replica, self.num_nodes = self.rank, self.num_ranks, 0, 1
+        self._memory: SharedMemory | TwoLevels | None = None
+        self._by_node: Replicas | NodeGroups | None = None
+        if self.num_ranks > 1 and (through_memory or replicate):
+            names = self.from_all(node or platform.node())
+            nodes = ranks_by_node(names)
+            if replicate:
+                self._check_replicas(names)
+            replicate = replicate and len(nodes) > 1
+            self._memory = self._share_memory(nodes, replicate) if through_memory and nodes else None
+            if isinstance(self._memory, TwoLevels):
+                self.num_nodes = len(nodes)
+            if replicate:
+                self._replicate(nodes)
 
     @property
     def through_memory(self) -> bool:
@@ -91,14 +110,34 @@ class Collectives:
 
     @property
     def where(self) -> str:
-        """" on 2 nodes, in two levels", or "" if chunks are not exchanged in two levels."""
-        return f" on {self.num_nodes} nodes, in two levels" if self.num_nodes > 1 else ""
+        """" on 2 nodes, in two levels" or " on 2 nodes, each with all chunks", or "" if hosts make no difference."""
+        how = "in two levels" if self._by_node is None else "each with all chunks"
+        return f" on {self.num_nodes} nodes, {how}" if self.num_nodes > 1 else ""
 
-    def _share_memory(self, host: str) -> SharedMemory | TwoLevels | None:
+    def _check_replicas(self, names: list[str]) -> None:
+        counts = {name: names.count(name) for name in sorted(set(names))}
+        if len(counts) > 1 and (len(set(counts.values())) > 1 or 1 in counts.values()):
+            each = ", ".join(f"{count} on {name}" for name, count in counts.items())
+            raise ConfigError(f"ownership is node, and the processes are {each}: give each node equally many, at least 2, "
+                              "or choose whole or sharded")
+
+    def _replicate(self, nodes: list[list[int]]) -> None:
+        """Exchanges each unit between the ranks of a host, and only gradients' sums between hosts."""
+        self.num_nodes = len(nodes)
+        self.replica, ranks = next((number, ranks) for number, ranks in enumerate(nodes) if self.rank in ranks)
+        self.piece, self.num_pieces = ranks.index(self.rank), len(ranks)
+        everyone = dist.get_process_group_ranks(self.group)
+        inside = [everyone[rank] for rank in ranks]
+        self._pieces_group = dist.new_group(inside, backend="gloo", use_local_synchronization=True)
+        if isinstance(self._memory, Replicas):
+            self._by_node = self._memory
+        else:
+            between, backend = [everyone[ranks[self.piece]] for ranks in nodes], dist.get_backend(self.group)
+            self._by_node = NodeGroups(inside, between, self.num_ranks, backend, self._timeout(), self.ledger)
+
+    def _share_memory(self, nodes: list[list[int]], replicate: bool) -> SharedMemory | TwoLevels | None:
         """The staging area, on several hosts with the rails between them; None if not possible. The same on all ranks."""
-        usable = shared_memory.available() and dist.get_backend(self.group) == "gloo"
-        nodes = ranks_by_node(self.from_all(host))
-        if not self._all_ranks(usable) or nodes is None:
+        if not self._all_ranks(shared_memory.available() and dist.get_backend(self.group) == "gloo"):
             return None
         ranks = next(ranks for ranks in nodes if self.rank in ranks)
         made = []
@@ -117,7 +156,7 @@ class Collectives:
             return memories[0] if memories else None
         rail = [everyone[ranks[place]] for ranks in nodes]
         lanes = [Lane(memory, Rail(rail, nodes.index(ranks), self._timeout())) for memory in memories]
-        return TwoLevels(nodes, self.rank, *lanes, self.ledger)
+        return (Replicas if replicate else TwoLevels)(nodes, self.rank, *lanes, self.ledger)
 
     def _timeout(self) -> timedelta:
         """Of the process group; a group made without a timeout would get torch's default."""
@@ -150,25 +189,25 @@ class Collectives:
             self._memory.progress()
 
     def all_gather(self, flat: torch.Tensor) -> Handle:
-        """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
+        """In place: flat, (num_pieces * S,), holds this rank's piece at its position, and afterwards all pieces."""
         if self.num_ranks == 1:
             return Handle()
-        piece = flat.view(self.num_ranks, -1)[self.rank]
+        piece = flat.view(self.num_pieces, -1)[self.piece]
         self.ledger.add("gather", flat.nbytes - piece.nbytes)
-        if self._memory:
-            return Handle(self._memory.all_gather(flat), self.ledger)
+        if levels := self._by_node or self._memory:
+            return Handle(levels.all_gather(flat), self.ledger)
         return Handle(all_gather_flat(flat, piece, group=self.group, async_op=True), self.ledger)
 
     def reduce_scatter_mean(self, piece: torch.Tensor, flat: torch.Tensor) -> Handle:
-        """piece, (S,), becomes this rank's part of the mean of flat, (p * S,), over the ranks. Changes flat.
+        """piece, (S,), becomes this rank's part of the mean of flat, (num_pieces * S,), over all ranks. Changes flat.
 
         Divides before it adds: a sum of p gradients may overflow in 16 bits though their mean does not.
         """
         self.ledger.add("reduce", flat.nbytes - piece.nbytes)
-        if self._memory:
-            return Handle(self._memory.reduce_scatter_mean(piece, flat), self.ledger)
+        if levels := self._by_node or self._memory:
+            return Handle(levels.reduce_scatter_mean(piece, flat), self.ledger)
         flat.div_(self.num_ranks)
-        return Handle(_reduce_scatter(piece, flat, group=self.group, async_op=True), self.ledger)
+        return Handle(reduce_scatter_flat(piece, flat, group=self.group, async_op=True), self.ledger)
 
     def broadcast(self, flat: torch.Tensor, owner: int) -> Handle:
         """In place: flat, (S,), receives the values of rank `owner` of the group."""
@@ -200,11 +239,24 @@ class Collectives:
         self.ledger.waited_s += time.perf_counter() - begin
         return values
 
-    def gather_on_host(self, piece: torch.Tensor) -> torch.Tensor | None:
-        """Rank 0 receives the pieces of all ranks, (p * S,) in host memory; the others receive None."""
-        if self.num_ranks == 1:
-            return piece
-        flat = torch.empty(self.num_ranks, piece.numel(), dtype=piece.dtype) if self.rank == 0 else None
+    def gather_on_host(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0 receives the values, (N,), of all ranks, (p * N,) in host memory; the others receive None."""
+        return self._gather_on_host(values, self.rank, self.num_ranks, self.host_group)
+
+    def gather_pieces(self, piece: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0 receives all pieces of a unit, (num_pieces * S,) in host memory; the others receive None."""
+        if self._by_node is None:
+            return self.gather_on_host(piece)
+        if self.replica:
+            return None
+        return self._gather_on_host(piece, self.piece, self.num_pieces, self._pieces_group)
+
+    @staticmethod
+    def _gather_on_host(values: torch.Tensor, rank: int, num_ranks: int,
+                        group: "dist.ProcessGroup | None") -> torch.Tensor | None:
+        if num_ranks == 1:
+            return values
+        flat = torch.empty(num_ranks, values.numel(), dtype=values.dtype) if rank == 0 else None
         parts = list(flat.unbind(0)) if flat is not None else None
-        dist.gather(piece, parts, group=self.host_group, group_dst=0)
+        dist.gather(values, parts, group=group, group_dst=0)
         return flat.view(-1) if flat is not None else None

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from durable.calls import name_next
 
-# torch 2.13 renamed it and warns of the old name; 2.11 has only that.
+# torch 2.13 renamed them and warns of the old names; 2.11 has only those.
 all_gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Crossing:

@@ -30,6 +30,19 @@ def sent_in_two_levels(num_nodes: int, gathered_bytes: float, reduced_bytes: flo
     return (num_nodes - 1) / num_nodes * (gathered_bytes + reduced_bytes) + (num_nodes - 1) * summed_bytes
 
 
+def sent_by_replicas(num_nodes: int, reduced_bytes: float, summed_bytes: float = 0) -> float:
+    """Bytes that each node sends to other nodes if each node has all chunks (pstar.comm.replicas): gathers stay inside.
+
+    An all-reduce: a node sends the n-th part of its sums to each other node, and then the part that it has added up.
+
+    Args:
+        num_nodes: n.
+        reduced_bytes: of whole units, the pieces of a node's ranks together, each as often as it is reduced.
+        summed_bytes: of small tensors that all ranks sum.
+    """
+    return (num_nodes - 1) / num_nodes * 2 * reduced_bytes + (num_nodes - 1) * summed_bytes
+
+
 def sent_by_flat_ring(num_ranks: int, gathered_bytes: float, reduced_bytes: float, summed_bytes: float = 0) -> float:
     """Bytes that each node sends to the next node in gloo's ring of p ranks, numbered node by node.
 

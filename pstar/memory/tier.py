@@ -26,7 +26,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 MOST_BYTES = 1 << 63  # more than any machine can address
 SUM = "sum"    # tensors that all ranks sum, such as norms
-BETWEEN_NODES = "between nodes"    # what this rank receives from other nodes for gather, reduce and sum
+BETWEEN_NODES = "between nodes"    # what this rank receives from other nodes, whatever for
 MOVES = ("far to near", "near to far", "disk to far", "far to disk", "gather", "reduce")
 
 

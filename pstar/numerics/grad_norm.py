@@ -92,7 +92,7 @@ class ParameterNorms:
     def __init__(self, layout: Layout, names: list[str], collectives: Collectives, device: torch.device):
         self._names, self._collectives, self._device = names, collectives, device
         self._number = {name: index for index, name in enumerate(names)}
-        self._spans = {group.index: group.spans(collectives.rank) for group in layout.groups}
+        self._spans = {group.index: group.spans(collectives.piece) for group in layout.groups}
         self._numel = {name: slot.numel for name, slot in layout.slots.items()}
         self._first_block: dict[str, int] = {}               # of each parameter that is split between ranks
         self._shared: dict[tuple[str, int], int] = {}        # (name, block split between ranks) -> its row in `rows`
@@ -178,7 +178,8 @@ class ParameterNorms:
         values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64)
         squares, present, blocks = values[:num], values[num : 2 * num], values[2 * num :]
         rows = torch.zeros(len(self._shared), NORM_BLOCK)
-        found = list(self._found.values())
+        # Replicas of other nodes have the same gradients: only the first node's count, so that all nodes get its bits.
+        found = [] if self._collectives.replica else list(self._found.values())
         on_host = iter(_on_host([part for each in found for part in each.parts()]))
         for each in found:
             squares[each.numbers] = next(on_host)

@@ -34,7 +34,7 @@ class GroupUpdates:
 
     def __init__(self, chunks: Chunks, precision: Precision):
         self.precision, self._gradients = precision, chunks.gradients
-        self._spans = {group.index: group.spans(chunks.collectives.rank) for group in chunks.layout.groups}
+        self._spans = {group.index: group.spans(chunks.collectives.piece) for group in chunks.layout.groups}
 
     def runs(self, group: Group, used: Collection[str], options: Mapping[str, AdamOptions],
              steps: Mapping[str, int]) -> list[Run]:

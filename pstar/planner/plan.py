@@ -86,7 +86,7 @@ class Plan:
     Args:
         module: the model; the meta device suffices.
         config: a checked configuration.
-        num_ranks: p.
+        num_ranks: p; with ownership node the ranks of a node, which share all chunks.
         default_near_bytes: the near budget if the configuration says auto; None means all model data.
         align_elems: parameters begin at multiples of it in their chunk.
         page_bytes: buffers of far are a multiple of it; 1: of any size.
@@ -260,20 +260,25 @@ class Plan:
             return self._default_near_bytes or whole
         return parse_bytes(self.config.near_budget, whole)
 
+    @property
+    def _ownership(self) -> str:
+        """Of the layout: a node's ranks share each chunk."""
+        return "sharded" if self.config.ownership == "node" else self.config.ownership
+
     def _candidates(self, specs: list[ModuleSpec], num_ranks: int) -> list[Layout]:
         """The layout of the configured chunk size, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
             whole = sum(align(size, self._align_elems) for spec in specs for _, size in spec.parameters)
             chunk = min(config.default_chunk_size, max(whole, 1))    # a larger chunk is padding
-            return [make_layout(specs, chunk, num_ranks, config.ownership, self.costs.scales > 0, self.costs.in_codes,
+            return [make_layout(specs, chunk, num_ranks, self._ownership, self.costs.scales > 0, self.costs.in_codes,
                                 self._align_elems)]
         near = None
         if config.near_budget not in ("auto", "min"):
             whole = sum(size * (self.costs.param if name in spec.frozen else self.costs.total)
                         for spec in specs for name, size in spec.parameters)
             near = parse_bytes(config.near_budget, whole)
-        return auto_layouts(specs, num_ranks, self.costs, near, config.ownership, config.communication, self._align_elems)
+        return auto_layouts(specs, num_ranks, self.costs, near, self._ownership, config.communication, self._align_elems)
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,
