@@ -76,6 +76,7 @@ def command_of(cluster: Cluster, job: LayoutJob, layout: Layout) -> Command:
     if layout.pstar:
         chapter = "07_patrickstar"
         own = [f"--near-memory {cluster.usable_gpu_bytes // 2**20}MiB"]
+        own += ["--ownership node"] * (layout.replicas > 1)
         own += ["--near-states fill"] if pstar_bytes(cluster, job, layout)[1] else []
     elif layout.tensor * layout.pipeline > 1:
         chapter = "05_model_parallel"

@@ -54,11 +54,18 @@ class Layout:
     pstar: bool = False
     micro_batch: int = 1
     """Sequences of one forward pass of a replica."""
+    replicas: int = 1
+    """Under pstar: how often the cluster holds all chunks; once, or once on each node (ownership node)."""
 
     @property
     def shards(self) -> int:
         """Ranks with the same part of the model."""
         return self.data * self.context
+
+    @property
+    def owners(self) -> int:
+        """Ranks that share pstar's chunks."""
+        return self.data // self.replicas
 
     @property
     def splits_the_model(self) -> bool:
@@ -127,12 +134,12 @@ def pstar_bytes(cluster: Cluster, job: LayoutJob, layout: Layout) -> tuple[Bytes
     costs, kept = costs_of(job, layout)[0], activations(job, layout, 0)
     outside, block, layers = stage_parameters(job, layout, 0)
     total, room, filled = outside + layers * block, max(0, cluster.usable_gpu_bytes - kept), 0
-    found = pstar_shares(costs, total, layout.data, room)
+    found = pstar_shares(costs, total, layout.owners, room)
     found["host_buffers"] = found["parameters"]
     if sum(found[kind] for kind in HOST_KINDS) > cluster.usable_host_bytes:
-        states = (costs["masters"] + costs["moments"]) * ceil_div(total, layout.data)
+        states = (costs["masters"] + costs["moments"]) * ceil_div(total, layout.owners)
         filled = min(states, max(0, room - least_near(job, layout)))
-        found = pstar_shares(costs, total, layout.data, room - filled)
+        found = pstar_shares(costs, total, layout.owners, room - filled)
         found["optimizer"] = min(states, filled + found["optimizer"])
         found["host_optimizer"] = states - found["optimizer"]
         found["host_buffers"] = found["parameters"] + found["gradients"]

@@ -126,13 +126,15 @@ def adam_bytes(costs: dict[str, int]) -> int:
 def pstar_seconds(cluster: Cluster, job: LayoutJob, layout: Layout, micro: Seconds) -> Seconds:
     """Seconds of a step of pstar: as pstar.planner.predict says, copies overlap with compute, and then Adam runs on the
     device and on the host at the same time. Collectives hide behind compute as those of ZeRO do: the reduction behind the
-    last backward; the gathering behind the first forward, or, if chunks are evicted and gathered anew, behind the rest.
+    last backward; the gathering behind the first forward, or, if chunks are evicted and gathered anew, behind the rest. If
+    each node has all chunks, gathering stays inside, and nodes sum each rank's gradients after the reduction inside (Zhao et
+    al. 2023, FSDP, section 3.2.2).
     """
     costs, micros = costs_of(job, layout)[0], layout.micro_batches(job)
     kinds, filled = pstar_bytes(cluster, job, layout)
     outside, block, layers = stage_parameters(job, layout, 0)
     room = max(0, cluster.usable_gpu_bytes - kinds["activations"]) - filled
-    moved = pstar_traffic(costs, outside + layers * block, layout.data, micros, room)
+    moved = pstar_traffic(costs, outside + layers * block, layout.owners, micros, room)
     each, states = adam_bytes(costs), costs["masters"] + costs["moments"]
     if filled:    # for updates on the device gradients and parameters are copied there, and parameters back
         near_params = kinds["optimizer"] // states
@@ -142,12 +144,15 @@ def pstar_seconds(cluster: Cluster, job: LayoutJob, layout: Layout, micro: Secon
     host = max(moved["host_in"], moved["host_out"]) / cluster.pcie_speed
     waiting = 0.0
     if layout.data > 1:
-        rate, latency = link_of(cluster, 1, layout.data)
-        steps = (layers + 1) * (layout.data - 1) * latency
+        rate, latency = link_of(cluster, 1, layout.owners)
+        steps = (layers + 1) * (layout.owners - 1) * latency
+        own, nodes = costs["gradients"] * ceil_div(outside + layers * block, layout.owners), layout.replicas
+        node_rate, node_latency = link_of(cluster, layout.owners, nodes)
+        between = 2 * own * (nodes - 1) / nodes / node_rate + 2 * (layers + 1) * (nodes - 1) * node_latency
         evicted = room < costs["parameters"] * (outside + layers * block)
         window = compute - micro["backward"] if evicted else micro["forward"]
         waiting = (max(0.0, moved["gather"] / rate + steps - window)
-                   + max(0.0, moved["reduce"] / rate + steps - micro["backward"]))  # fmt: skip
+                   + max(0.0, moved["reduce"] / rate + steps + between - micro["backward"]))  # fmt: skip
     far = kinds["host_optimizer"] / states * each / (cluster.host_speed / cluster.per_node)
     near = kinds["optimizer"] / states * each / cluster.memory_speed
     return {"compute": compute, "data": waiting, "host": max(0.0, host - compute - waiting), "update": max(near, far)}

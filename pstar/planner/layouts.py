@@ -3,7 +3,7 @@
 Enumerated: tensor parallelism inside a node (it divides the heads and a node's GPUs), pipelines (1F1B; stages divide the
 layers), context parallelism (2 x ranks divide the sequence, so that each has an early and a late piece), data parallelism
 (divides the global batch) with ZeRO 0 to 3; each with and without full recomputation, and with sharded optimizer states also
-in host memory; pstar over data parallel ranks; every size of micro-batch. Left out: interleaved schedules, sequence and
+in host memory; pstar over data parallel ranks, with all chunks once or on each node; every size of micro-batch. Left out: interleaved schedules, sequence and
 expert parallelism.
 """
 
@@ -59,7 +59,8 @@ def layouts_of(cluster: Cluster, job: LayoutJob) -> Iterator[Layout]:
                         for zero, offload in _states(data * context):
                             yield Layout(*split, zero, recompute, offload, False, micro_batch)
                         if data == gpus:
-                            yield Layout(*split, 0, recompute, False, True, micro_batch)
+                            for replicas in sorted({1, cluster.nodes if cluster.per_node > 1 else 1}):
+                                yield Layout(*split, 0, recompute, False, True, micro_batch, replicas)
 
 
 def _states(shards: int) -> list[tuple[int, bool]]:
@@ -89,7 +90,7 @@ class Candidate:
         """Fewer techniques first; then a total order, so that the answer depends on no order of enumeration."""
         it = self.layout
         weight = (it.zero + 2 * (it.tensor > 1) + 3 * (it.pipeline > 1) + 3 * (it.context > 1) + 2 * it.offload
-                  + 4 * it.pstar + it.recompute)  # fmt: skip
+                  + 4 * it.pstar + (it.replicas > 1) + it.recompute)  # fmt: skip
         return weight, it.tensor, it.pipeline, it.context, it.zero, int(it.recompute), int(it.offload), -it.micro_batch
 
 

@@ -134,7 +134,8 @@ def layout_words(layout: Layout, micros: int | None = None) -> str:
     names = (("data", layout.data), ("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context))
     parts = [f"{name} {ranks}" for name, ranks in names if ranks > 1] or ["1 GPU"]
     words = [" x ".join(parts)] + ([f"ZeRO {layout.zero}"] if layout.zero else [])
-    words += ["states on the host"] * layout.offload + ["pstar"] * layout.pstar + ["recomputation"] * layout.recompute
+    words += ["states on the host"] * layout.offload + ["pstar"] * layout.pstar
+    words += ["all chunks on each node"] * (layout.replicas > 1) + ["recomputation"] * layout.recompute
     words.append(f"micro-batches of {layout.micro_batch}" + ("" if micros is None else f", {micros} a step"))
     return ", ".join(words)
 

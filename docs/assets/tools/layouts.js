@@ -77,6 +77,7 @@ courseTools.start("layouts-tool", (root) => {
     const micro = it.micro_batches === undefined ? "" : say(`，每步 ${it.micro_batches} 个`, `, ${it.micro_batches} a step`);
     return [ranks.join(" × ") || say("1 块 GPU", "1 GPU"), ...(it.zero ? [`ZeRO ${it.zero}`] : []),
       ...(it.offload ? [say("状态在主机内存", "states on the host")] : []), ...(it.pstar ? ["pstar"] : []),
+      ...(it.replicas > 1 ? [say("每个节点都有全部的块", "all chunks on each node")] : []),
       ...(it.recompute ? [say("激活检查点", "recomputation")] : []),
       say(`微批次 ${it.micro_batch} 条序列`, `micro-batches of ${it.micro_batch}`) + micro].join(say("，", ", "));
   }

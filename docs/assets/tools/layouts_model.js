@@ -55,6 +55,7 @@ const courseLayouts = (() => {
   // ---- bytes (layout_memory.py)
 
   const shards_of = (it) => it.data * it.context;
+  const owners_of = (it) => floor_div(it.data, it.replicas);
   const splits_the_model = (it) => it.tensor * it.pipeline * it.context > 1;
   const micro_batches = (job, it) => floor_div(job.batch, it.data * it.micro_batch);
 
@@ -92,12 +93,12 @@ const courseLayouts = (() => {
   function pstar_bytes(cluster, job, it) {
     const costs = costs_of(job, it)[0], kept = activations(job, it, 0), [outside, block, layers] = stage_parameters(job, it, 0);
     const total = outside + layers * block, room = Math.max(0, cluster.usable_gpu_bytes - kept);
-    let filled = 0, found = F.pstar_shares(costs, total, it.data, room);
+    let filled = 0, found = F.pstar_shares(costs, total, owners_of(it), room);
     found.host_buffers = found.parameters;
     if (F.host_bytes(found) > cluster.usable_host_bytes) {
-      const states = (costs.masters + costs.moments) * ceil_div(total, it.data);
+      const states = (costs.masters + costs.moments) * ceil_div(total, owners_of(it));
       filled = Math.min(states, Math.max(0, room - least_near(job, it)));
-      found = F.pstar_shares(costs, total, it.data, room - filled);
+      found = F.pstar_shares(costs, total, owners_of(it), room - filled);
       found.optimizer = Math.min(states, filled + found.optimizer);
       found.host_optimizer = states - found.optimizer;
       found.host_buffers = found.parameters + found.gradients;
@@ -196,7 +197,7 @@ const courseLayouts = (() => {
     const costs = costs_of(job, it)[0], micros = micro_batches(job, it), [kinds, filled] = pstar_bytes(cluster, job, it);
     const [outside, block, layers] = stage_parameters(job, it, 0), total = outside + layers * block;
     const room = Math.max(0, cluster.usable_gpu_bytes - kinds.activations) - filled;
-    const moved = F.pstar_traffic(costs, total, it.data, micros, room);
+    const moved = F.pstar_traffic(costs, total, owners_of(it), micros, room);
     const each = adam_bytes(costs), states = costs.masters + costs.moments;
     if (filled) {
       const near = floor_div(kinds.optimizer, states);
@@ -207,9 +208,13 @@ const courseLayouts = (() => {
     const host = Math.max(moved.host_in, moved.host_out) / cluster.pcie_speed;
     let waiting = 0;
     if (it.data > 1) {
-      const [rate, latency] = link_of(cluster, 1, it.data), steps = (layers + 1) * (it.data - 1) * latency;
+      const owners = owners_of(it), nodes = it.replicas, own = costs.gradients * ceil_div(total, owners);
+      const [rate, latency] = link_of(cluster, 1, owners), steps = (layers + 1) * (owners - 1) * latency;
+      const [node_rate, node_latency] = link_of(cluster, owners, nodes);
+      const between = 2 * own * (nodes - 1) / nodes / node_rate + 2 * (layers + 1) * (nodes - 1) * node_latency;
       const window = room < costs.parameters * total ? compute - micro.backward : micro.forward;
-      waiting = Math.max(0, moved.gather / rate + steps - window) + Math.max(0, moved.reduce / rate + steps - micro.backward);
+      waiting = Math.max(0, moved.gather / rate + steps - window)
+        + Math.max(0, moved.reduce / rate + steps + between - micro.backward);
     }
     const far = kinds.host_optimizer / states * each / (cluster.host_speed / cluster.per_node);
     const near = kinds.optimizer / states * each / cluster.memory_speed;
@@ -253,9 +258,12 @@ const courseLayouts = (() => {
           for (const micro_batch of divisors(floor_div(job.batch, data))) {
             for (const recompute of [false, true]) {
               for (const [zero, offload] of states_of(data * context)) {
-                yield { ...split, zero, recompute, offload, pstar: false, micro_batch };
+                yield { ...split, zero, recompute, offload, pstar: false, micro_batch, replicas: 1 };
               }
-              if (data === gpus) yield { ...split, zero: 0, recompute, offload: false, pstar: true, micro_batch };
+              const copies = cluster.nodes > 1 && cluster.per_node > 1 ? [1, cluster.nodes] : [1];
+              for (const replicas of data === gpus ? copies : []) {
+                yield { ...split, zero: 0, recompute, offload: false, pstar: true, micro_batch, replicas };
+              }
             }
           }
         }
@@ -265,7 +273,7 @@ const courseLayouts = (() => {
 
   function candidate_of(layout, need, seconds) {
     const it = layout, weight = it.zero + 2 * (it.tensor > 1) + 3 * (it.pipeline > 1) + 3 * (it.context > 1) + 2 * it.offload
-      + 4 * it.pstar + it.recompute;
+      + 4 * it.pstar + (it.replicas > 1) + it.recompute;
     const step = seconds ? PARTS.reduce((sum, part) => sum + seconds[part], 0) : 0;
     const order = [weight, it.tensor, it.pipeline, it.context, it.zero, Number(it.recompute), Number(it.offload), -it.micro_batch];
     return { layout, need, seconds, step, order };
@@ -372,6 +380,7 @@ const courseLayouts = (() => {
     if (it.pstar) {
       chapter = "07_patrickstar";
       own = [`--near-memory ${floor_div(cluster.usable_gpu_bytes, 2 ** 20)}MiB`];
+      if (it.replicas > 1) own.push("--ownership node");
       if (pstar_bytes(cluster, job, it)[1]) own.push("--near-states fill");
     } else if (it.tensor * it.pipeline > 1) {
       chapter = "05_model_parallel";

@@ -110,7 +110,7 @@ class Search:
 
     def memory_star(self, it, micros, weight, grad, state, values):
         total, kept = self.ends(1, 0, 1) + self.layers * self.block(1), self.activations(it, micros, 0, values)
-        own = -(-total // it["d"])
+        own = -(-total // (it["d"] // it["copies"]))
         least = (weight + grad) * (self.vocab * self.width + self.block(1))
         room, fill = max(0, self.gpu_room - kept), 0
 
@@ -194,7 +194,7 @@ class Search:
         return total + own * each * self.in_node / cluster.host_speed + weight * own / cluster.pcie_speed
 
     def seconds_star(self, it, micros, star, costs, forward, backward, each):
-        (weight, grad, state), cluster, n = costs, self.cluster, it["d"]
+        (weight, grad, state), cluster, n = costs, self.cluster, it["d"] // it["copies"]
         total, own, near, fill, room = star
         away = max(0, total - room // weight)
         far = (state * own - split_near(near, fill, room, weight, grad, own, total)) // state
@@ -204,11 +204,15 @@ class Search:
         if fill:
             into, out = into + (grad + weight) * (near[3] // state), out + (grad + weight) * (near[3] // state)
         compute, waiting = micros * (forward + backward), 0.0
-        if n > 1:
+        if it["d"] > 1:
             rate, late = self.ring(it, 1, n)
             late *= (self.layers + 1) * (n - 1)
             gather = weight * (total + away * (2 * micros - 1)) * (n - 1) // n / rate + late
             reduce = grad * total * (n - 1) // n / rate + late
+            for _ in range(1, it["copies"]):    # a ring's steps: every rank of a node sends at once, twice through all pieces
+                each_rank = cluster.node_link_speed / self.in_node
+                message = 2 * grad * own / it["copies"]
+                reduce += message / min(cluster.link_speed, each_rank) + 2 * (self.layers + 1) * cluster.node_latency_s
             behind = compute - backward if room < weight * total else forward
             waiting = max(0, gather - behind) + max(0, reduce - backward)
         copies = max(into, out) / cluster.pcie_speed
@@ -234,12 +238,14 @@ class Search:
     def variants(self, split, micros):
         found, n = [], split["d"] * split["c"]
         for again in (False, True):
-            for zero, off, star in [(z, o, False) for z in range(4) for o in (False, True)] + [(0, False, True)]:
+            stars = [1, self.cluster.nodes] if self.cluster.nodes > 1 < self.in_node else [1]
+            for zero, off, star, copies in [(z, o, False, 1) for z in range(4) for o in (False, True)] + [
+                    (0, False, True, copies) for copies in stars]:
                 if star and n != self.cluster.gpus or star and split["c"] > 1:
                     continue
                 if not star and (off and not zero or n == 1 and (zero, off) not in ((0, False), (2, True))):
                     continue
-                it = split | {"again": again, "zero": zero, "off": off, "star": star}
+                it = split | {"again": again, "zero": zero, "off": off, "star": star, "copies": copies}
                 stages, more = self.memory(it, micros)
                 fits = all(device <= self.gpu_room and host <= self.host_room for device, host in stages)
                 seconds = self.seconds(it, micros, more) if fits else None
@@ -254,7 +260,7 @@ def split_near(near, fill, room, weight, grad, own, total):
 
 def weight_of(it):
     return (it["zero"] + 2 * (it["t"] > 1) + 3 * (it["p"] > 1) + 3 * (it["c"] > 1) + 2 * it["off"] + 4 * it["star"]
-            + it["again"])
+            + (it["copies"] > 1) + it["again"])
 
 
 def best_of(found):
@@ -269,7 +275,7 @@ def best_of(found):
 
 
 def layout_of(it):
-    return Layout(it["d"], it["t"], it["p"], it["c"], it["zero"], it["again"], it["off"], it["star"], it["b"])
+    return Layout(it["d"], it["t"], it["p"], it["c"], it["zero"], it["again"], it["off"], it["star"], it["b"], it["copies"])
 
 
 def random_job(chance):
@@ -315,6 +321,8 @@ def test_the_answer_is_that_of_exhaustive_search_on_200_machines_and_models():
 
 WRONG = {
     "a bubble that is too small": ("layout_time", "layout.pipeline - 1", "layout.pipeline - 2"),
+    "own gradients sent once between nodes": ("layout_time", "between = 2 * own", "between = own"),
+    "a copy that is shared by all": ("layout_memory", "total, layout.owners, room)", "total, layout.data, room)"),
     "no gathering at stage 3": ("layout_time", "2 * parameters + gradients", "parameters + gradients"),
     "the other end of the pipeline": ("layout_memory", "{0, layout.pipeline - 1}", "{0}"),
     "no padding": ("shares", "ceil_div(outside, shards)", "outside // shards"),
@@ -413,6 +421,23 @@ def test_pstar_is_predicted_as_pstar_plan_does(kind, gpus, name, host, precision
     if need.fits:
         assert need.host == pytest.approx(expected.far_bytes, rel=0.2 if expected.mode == "hybrid" else 0.08)
         assert sum(seconds_of(cluster, job, layout).values()) == pytest.approx(expected.seconds["step"], rel=0.06)
+
+
+def test_chunks_on_each_node_by_hand():
+    """Two nodes of two ranks: gathering stays inside; between nodes each rank's gradients are sent twice by halves."""
+    cluster = replace(cluster_of("h100", 4, 2), link_speed=4e9, node_link_speed=1e8, link_latency_s=1e-12, node_latency_s=1e-12)
+    job = job_of(MODELS["gpt2"], 4)
+    params, once = job.shape.num_params, Layout(data=4, pstar=True)
+    each_node = replace(once, replicas=2)
+    flat, seconds = (seconds_of(cluster, job, layout) for layout in (once, each_node))
+    forward, backward = seconds["compute"] / 3, seconds["compute"] * 2 / 3
+    gather, reduce, between = 2 * params / 2 / 4e9, 2 * params / 2 / 4e9, 2 * params / 2 / (1e8 / 2)
+    assert seconds["data"] == pytest.approx(max(0, gather - forward) + reduce + between - backward)
+    gather, reduce = (2 * params * 3 / 4 / 1e8 for _ in range(2))
+    assert flat["data"] == pytest.approx(gather + reduce - forward - backward)
+    assert "--ownership node" in command_of(cluster, job, each_node).lines[-1]
+    assert "ownership" not in command_of(cluster, job, once).lines[-1]
+    assert need_of(cluster, job, each_node).kinds["optimizer"] == 2 * need_of(cluster, job, once).kinds["optimizer"]
 
 
 def test_of_layouts_as_fast_the_simplest_is_taken():
