@@ -166,15 +166,21 @@ class Recorder:
         """The tier has dropped its tensor. Other tensors may keep the memory, for example those of a copy under way."""
         with self._lock:
             if torch._C._storage_Use_Count(storage._cdata) > LAST_USES:
+                weakref.finalize(storage, self._forget, storage.data_ptr(), buffer).atexit = False
                 return
-            if self._buffers.get(storage.data_ptr()) is buffer:
-                del self._buffers[storage.data_ptr()]
+            self._forget(storage.data_ptr(), buffer)
             reuser = Actor("the next user of the memory", 0)
             reuser.follow(self.thread.clock)
             reuser.follow(self._ended)
             if buffer.tier == NEAR:
                 reuser.follow(self.compute.actor.clock)
             self._access(reuser, buffer, True, "the tier dropped the buffer")
+
+    def _forget(self, address: int, buffer: Buffer) -> None:
+        """The memory goes back to the allocator: what has this address next is another buffer, or none of a tier."""
+        with self._lock:
+            if self._buffers.get(address) is buffer:
+                del self._buffers[address]
 
     def new_activation(self, tensor: torch.Tensor) -> None:
         """Near memory outside of the tiers. A kernel of the compute stream may have used it last, for whoever had it before.
@@ -191,8 +197,7 @@ class Recorder:
 
     def _freed(self, address: int, buffer: Buffer) -> None:
         with self._lock:
-            if self._buffers.get(address) is buffer:
-                del self._buffers[address]
+            self._forget(address, buffer)
             self.compute.actor.follow(self.thread.act())
             self._access(self.compute.actor, buffer, True, "an activation's memory was freed")
 

@@ -97,6 +97,17 @@ def empty_store() -> block_store.BlockStore:
     return block_store.BlockStore(near, far, tier.Ledger(), Schedule("lru"), Views(), links=links.Links())
 
 
+def test_memory_that_a_tensor_kept_is_no_buffer_once_it_is_free() -> None:
+    """Otherwise two threads that get its address from malloc, one after the other, would seem to race."""
+    with Recorder() as recorder:
+        buffer = tier.Tier(tier.FAR, CPU)._new_buffer(1024, "parameters")
+        kept, before = buffer[:1], len(recorder._buffers)
+        del buffer
+        assert len(recorder._buffers) == before == 1
+        del kept
+        assert not recorder._buffers
+
+
 def record_activations() -> tuple[Recorder, list[float], int]:
     """(the recorder, the losses, bytes that went to far) of a model whose blocks' inputs wait in far."""
     with Recorder() as recorder:
