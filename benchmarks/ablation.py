@@ -62,6 +62,29 @@ def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: 
     return result
 
 
+def run_all(jobs: list[tuple[Variant, int]], options: argparse.Namespace, failures: dict[tuple[str, int], str]) -> None:
+    """Runs all jobs in every round and with every seed, and adds results to the variants.
+
+    A job that fails is not repeated: `failures`, (name, processes) -> the reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="ablation_") as folder:
+        for number, seed in enumerate(seed for _ in range(options.rounds) for seed in options.seeds):
+            for place, (variant, nproc) in enumerate(jobs, start=1):
+                name = f"{variant.chapter}, {variant.name}"
+                if (name, nproc) in failures:
+                    continue
+                where = f"round {number + 1}/{options.rounds * len(options.seeds)}, seed {seed}, run {place}/{len(jobs)}"
+                print(f"{where}: {name}, {nproc} processes: ", end="", flush=True)
+                result = run_once(variant, nproc, options, Path(folder, "run"), seed)
+                if isinstance(result, str):
+                    failures[name, nproc] = result
+                    print(result, flush=True)
+                    shutil.rmtree(Path(folder, "run"), ignore_errors=True)
+                else:
+                    variant.runs.append(result)
+                    print(f"{result.tokens_per_s:,.0f} tokens/s", flush=True)
+
+
 # ---- the machine --------------------------------------------------------------------------------------------------------
 
 
@@ -116,22 +139,11 @@ def main(argv: list[str]) -> int:
     for name, value in facts:
         print(f"  {name:<18}{value}")
     failures: dict[tuple[str, int], str] = {}
-    with tempfile.TemporaryDirectory(prefix="ablation_") as folder:
-        for number, seed in enumerate(seed for _ in range(options.rounds) for seed in options.seeds):
-            for place, (variant, nproc) in enumerate(jobs, start=1):
-                name = f"{variant.chapter}, {variant.name}"
-                if (name, nproc) in failures:
-                    continue
-                where = f"round {number + 1}/{options.rounds * len(options.seeds)}, seed {seed}, run {place}/{len(jobs)}"
-                print(f"{where}: {name}, {nproc} processes: ", end="", flush=True)
-                result = run_once(variant, nproc, options, Path(folder, "run"), seed)
-                if isinstance(result, str):
-                    failures[name, nproc] = result
-                    print(result, flush=True)
-                    shutil.rmtree(Path(folder, "run"), ignore_errors=True)
-                else:
-                    variant.runs.append(result)
-                    print(f"{result.tokens_per_s:,.0f} tokens/s", flush=True)
+    try:
+        run_all(jobs, options, failures)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the table has what was complete")
+        facts.append(("interrupted", "not all rounds and seeds ran"))
     variants = [variant for variant in variants if variant.runs]
     if not variants:
         print("error: no run succeeded", file=sys.stderr)
