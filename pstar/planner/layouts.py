@@ -3,8 +3,8 @@
 Enumerated: tensor parallelism inside a node (it divides the heads and a node's GPUs), pipelines (1F1B; stages divide the
 layers), context parallelism (2 x ranks divide the sequence, so that each has an early and a late piece), data parallelism
 (divides the global batch) with ZeRO 0 to 3; each with and without full recomputation, and with sharded optimizer states also
-in host memory; pstar over data parallel ranks, with all chunks once or on each node; every size of micro-batch. Left out: interleaved schedules, sequence and
-expert parallelism.
+in host memory; pstar over data parallel ranks, with all chunks once or on each node; every size of micro-batch. Left out:
+interleaved schedules, sequence and expert parallelism.
 """
 
 from collections.abc import Iterator

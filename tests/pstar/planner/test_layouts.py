@@ -209,7 +209,7 @@ class Search:
             late *= (self.layers + 1) * (n - 1)
             gather = weight * (total + away * (2 * micros - 1)) * (n - 1) // n / rate + late
             reduce = grad * total * (n - 1) // n / rate + late
-            for _ in range(1, it["copies"]):    # a ring's steps: every rank of a node sends at once, twice through all pieces
+            for _ in range(1, it["copies"]):    # steps of a ring: all ranks of a node send at once, twice through all pieces
                 each_rank = cluster.node_link_speed / self.in_node
                 message = 2 * grad * own / it["copies"]
                 reduce += message / min(cluster.link_speed, each_rank) + 2 * (self.layers + 1) * cluster.node_latency_s
@@ -425,7 +425,8 @@ def test_pstar_is_predicted_as_pstar_plan_does(kind, gpus, name, host, precision
 
 def test_chunks_on_each_node_by_hand():
     """Two nodes of two ranks: gathering stays inside; between nodes each rank's gradients are sent twice by halves."""
-    cluster = replace(cluster_of("h100", 4, 2), link_speed=4e9, node_link_speed=1e8, link_latency_s=1e-12, node_latency_s=1e-12)
+    cluster = replace(cluster_of("h100", 4, 2), link_speed=4e9, node_link_speed=1e8, link_latency_s=1e-12,
+                      node_latency_s=1e-12)  # fmt: skip
     job = job_of(MODELS["gpt2"], 4)
     params, once = job.shape.num_params, Layout(data=4, pstar=True)
     each_node = replace(once, replicas=2)
