@@ -26,6 +26,7 @@ from gpt2_chinese.errors import LAUNCHED_VARIABLE, UserError, exit_on_user_error
 from gpt2_chinese.files import check_output_folder, display, kind
 from gpt2_chinese.locks import is_held
 from gpt2_chinese.model.config import ModelConfig, resolve_model_config
+from gpt2_chinese.run.complete import complete_steps, final_step
 from gpt2_chinese.settings import MOST, ROOT, Settings, dashed
 from gpt2_chinese.vocabulary.profiles import knows_chinese, read_vocabulary
 
@@ -64,14 +65,14 @@ def _steps_of_the_same_command(settings: Settings) -> int | None:
     settings.output_dir = _output_dir(settings)
     try:
         then = read_json(settings.output_dir / "config.json")
-        steps = then["max_steps"]
-        same = then["command"] == settings.argv and then["chapter"] == settings.chapter
-        if not same or read_json(settings.output_dir / "final" / "run.json")["step"] != steps:
+        if then["command"] != settings.argv or then["chapter"] != settings.chapter:
             return None
-        state = read_json(settings.output_dir / "checkpoints" / f"step_{steps:06d}" / "state.json")
-        return steps if state["step"] == steps and not new_damage(settings.output_dir / "final") else None
+        if steps := complete_steps(settings.output_dir):
+            state = read_json(settings.output_dir / "checkpoints" / f"step_{steps:06d}" / "state.json")
+            return steps if state["step"] == steps else None
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        pass
+    return None
 
 
 def _output_dir(settings: Settings) -> Path:
@@ -336,10 +337,9 @@ def _comment_in(state: dict[str, Any]) -> str | None:
 
 def _is_complete(settings: Settings) -> bool:
     """True when an earlier run has taken all steps and written final/."""
-    final = settings.output_dir / "final"
-    if settings.resume != "auto" or settings.resume_step < settings.max_steps or new_damage(final):
+    if settings.resume != "auto" or settings.resume_step < settings.max_steps:
         return False
-    return read_json(final / "run.json").get("step") == settings.resume_step
+    return final_step(settings.output_dir) == settings.resume_step
 
 
 def what_next(settings: Settings) -> str:

@@ -1,11 +1,11 @@
-"""Runs a chapter's train.py, whose last rank falls at chosen steps: `falls.py PLAN TRAIN.py FLAGS`.
+"""Runs a chapter's train.py, one of whose ranks falls at chosen steps: `falls.py PLAN TRAIN.py FLAGS`.
 
 PLAN is a JSON object:
-    folder    where a file says that a step was reached
-    hold      {number of ranks: step}: at this step of a run with so many ranks, the last rank writes the file named like
-              that number, and waits until it is killed or asked to stop
-    kill      [step, seconds]: so long after this step was computed, the last rank of two sends SIGKILL to all processes of
-              its node, itself included
+    folder    where files say that a step was reached
+    hold      {number of ranks: steps}: at these steps of a run with so many ranks, the last rank writes the file held_STEP,
+              and waits until it is killed or asked to stop; once for each step
+    kill      [rank, step, seconds]: so long after this step was computed, this rank of two sends SIGKILL to all processes
+              of its node, itself included
     raise     the last rank raises at this step
 
 The held step has been computed, and is neither logged nor saved.
@@ -36,13 +36,15 @@ def kill_the_node() -> None:
 
 
 def falling(run: Run, step: int, **values: object) -> None:
+    victim, kill_step, seconds = plan.get("kill", (None, None, 0))
+    if num_ranks == "2" and (victim, kill_step) == (rank, step):
+        threading.Timer(seconds, kill_the_node).start()
     if rank == int(num_ranks) - 1:
-        if plan.get("hold", {}).get(num_ranks) == step:
-            (Path(plan["folder"]) / num_ranks).touch()
+        held = Path(plan.get("folder", "")) / f"held_{step}"
+        if step in plan.get("hold", {}).get(num_ranks, ()) and not held.exists():
+            held.touch()
             while not stop_signal.asked():
                 time.sleep(0.02)
-        if num_ranks == "2" and plan.get("kill", [0])[0] == step:
-            threading.Timer(plan["kill"][1], kill_the_node).start()
         if plan.get("raise") == step:
             raise ValueError(f"step {step} breaks on purpose")
     log(run, step, **values)

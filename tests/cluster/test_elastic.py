@@ -45,12 +45,12 @@ def command(chapter: Chapter, plan: dict, *flags: object) -> list[str]:
 def test_the_others_go_on_without_a_node_and_with_it_again(needs_nodes, curve, tmp_path: Path, name: str) -> None:
     """node2 is killed in step 25, where step 20 is saved. Alone node1 comes to step 35; then node2 returns."""
     chapter = Chapter(name, tmp_path)
-    line = command(chapter, {"folder": str(tmp_path), "hold": {"2": 25, "1": 35}}, *SURVIVE[name])
+    line = command(chapter, {"folder": str(tmp_path), "hold": {"2": [25], "1": [35]}}, *SURVIVE[name])
     with two_nodes(tmp_path) as nodes, jobs.started(nodes, line, tmp_path) as job:
-        wait_until((tmp_path / "2").exists, job.said)
+        wait_until((tmp_path / "held_25").exists, job.said)
         nodes[1].kill()
         begin = time.monotonic()
-        wait_until((tmp_path / "1").exists, job.said)
+        wait_until((tmp_path / "held_35").exists, job.said)
         seconds = time.monotonic() - begin
         assert job.launchers[1].wait(HANGS_S) == -signal.SIGKILL
         job.start_again(nodes[1], line)
@@ -66,9 +66,9 @@ def test_the_others_go_on_without_a_node_and_with_it_again(needs_nodes, curve, t
 def test_a_node_whose_link_is_cut_takes_nothing_with_it(needs_nodes, curve, tmp_path: Path) -> None:
     """node1, where they meet, goes on. The torchrun of node2 waits for minutes, which the test does not."""
     chapter = Chapter("02_ddp", tmp_path)
-    line = command(chapter, {"folder": str(tmp_path), "hold": {"2": 25}}, "--timeout-s", 15)
+    line = command(chapter, {"folder": str(tmp_path), "hold": {"2": [25]}}, "--timeout-s", 15)
     with two_nodes(tmp_path) as nodes, jobs.started(nodes, line, tmp_path) as job:
-        wait_until((tmp_path / "2").exists, job.said)
+        wait_until((tmp_path / "held_25").exists, job.said)
         nodes[1].cut()
         assert job.launchers[0].wait(HANGS_S) == 0, job.said()
         said = job.logs[0].read_text()
@@ -77,11 +77,29 @@ def test_a_node_whose_link_is_cut_takes_nothing_with_it(needs_nodes, curve, tmp_
 
 
 @pytest.mark.deep
+def test_without_the_first_node_the_job_ends_and_the_same_command_resumes_it(needs_nodes, curve, tmp_path: Path) -> None:
+    """The others meet at the first node, so they cannot go on. A scheduler starts the job again."""
+    chapter, again = Chapter("02_ddp", tmp_path), tmp_path / "again"
+    again.mkdir()
+    with two_nodes(tmp_path) as nodes:
+        with jobs.started(nodes, command(chapter, {"kill": [0, 25, 0]}), tmp_path) as job:
+            assert job.launchers[0].wait(HANGS_S) == -signal.SIGKILL
+            begin = time.monotonic()
+            statuses, said = job.wait(), job.logs[1].read_text()
+        print(f"node2 ended with status {statuses[1]} {time.monotonic() - begin:.1f} s after the death of node1\n{said}")
+        assert statuses[1] != 0 and "rank 1 waited in vain for the others: node1, where they meet, no longer answers" in said
+        with jobs.started(nodes, command(chapter, {}), again) as job:
+            assert job.wait() == [0, 0], job.said()
+            assert "/step_000020, next is step 21" in job.logs[0].read_text(), job.said()
+    assert_same_curve(chapter.metrics(), curve(LONG), rel=1e-5)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_at_any_moment(needs_nodes, curve, tmp_path: Path, seed: int) -> None:
     random_moment = random.Random(seed)
     step, chapter = random_moment.randint(1, LONG - 2), Chapter("02_ddp" if seed % 2 else "07_patrickstar", tmp_path)
-    line = command(chapter, {"kill": [step, random_moment.uniform(0, 0.05)]})
+    line = command(chapter, {"kill": [1, step, random_moment.uniform(0, 0.05)]})
     with two_nodes(tmp_path) as nodes, jobs.started(nodes, line, tmp_path) as job:
         assert job.wait() == [0, -signal.SIGKILL], job.said()
         said = job.logs[0].read_text()

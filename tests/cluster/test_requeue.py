@@ -1,7 +1,7 @@
 """Jobs that Slurm interrupts: they are queued again by themselves and end on the curve of a run without an interruption.
 
-A test stops the ranks (SIGSTOP) after some steps, so that none ends before Slurm's signal comes: a real Slurm looks at time
-limits every 30 s only. Before each of its signals Slurm sends SIGCONT, so the ranks go on by themselves.
+The last rank holds the run at given steps (falls.py) until a signal comes: a real Slurm looks at time limits every 30 s
+only, and a fast machine would take all steps meanwhile.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from tests.chapters.program import ROOT, SMALL, Chapter
 from tests.cluster.conftest import Slurm
 from tests.limits import wait_until
 
-SLICE_S = 0.1
+AT_START = ROOT / "tests" / "cluster" / "at_start"
 BOTH_NODES = ("--nodes=2", "--exclusive")
 
 
 class Job:
-    """A job on the two nodes that trains `chapter`.
+    """A job on the two nodes that trains `chapter`. Its ranks fall by `plan` (falls.py).
 
     Attributes:
         number: Slurm's.
         log: the file with its output.
     """
 
-    def __init__(self, slurm: Slurm, chapter: Chapter, log: Path, *command: object) -> None:
-        self.slurm, self.chapter, self.log = slurm, chapter, log
-        self.number = slurm("sbatch", "--parsable", f"--output={log}", *BOTH_NODES, *command).strip().splitlines()[-1]
-        self._seen: set[int] = set()
+    def __init__(self, slurm: Slurm, chapter: Chapter, folder: Path, plan: dict, *command: object) -> None:
+        self.slurm, self.chapter, self.folder, self.log = slurm, chapter, folder, folder / "log"
+        variables = {"FALLS_PLAN": json.dumps({"folder": str(folder), **plan}), "PYTHONPATH": f"{AT_START}:{ROOT}"}
+        said = slurm("sbatch", "--parsable", f"--output={self.log}", *BOTH_NODES, *command, **variables)
+        self.number = said.strip().splitlines()[-1]
 
     def fact(self, name: str) -> str:
         """What `scontrol show job` says; not too often, because each question starts a program."""
@@ -55,6 +56,11 @@ class Job:
         """Changes the job by `scontrol update`."""
         self.slurm("scontrol", "update", f"JobId={self.number}", change)
 
+    def limit_is_near(self) -> None:
+        """Changes the time limit so that its signal, a minute before it, is due. Slurm sends it within 90 s."""
+        hours, minutes, seconds = map(int, self.fact("RunTime").split(":"))
+        self.update(f"TimeLimit={(hours * 3600 + minutes * 60 + seconds + 45) // 60 + 1}")
+
     def ranks(self) -> dict[int, int]:
         """{rank: process} of the ranks that run now."""
         program, output = f"chapters/{self.chapter.name}/train.py".encode(), str(self.chapter.output).encode()
@@ -62,32 +68,19 @@ class Job:
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words, environ = ((process / file).read_bytes().split(b"\0") for file in ("cmdline", "environ"))
-                if words[1:2] == [program] and output in words:
+                if words[3:4] == [program] and output in words:  # after Python, falls.py and the plan
                     found |= {int(word[5:]): int(process.name) for word in environ if word.startswith(b"RANK=")}
         return found
 
-    def at_row(self, number: int) -> dict[int, int]:
-        """Waits for two new ranks, stops them after that row of metrics.jsonl, and returns them.
+    def reaches(self, name: str) -> None:
+        """Waits for a file of the plan: "held_STEP" or "between"."""
+        wait_until((self.folder / name).exists, lambda: f"{name}\n{self.said()}", lambda: not self.has_ended())
 
-        They run for SLICE_S at a time: between a look at the rows and SIGSTOP a fast machine might take all steps.
-        """
-        wait_until(lambda: len(set(self.ranks().values()) - self._seen) == 2, self.said, lambda: not self.has_ended())
-        ranks = self.ranks()
-        self._seen |= set(ranks.values())
-
-        def send(what: signal.Signals) -> None:
-            for process in ranks.values():
-                os.kill(process, what)
-
-        def are_there() -> bool:
-            send(signal.SIGCONT)
-            time.sleep(SLICE_S)
-            send(signal.SIGSTOP)
-            return self.chapter.num_rows() >= number
-
-        wait_until(are_there, self.said)
-        assert self.chapter.num_rows() < LONG, "the run is already complete: stop it earlier"
-        return ranks
+    def is_queued_again(self, times: int) -> None:
+        """Waits until the job has queued itself again for the n-th time."""
+        line = ": the job is queued again"
+        wait_until(lambda: self.log.read_text().count(line) == times and self.fact("JobState") != "RUNNING", self.said,
+                   lambda: not self.has_ended())  # fmt: skip
 
     def wait_for_end(self, line: str) -> str:
         """Waits until the job has printed `line` and ended; returns what it printed."""
@@ -120,10 +113,10 @@ def slurmd_of(node: str, folder: Path) -> int:
 
 @pytest.fixture
 def uninterrupted(ranks, tmp_path: Path) -> Callable[..., list[dict]]:
-    """uninterrupted(flags...): the rows of chapter 02 on two ranks that nobody interrupts."""
+    """uninterrupted(chapter, flags...): the rows of that chapter on two ranks that nobody interrupts."""
 
-    def rows(*flags: object) -> list[dict]:
-        chapter = Chapter("02_ddp", tmp_path / "uninterrupted")
+    def rows(name: str, *flags: object) -> list[dict]:
+        chapter = Chapter(name, tmp_path / "uninterrupted")
         chapter.folder.mkdir()
         train(ranks, 2, chapter, *flags_of(LONG), *flags)
         return chapter.metrics()
@@ -138,18 +131,22 @@ def assert_same_run(rows: list[dict], expected: list[dict]) -> None:
         assert [row[name] for row in rows] == [row[name] for row in expected], name
 
 
+def training(chapter: Chapter, *flags: object) -> tuple[object, ...]:
+    """The words of sbatch that train it by scripts/train.sbatch."""
+    return ROOT / "scripts" / "train.sbatch", chapter.name, *chapter.command(*flags_of(LONG), *flags)[2:]
+
+
 @pytest.mark.deep
 def test_a_job_that_is_requeued_or_preempted_goes_on(two_slurm_nodes: Slurm, uninterrupted, tmp_path: Path) -> None:
     slurm, chapter = two_slurm_nodes, Chapter("02_ddp", tmp_path)
-    job = Job(slurm, chapter, tmp_path / "log", ROOT / "scripts" / "train.sbatch", "02_ddp",
-              *chapter.command(*flags_of(LONG))[2:])  # fmt: skip
+    job = Job(slurm, chapter, tmp_path, {"hold": {"2": [5, 10, 15]}}, *training(chapter))
     urgent = ("sbatch", "--wait", "--partition=urgent", *BOTH_NODES, f"--output={tmp_path}/urgent", "--wrap", "srun true")
 
-    job.at_row(5)  # Slurm continues stopped processes before it sends SIGTERM
+    job.reaches("held_5")
     slurm("scontrol", "requeue", job.number)
-    job.at_row(10)
+    job.reaches("held_10")
     slurm(*urgent)
-    job.at_row(15)
+    job.reaches("held_15")
     slurm("scontrol", "update", "PartitionName=class", "GraceTime=60")
     slurm(*urgent)
 
@@ -157,20 +154,36 @@ def test_a_job_that_is_requeued_or_preempted_goes_on(two_slurm_nodes: Slurm, uni
     assert said.count("Stopped by SIGTERM after step") == 3 and "Traceback" not in said, said
     assert said.count(": the job is queued again") == 1, f"in the grace time the job ends first, so it queues itself\n{said}"
     assert job.fact("Restarts") == "3"
-    assert_same_run(chapter.metrics(), uninterrupted())
+    assert_same_run(chapter.metrics(), uninterrupted("02_ddp"))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name, flags", [
+    ("06_zero", ("--zero-stage", 3)), ("07_patrickstar", ("--near-budget", "50%"))])  # fmt: skip
+def test_chapters_whose_ranks_save_their_parts_go_on(two_slurm_nodes, uninterrupted, tmp_path, name: str, flags) -> None:
+    """Once after `scontrol requeue`, once after the time limit."""
+    chapter = Chapter(name, tmp_path)
+    job = Job(two_slurm_nodes, chapter, tmp_path, {"hold": {"2": [5, 15]}}, *training(chapter, *flags))
+    job.reaches("held_5")
+    two_slurm_nodes("scontrol", "requeue", job.number)
+    job.reaches("held_15")
+    job.limit_is_near()
+    job.is_queued_again(1)
+    job.update("TimeLimit=60")
+    said = job.wait_for_end("Done.")
+    assert said.count("Stopped by SIGTERM after step") == said.count("Stopped by SIGUSR1 after step") == 1, said
+    assert_same_run(chapter.metrics(), uninterrupted(name, *flags))
 
 
 @pytest.mark.deep
 def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(two_slurm_nodes: Slurm, uninterrupted, tmp_path) -> None:
     slurm, chapter = two_slurm_nodes, Chapter("02_ddp", tmp_path)
-    job = Job(slurm, chapter, tmp_path / "log", ROOT / "scripts" / "train.sbatch", "02_ddp",
-              *chapter.command(*flags_of(LONG), "--save-every", 10)[2:])  # fmt: skip
-    ranks = job.at_row(15)
-    slurmd = slurmd_of("n2", slurm.folder)
+    job = Job(slurm, chapter, tmp_path, {"hold": {"2": [15]}}, *training(chapter, "--save-every", 10))
+    job.reaches("held_15")
+    rank_1, slurmd = job.ranks()[1], slurmd_of("n2", slurm.folder)
     os.kill(slurmd, signal.SIGSTOP)  # it must not see the end of its processes
-    os.kill(parent_of(ranks[1]), signal.SIGKILL)  # slurmstepd
-    os.kill(ranks[1], signal.SIGKILL)
-    os.kill(ranks[0], signal.SIGCONT)
+    os.kill(parent_of(rank_1), signal.SIGKILL)  # slurmstepd
+    os.kill(rank_1, signal.SIGKILL)
     wait_until(lambda: "rank 0 waited in vain for the others" in job.log.read_text(), job.said)
     slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=dead")  # as Slurm does by itself after SlurmdTimeout
     wait_until(lambda: job.fact("Restarts") == "1", job.said)
@@ -178,32 +191,40 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(two_slurm_node
 
     said = job.wait_for_end("Done.")
     assert "step_000010, next is step 11" in said, said
-    assert_same_run(chapter.metrics(), uninterrupted("--save-every", 10))
+    assert_same_run(chapter.metrics(), uninterrupted("02_ddp", "--save-every", 10))
 
 
 @pytest.mark.deep
-def test_a_pipeline_that_its_time_limit_cuts_twice_ends_complete(two_slurm_nodes: Slurm, uninterrupted, tmp_path) -> None:
+def test_a_pipeline_that_its_time_limit_cuts_ends_complete(two_slurm_nodes: Slurm, uninterrupted, tmp_path: Path) -> None:
+    """Twice while it trains, and once between two steps: before it evaluates it asks whether the run is complete."""
     chapter, results = Chapter("02_ddp", tmp_path / "mine"), tmp_path / "mine"
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     flags = ("--model-config", tmp_path / "config.json", *flags_of(LONG), "--comment", "cut twice")
     texts = [ROOT / "data" / part / "comments.json" for part in ("train", "valid")]
-    job = Job(two_slurm_nodes, chapter, tmp_path / "log", ROOT / "scripts" / "pipeline.sbatch", "02_ddp", results, *texts,
+    plan = {"hold": {"2": [5, 20]}, "between": "gpt2_chinese.run.complete"}
+    job = Job(two_slurm_nodes, chapter, tmp_path, plan, ROOT / "scripts" / "pipeline.sbatch", "02_ddp", results, *texts,
               *flags)  # fmt: skip
-    for row in (5, 20):
-        job.at_row(row)
-        job.update("TimeLimit=1")  # its signal, a minute before the limit, is due at once; Slurm looks every 30 s
-        wait_until(lambda: job.fact("JobState") == "PENDING", job.said, lambda: not job.has_ended())
+    for times, place in enumerate(("held_5", "held_20"), 1):
+        job.reaches(place)
+        job.limit_is_near()
+        job.is_queued_again(times)
         job.update("TimeLimit=60")
+    job.reaches("between")
+    job.limit_is_near()
+    (tmp_path / "go_on").touch()
+    job.is_queued_again(3)
+    job.update("TimeLimit=60")
 
     said = job.wait_for_end("complete: ")
-    assert said.count("Stopped by SIGUSR1 after step") == said.count(": the job is queued again") == 2, said
+    assert said.count("Stopped by SIGUSR1 after step") == 2 and said.count(": the job is queued again") == 3, said
+    assert "evaluate: the time limit is near: the job is queued again" in said, said
     begins = {step: said.count(f"{step}: begins") for step in ("convert", "tokens", "train", "evaluate", "generate")}
-    assert begins == {"convert": 1, "tokens": 1, "train": 3, "evaluate": 1, "generate": 1}, said
-    assert said.count("vocabulary: skipped") == 2 and said.count("cut twice") >= 3, said
+    assert begins == {"convert": 1, "tokens": 1, "train": 4, "evaluate": 1, "generate": 1}, said
+    assert said.count("vocabulary: skipped") == 3 and said.count("cut twice") >= 3, said
     assert json.loads((results / "run" / "config.json").read_text())["comment"] == "cut twice"
     same = ("--train-data", results / "text" / "train", "--valid-data", results / "text" / "valid")
     rows = chapter.metrics()
-    assert_same_run(rows, uninterrupted(*same, "--vocab", results / "vocab.txt"))
+    assert_same_run(rows, uninterrupted("02_ddp", *same, "--vocab", results / "vocab.txt"))
     measured = json.loads((results / "evaluate.json").read_text())
     assert measured["all"]["loss"] == pytest.approx(rows[-1]["valid_loss"], rel=1e-5)  # other batches, other sums
     assert (results / "generate.txt").read_text().count("今天天气") == 3

@@ -74,16 +74,22 @@ def test_a_step_that_the_time_limit_cuts_twice_ends_the_job(tmp_path: Path) -> N
     (tmp_path / "text").mkdir()
     (tmp_path / "srun").write_text("#!/bin/sh\nexit $ENDS\n")
     (tmp_path / "scontrol").write_text(SCONTROL)
-    for name in ("srun", "scontrol"):
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho $LEFT\n")
+    for name in ("srun", "scontrol", "squeue"):
         (tmp_path / name).chmod(0o755)
 
-    def under_slurm(ends: int, status: int) -> str:
+    def under_slurm(ends: int, status: int, left: str = "UNLIMITED") -> str:
         variables = {"ENDS": str(ends), "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_ON_NODE": "1",
-                     "MAY_REQUEUE": "yes", "CALLS": f"{tmp_path}/calls", "PATH": f"{tmp_path}:/bin:/usr/bin"}  # fmt: skip
+                     "LEFT": left, "MAY_REQUEUE": "yes", "CALLS": f"{tmp_path}/calls", "PATH": f"{tmp_path}:/bin:/usr/bin"}  # fmt: skip
         return pipeline(tmp_path, "02_ddp", tmp_path / "mine", tmp_path / "text", status=status, **variables)
 
     assert "convert: ended by SIGTERM: the job is queued again" in under_slurm(143, status=-signal.SIGTERM)
     assert "convert: cut by the time limit: the job is queued again" in under_slurm(138, status=-signal.SIGTERM)
     assert "error: the time limit cut convert twice: give the job more time" in under_slurm(138, status=2)
-    assert (tmp_path / "calls").read_text().splitlines() == ["requeue 7"] * 2
     assert under_slurm(1, status=1).endswith("convert: begins\n")
+    for left in ("1:59", "0:00"):    # the first step begins in any case: otherwise a short job would be queued for ever
+        assert under_slurm(0, left=left, status=-signal.SIGTERM).endswith(
+            "convert: begins\nvocabulary: the time limit is near: the job is queued again\n")
+    for left in ("2:00", "1:00:00", "2-00:00:09", "UNLIMITED"):
+        assert "\ntokens: begins\n" in under_slurm(0, left=left, status=1), left
+    assert (tmp_path / "calls").read_text().splitlines() == ["requeue 7"] * 4
