@@ -79,8 +79,9 @@ def test_a_step_that_the_time_limit_cuts_twice_ends_the_job(tmp_path: Path) -> N
         (tmp_path / name).chmod(0o755)
 
     def under_slurm(ends: int, status: int, left: str = "UNLIMITED") -> str:
-        variables = {"ENDS": str(ends), "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_ON_NODE": "1",
-                     "LEFT": left, "MAY_REQUEUE": "yes", "CALLS": f"{tmp_path}/calls", "PATH": f"{tmp_path}:/bin:/usr/bin"}  # fmt: skip
+        variables = {"ENDS": str(ends), "LEFT": left, "MAY_REQUEUE": "yes", "CALLS": f"{tmp_path}/calls",
+                     "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_ON_NODE": "1",
+                     "PATH": f"{tmp_path}:/bin:/usr/bin"}  # fmt: skip
         return pipeline(tmp_path, "02_ddp", tmp_path / "mine", tmp_path / "text", status=status, **variables)
 
     assert "convert: ended by SIGTERM: the job is queued again" in under_slurm(143, status=-signal.SIGTERM)

@@ -1,6 +1,6 @@
-"""Python imports this at its start in the jobs of test_requeue.py, which put its folder on PYTHONPATH, and a plan of falls.py
-into FALLS_PLAN. A rank's train.py falls by the plan. The program that the plan calls "between", `python -m NAME`, writes the
-file between, and waits for the file go_on, once."""
+"""Python imports this at its start in the jobs of test_requeue.py, which put its folder on PYTHONPATH and a plan of falls.py
+into FALLS_PLAN. A rank's train.py falls by the plan. The program that the plan names as "between", `python -m NAME`, writes
+the file between and waits for the file go_on, once."""
 
 import json
 import os
