@@ -86,9 +86,7 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         _end_with(int(os.environ[LAUNCHED_VARIABLE]))
     with exit_on_user_error():
         store, _, num_ranks = _meet(settings)
-    # All ranks are here before --timeout-s begins: it is a limit of collectives, and imports of ranks differ by seconds.
-    store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
-    processes = [store.get(f"process of {rank}").decode().split() for rank in range(num_ranks)]
+    processes = _wait_for_all(store, rank, num_ranks)
     flight_recorder.choose_size()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -150,6 +148,22 @@ def _meet(settings: Settings) -> tuple[Any, int, int]:
         raise UserError(
             f"the ranks cannot meet at {address} port {port}: the port is in use; give another MASTER_PORT"
         ) from None
+
+
+def _wait_for_all(store: Any, rank: int, num_ranks: int) -> list[list[str]]:
+    """[host, process] of each rank, as soon as all are there; a rank that does not come ends this one with one line.
+
+    --timeout-s begins after that: it is a limit of collectives, and imports of ranks differ by seconds.
+    """
+    store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
+    found = []
+    for other in range(num_ranks):
+        try:
+            found.append(store.get(f"process of {other}").decode().split())
+        except dist.DistStoreError:
+            print(f"error: rank {rank} waited in vain at the start: rank {other} did not come", file=sys.stderr, flush=True)
+            raise SystemExit(LOST_PEER) from None
+    return found
 
 
 def _end_rank(

@@ -112,17 +112,31 @@ def test_a_dead_or_hanging_rank_ends_the_job_and_is_named(tmp_path: Path, name, 
 LATE = """
 import os, time
 if os.environ.get("RANK") == "1":
-    time.sleep(8)
+    time.sleep(float(os.environ["LATE_S"]))
 """
+
+
+def with_a_late_rank(folder: Path, seconds: float) -> tuple[Chapter, subprocess.CompletedProcess[str]]:
+    """Runs two steps on two ranks with --timeout-s 5; rank 1 starts so many seconds late."""
+    (folder / "sitecustomize.py").write_text(LATE)
+    chapter = Chapter("02_ddp", folder)
+    command = chapter.command("--nproc", 2, "--timeout-s", 5, "--max-steps", 2, "--seq-len", SMALL["n_positions"] // 2)
+    env = {**environment(), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "LATE_S": str(seconds)}
+    return chapter, subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S)
 
 
 @pytest.mark.deep
 def test_a_rank_that_starts_later_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
     """On a busy machine ranks import torch for seconds more or less than others; --timeout-s begins after that."""
-    (tmp_path / "sitecustomize.py").write_text(LATE)
-    chapter = Chapter("02_ddp", tmp_path)
-    command = chapter.command("--nproc", 2, "--timeout-s", 5, "--max-steps", 2, "--seq-len", SMALL["n_positions"] // 2)
-    env = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S)
+    chapter, done = with_a_late_rank(tmp_path, 8)
     assert done.returncode == 0, done.stdout + done.stderr
     assert chapter.num_rows() == 2
+
+
+@pytest.mark.deep
+def test_a_rank_that_never_starts_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    """After a minute, the least time for the start."""
+    _, done = with_a_late_rank(tmp_path, 1000)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "error: rank 0 waited in vain at the start: rank 1 did not come" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
