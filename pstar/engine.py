@@ -462,7 +462,8 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         device: near's device; default: this process's GPU if there is one, else host memory.
 
     Raises:
-        ConfigError: the configuration cannot be run. BudgetError: a budget cannot hold what must be in it at once.
+        ConfigError: the configuration cannot be run.
+        BudgetError: a budget cannot hold what must be in it at once.
     """
     config = load_config(config)
     if isinstance(model_func, torch.nn.Module) or not callable(model_func):
