@@ -461,9 +461,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         group: process group; default: the default group if torch.distributed is initialised, else one process.
         device: near's device; default: this process's GPU if there is one, else host memory.
 
-    Raises:
-        ConfigError: the configuration cannot be run.
-        BudgetError: a budget cannot hold what must be in it at once.
+    Raises ConfigError if the configuration cannot be run, BudgetError if a budget cannot hold what must be in it at once.
     """
     config = load_config(config)
     if isinstance(model_func, torch.nn.Module) or not callable(model_func):

@@ -165,7 +165,8 @@ KEYS = (
         "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
       for fate, on in ((IGNORED, (False,)), (REFUSED, ()))),
     Key("zero_optimization.mics_shard_size", IGNORED, OFF, (-1, 0)),
-    Key("zero_optimization.mics_shard_size", REFUSED, "pstar divides model data among all processes of its group."),
+    Key("zero_optimization.mics_shard_size", REFUSED,
+        "pstar divides model data among all processes, with ownership: node among those of each node; take the key out."),
     Key("zero_optimization.zenflow", REFUSED, "pstar's Adam updates every parameter in every step, no selection of them."),
     Key("zero_optimization.save_muon_momentum_buffer_in_memory", IGNORED, ADAM),
     Key("zero_allow_untested_optimizer", IGNORED, ADAM),
