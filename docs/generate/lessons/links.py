@@ -83,7 +83,7 @@ def _lora_bytes() -> int:
 ROWS: dict[str, Callable[[], list[tuple[str, int]]]] = {
     "01_parameter_server": lambda: [("rank 0, the server", _both("server")), ("every rank of a ring", _both("ddp"))],
     "02_ddp": lambda: [("gradients in fp32", _both("ddp")), ("gradients in 16 bit", _both("ddp", precision="O2"))],
-    "03_horovod": lambda: [("gradients in fp32", _both("horovod")), ("--compression fp16", _both("horovod") // 2)],
+    "03_horovod": lambda: [("gradients in fp32", _both("horovod")), ("`--compression fp16`", _both("horovod") // 2)],
     "04_apex": lambda: [("gradients of O1, fp32", _both("ddp", precision="O1")),
                         ("gradients of O2, 16 bit", _both("ddp", precision="O2"))],
     # Twelve layers and twelve heads divide by four.
