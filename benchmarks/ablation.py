@@ -45,7 +45,7 @@ def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: 
     work = ["--max-steps", options.steps, "--eval-every", options.steps, "--save-every", options.steps, "--log-every", 1,
             "--model-config", options.model_config, "--seed", seed,
             "--precision", variant.precision, "--nproc", nproc, "--resume", "never", "--output-dir", folder]  # fmt: skip
-    for flag in ("batch_size", "seq_len"):
+    for flag in ("batch_size", "seq_len", "lr"):
         if getattr(options, flag):
             work += ["--" + flag.replace("_", "-"), getattr(options, flag)]
     command = ["bash", ROOT / "chapters" / variant.chapter / "train.sh", *work,
@@ -112,6 +112,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model-config", default="tiny", help="as in every chapter (default: tiny)")
     parser.add_argument("--batch-size", type=int, help="GLOBAL, as in every chapter (default: by config)")
     parser.add_argument("--seq-len", type=int, help="as in every chapter (default: by config)")
+    parser.add_argument("--lr", type=float, help="as in every chapter (default: by config); with a batch below the default one "
+                        "give a lower rate, or roundings grow to a tenth of the loss within 100 steps")
     parser.add_argument("--seeds", type=numbers, default=[42], help="runs each round with each of them (default: 42)")
     parser.add_argument("--threads", type=at_least(1), default=1, help="of each process, whatever their number (default: 1)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where to write")
