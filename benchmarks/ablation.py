@@ -112,8 +112,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model-config", default="tiny", help="as in every chapter (default: tiny)")
     parser.add_argument("--batch-size", type=int, help="GLOBAL, as in every chapter (default: by config)")
     parser.add_argument("--seq-len", type=int, help="as in every chapter (default: by config)")
-    parser.add_argument("--lr", type=float, help="as in every chapter (default: by config); with a batch below the default one "
-                        "give a lower rate, or roundings grow to a tenth of the loss within 100 steps")
+    parser.add_argument("--lr", type=float, help="as in every chapter (default: by config); with a batch below the "
+                        "default one give a lower rate, or roundings grow to a tenth of the loss within 100 steps")
     parser.add_argument("--seeds", type=numbers, default=[42], help="runs each round with each of them (default: 42)")
     parser.add_argument("--threads", type=at_least(1), default=1, help="of each process, whatever their number (default: 1)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where to write")
