@@ -29,7 +29,7 @@ STRICT_VARIABLE = "TESTS_STRICT"  # set by conftest.py where CI is set: a skip t
 BUDGETS: dict[str, tuple[int, int]] = {
     "benchmarks": (30, 3), "chapters": (120, 120), "cluster": (80, 3), "docs": (90, 123), "durable": (0, 0),
     "exercises": (4, 40), "fresh": (0, 0), "gpt2_chinese": (96, 22), "harness": (21, 70), "layers": (30, 0),
-    "pstar": (52, 80), "scripts": (68, 3),
+    "pstar": (52, 80), "scripts": (74, 3),
 }  # fmt: skip
 
 started: Counter[str] = Counter()
@@ -80,7 +80,9 @@ class Tally:
         if path := os.environ.get(REPORT_VARIABLE):
             Path(path).write_text(json.dumps(self.totals, indent=1) + "\n")
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> Iterator[None]:
+        yield  # the reason for a red run is printed after the durations and skips, where a reader of the log looks first
         terminalreporter.section("cost by folder")
         for line in table(self.totals):
             terminalreporter.write_line(line)

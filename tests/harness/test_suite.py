@@ -126,6 +126,7 @@ def test_two_workers_count_and_go_red(tmp_path: Path, budget: tuple[int, int], s
     cost = json.loads(report.read_text())["sample"]
     assert (cost["tests"], cost["programs"], cost["ranks"]) == (4, 1, 2)
     assert done.stdout.count("BUDGET: tests/sample needs") == (0 if status == 0 else 2), done.stdout
+    assert done.stdout.splitlines()[-2].startswith("BUDGET: ") == (status != 0), "the reason is not next to the last line"
 
 
 HANGING = """
