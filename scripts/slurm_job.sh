@@ -1,11 +1,25 @@
 # source scripts/slurm_job.sh   for the script of a Slurm job, which Slurm copies: source it from the folder of the submission
 #
-#     queue_again WHY   queues this job again and ends it; returns where Slurm may not queue it again
+#     queue_again WHY   queues this job again, behind those that wait, and ends it; returns where Slurm may not queue it again
 #     seconds_left      prints the seconds until the job's time limit, 999999 without one
 # shellcheck shell=bash
 queue_again() {
     echo "$1: the job is queued again"
+    behind_the_others || true
     if scontrol requeue "$SLURM_JOB_ID"; then sleep 600; fi # Slurm ends this script
+}
+
+# A job that is queued again keeps its priority. With priority/basic (first come, first served) two jobs would take turns until
+# one is complete, and a third would wait all the time. So the job lowers its priority, as every user may. Clusters with another
+# priority have fair-share for this.
+behind_the_others() {
+    local own nice last
+    [[ "$(scontrol show config)" == *priority/basic* ]] || return 0
+    read -r own nice <<<"$(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%Q %y")"
+    # The priority of held jobs is 0.
+    last="$(squeue --noheader --partition="$SLURM_JOB_PARTITION" --states=PENDING --format=%Q |
+        awk '$1 > 0 && (least == "" || $1 < least) { least = $1 } END { print least }')"
+    if [ "${last:-$own}" -lt "$own" ]; then scontrol update JobId="$SLURM_JOB_ID" Nice=$((nice + own - last + 1)); fi
 }
 
 seconds_left() {

@@ -228,3 +228,33 @@ def test_a_pipeline_that_its_time_limit_cuts_ends_complete(two_slurm_nodes: Slur
     measured = json.loads((results / "evaluate.json").read_text())
     assert measured["all"]["loss"] == pytest.approx(rows[-1]["valid_loss"], rel=1e-5)  # other batches, other sums
     assert (results / "generate.txt").read_text().count("今天天气") == 3
+
+
+TURN = f"""#!/usr/bin/env bash
+set -euo pipefail
+source {ROOT}/scripts/slurm_job.sh
+echo "$SLURM_JOB_NAME" >>"$ORDER"
+until [ -e "$ORDER.all" ]; do sleep 0.1; done
+sleep 8 # longer than Slurm keeps a requeued job back
+if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 2 ]; then queue_again "$SLURM_JOB_NAME"; fi
+"""
+
+
+@pytest.mark.deep
+def test_three_jobs_that_queue_themselves_again_take_turns(two_slurm_nodes: Slurm, tmp_path: Path) -> None:
+    """With the priority that Slurm keeps for them, the first two would take turns. A held job does not count."""
+    order, script = tmp_path / "order", tmp_path / "turn.sh"
+    script.write_text(TURN)
+
+    def submit(*flags: str) -> None:
+        log = (f"--output={tmp_path}/log", "--open-mode=append")
+        two_slurm_nodes("sbatch", *BOTH_NODES, *log, *flags, script, ORDER=str(order))
+
+    submit("--job-name=held", "--hold")
+    for name in "ABC":
+        submit(f"--job-name={name}")
+    (tmp_path / "order.all").touch()
+    wait_until(lambda: order.exists() and len(order.read_text().split()) == 9,
+               lambda: f"{order.read_text()}\n{(tmp_path / 'log').read_text()}\n{two_slurm_nodes('squeue')}")  # fmt: skip
+    assert order.read_text().split() == list("ABCABCABC"), (tmp_path / "log").read_text()
+    two_slurm_nodes("scancel", "--name=held")

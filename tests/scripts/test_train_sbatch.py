@@ -75,6 +75,22 @@ def test_resume_is_refused_because_a_requeued_job_would_begin_again(job) -> None
         assert status == 2 and output.startswith("error: --resume would count after every requeue") and not calls
 
 
+@pytest.mark.parametrize("waiting, change", [("0 90 95", ["update JobId=7 Nice=14"]), ("0 200", [])])
+def test_a_job_is_queued_again_behind_all_that_wait(tmp_path: Path, waiting: str, change: list[str]) -> None:
+    """The job's priority is 100, and 3 its nice value; `waiting` is what squeue says of the others."""
+    fakes = {"scontrol": "#!/bin/sh\n[ $1 = show ] && echo 'PriorityType = priority/basic' && exit\n"
+                         "echo $* >>calls\n[ $1 = update ]",
+             "squeue": f"#!/bin/sh\ncase \"$*\" in *--jobs=7*) echo '100 3';; *) printf '%s\\n' {waiting};esac"}  # fmt: skip
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_PARTITION": "class"}
+    command = ["bash", "-euo", "pipefail", "-c", f"source {ROOT}/scripts/slurm_job.sh; queue_again stopped"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.stdout == "stopped: the job is queued again\n" and done.returncode == 0, done
+    assert (tmp_path / "calls").read_text().splitlines() == [*change, "requeue 7"]
+
+
 TWICE = """
 import os, signal
 from gpt2_chinese.distributed import stop_signal
