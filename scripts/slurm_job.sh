@@ -10,8 +10,8 @@ queue_again() {
 }
 
 # A job that is queued again keeps its priority. With priority/basic (first come, first served) two jobs would take turns until
-# one is complete, and a third would wait all the time. So the job lowers its priority, as every user may. Clusters with another
-# priority have fair-share for this.
+# one is complete, and a third would wait all the time. So the job lowers its priority, as every user may. Other priorities are
+# left alone: an administrator has weighted waiting, size and fair-share there.
 behind_the_others() {
     local own nice last
     [[ "$(scontrol show config)" == *priority/basic* ]] || return 0

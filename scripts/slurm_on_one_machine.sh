@@ -50,8 +50,10 @@ configure() {
     { cat /etc/hosts; echo "127.0.0.1 n1 n2"; } >"$FOLDER/hosts"
     mkdir -p "$FOLDER/state" "$FOLDER/n1" "$FOLDER/n2"
     # cred_expire and sched_interval: a job that is requeued starts after seconds, not after two minutes.
+    # FirstJobId: jobs of two such clusters on one machine have different numbers, so that their ranks meet at different ports.
     cat >"$SLURM_CONF" <<CONF
 ClusterName=rehearsal
+FirstJobId=$PORT
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$PORT
 SlurmUser=root

@@ -10,4 +10,5 @@ fi
 if [ "${1-}" = --standalone ]; then
     set -- --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id="$$-$RANDOM" --local-addr=127.0.0.1 "${@:2}"
 fi
-exec "$PYTHON" -m torch.distributed.run "$@"
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL-ERROR}" # else torch prints its C++ stack for each connection that is lost
+exec "$PYTHON" -m gpt2_chinese.distributed.torchrun_launcher "$@"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import socket
 import struct
 import termios
+
+from gpt2_chinese.distributed.sockets import open_sockets
 
 TCP_INFO = 11  # linux/tcp.h
 ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # of struct tcp_info: tcpi_bytes_acked, tcpi_bytes_received
@@ -25,12 +26,9 @@ def tcp_bytes() -> Counts | None:
     """The counts of the connections that are open now; None where the kernel gives no counts."""
     counts: Counts = {}
     try:
-        for name in os.listdir("/proc/self/fd"):
+        for name, connection in open_sockets():
             with contextlib.suppress(OSError):  # closed meanwhile, or no TCP connection
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith("socket:"):
-                    with socket.socket(fileno=os.dup(int(name))) as connection:
-                        counts[target] = _of(connection)
+                counts[name] = _of(connection)
     except (OSError, struct.error):
         return None
     return counts

@@ -129,13 +129,18 @@ def test_errors_come_before_any_process(program: list[str]) -> None:
     assert said.startswith("error: --batch-size 7 is not divisible") and said.count("\n") == 1
 
 
-def started_by_hand(chapter: Chapter, *flags: object) -> list[subprocess.Popen[str]]:
-    """Two ranks, as two nodes start them; the second one has `flags` more."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
+def by_hand(chapter: Chapter, port: int, rank: int, *flags: object, **more: str) -> subprocess.Popen[str]:
+    """One of two ranks, as each of two nodes starts its own."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank),
              "GLOO_SOCKET_IFNAME": "lo"}    # else gloo warns on a machine that does not resolve its own name
-    return [subprocess.Popen(chapter.command("--max-steps", 2, *flags[: rank * len(flags)]),
-                             env=handing_over({**environment(), **where, "RANK": str(rank)}), text=True,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for rank in range(2)]  # fmt: skip
+    return subprocess.Popen(chapter.command("--max-steps", 2, *flags), env=handing_over({**environment(), **where, **more}),
+                            text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def started_by_hand(chapter: Chapter, *flags: object) -> list[subprocess.Popen[str]]:
+    """Both ranks; the second one has `flags` more."""
+    port = free_port()
+    return [by_hand(chapter, port, rank, *flags[: rank * len(flags)]) for rank in range(2)]
 
 
 def of_rank_1(line: str) -> str:
@@ -150,6 +155,25 @@ def test_ranks_without_a_shared_disk_are_told_so_in_one_line(tmp_path: Path) -> 
     said = [process.communicate(timeout=HANGS_S)[1] for process in both]
     line = "error: the ranks found different checkpoints: is --output-dir on a disk that all of them share?\n"
     assert said == [line, of_rank_1(line)] and [process.returncode for process in both] == [2, 2]
+
+
+def test_a_rank_of_another_job_at_the_same_port_is_refused_and_takes_nothing_with_it(tmp_path: Path) -> None:
+    """It comes before rank 1 of the job that meets there, and it would have trained in its place."""
+    chapter, other = (Chapter("02_ddp", tmp_path / name) for name in ("ours", "other"))
+    chapter.folder.mkdir()
+    other.folder.mkdir()
+    port = free_port()
+    ours = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "gpu"}
+    first = by_hand(chapter, port, 0, **ours)
+    stranger = by_hand(other, port, 1, SLURM_JOB_ID="20007", SLURM_CLUSTER_NAME="gpu")
+    assert stranger.communicate(timeout=HANGS_S)[1] == of_rank_1(
+        f"error: this is job 20007 of the cluster gpu, but at 127.0.0.1 port {port} the ranks of job 7 of the cluster gpu "
+        "meet: start it again, or give another MASTER_PORT\n")  # fmt: skip
+    assert stranger.returncode == 2 and first.poll() is None
+    second = by_hand(chapter, port, 1, **ours)
+    said = [process.communicate(timeout=HANGS_S)[1] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], said
+    assert (chapter.num_rows(), other.num_rows()) == (2, 0)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:

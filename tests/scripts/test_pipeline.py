@@ -13,6 +13,7 @@ import pytest
 from tests.chapters.program import ROOT, SMALL, environment
 from tests.harness.handed_over import handing_over
 from tests.limits import HANGS_S
+from tests.scripts.fakes import write_programs
 from tests.scripts.test_train_sbatch import SCONTROL
 
 SCRIPT = ROOT / "scripts" / "pipeline.sbatch"
@@ -72,11 +73,7 @@ def test_a_mistake_is_one_line_before_the_first_step(tmp_path: Path, words: tupl
 
 def test_a_step_that_the_time_limit_cuts_twice_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
-    (tmp_path / "srun").write_text("#!/bin/sh\nexit $ENDS\n")
-    (tmp_path / "scontrol").write_text(SCONTROL)
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho $LEFT\n")
-    for name in ("srun", "scontrol", "squeue"):
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, srun="#!/bin/sh\nexit $ENDS\n", scontrol=SCONTROL, squeue="#!/bin/sh\necho $LEFT\n")
 
     def under_slurm(ends: int, status: int, left: str = "UNLIMITED") -> str:
         variables = {"ENDS": str(ends), "LEFT": left, "MAY_REQUEUE": "yes", "CALLS": f"{tmp_path}/calls",

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.chapters.program import ROOT, environment
+from tests.chapters.program import ROOT, environment, free_port
 from tests.limits import HANGS_S
+from tests.scripts.fakes import write_programs
 
 SRUN = """#!/usr/bin/env bash
+echo "they meet at $MASTER_ADDR port $MASTER_PORT"
 if [ -n "$STOPPED_AT" ]; then echo "$STOPPED_AT" >"$GPT2_CHINESE_STOPPED"; fi
 exit "$RANKS_END"
 """
 SCONTROL = """#!/usr/bin/env bash
-if [ "$1" = show ]; then echo n1; exit; fi
+if [ "$1" = show ]; then echo 127.0.0.1; exit; fi
 echo "$*" >>"$CALLS"
 if [ -z "$MAY_REQUEUE" ]; then echo "Requested operation is presently disabled" >&2; exit 1; fi
 kill -TERM "$PPID" # as Slurm does with the script of the job
@@ -27,17 +30,15 @@ kill -TERM "$PPID" # as Slurm does with the script of the job
 @pytest.fixture
 def job(tmp_path: Path):
     """job(ranks_end=..., ...): (status, output, calls of scontrol that change something) of train.sbatch."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, srun=SRUN, scontrol=SCONTROL)
 
-    def run(*flags: str, ranks_end: int = 0, stopped_at: str = "", may_requeue: str = "yes"):
+    def run(*flags: str, number: int = 7, ranks_end: int = 0, stopped_at: str = "", may_requeue: str = "yes"):
         given = environment()
         variables = {
             "PATH": f"{tmp_path}:{given['PATH']}", "PYTHON": sys.executable, "TMPDIR": str(tmp_path),
-            "CALLS": f"{tmp_path}/calls", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "RANKS_END": str(ranks_end), "STOPPED_AT": stopped_at,
-            "MAY_REQUEUE": may_requeue,
+            "CALLS": f"{tmp_path}/calls", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(number),
+            "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1",
+            "RANKS_END": str(ranks_end), "STOPPED_AT": stopped_at, "MAY_REQUEUE": may_requeue,
         }  # fmt: skip
         done = subprocess.run(["bash", ROOT / "scripts" / "train.sbatch", "02_ddp", *flags], env=given | variables, cwd=ROOT,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)  # fmt: skip
@@ -75,18 +76,26 @@ def test_resume_is_refused_because_a_requeued_job_would_begin_again(job) -> None
         assert status == 2 and output.startswith("error: --resume would count after every requeue") and not calls
 
 
+def test_ranks_meet_at_a_port_that_no_other_program_has(job) -> None:
+    port = next(free for free in iter(free_port, None) if free >= 20_000)
+    with socket.create_server(("127.0.0.1", port)):
+        _, output, _ = job(number=port)
+    assert port < int(output.partition("they meet at 127.0.0.1 port ")[2]) < port + 100, output
+
+
 @pytest.mark.parametrize("waiting, change", [("0 90 95", ["update JobId=7 Nice=14"]), ("0 200", [])])
 def test_a_job_is_queued_again_behind_all_that_wait(tmp_path: Path, waiting: str, change: list[str]) -> None:
     """The job's priority is 100, and 3 its nice value; `waiting` is what squeue says of the others."""
-    fakes = {"scontrol": "#!/bin/sh\n[ $1 = show ] && echo 'PriorityType = priority/basic' && exit\n"
-                         "echo $* >>calls\n[ $1 = update ]",
-             "squeue": f"#!/bin/sh\ncase \"$*\" in *--jobs=7*) echo '100 3';; *) printf '%s\\n' {waiting};esac"}  # fmt: skip
-    for name, text in fakes.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_programs(
+        tmp_path,
+        scontrol="#!/bin/sh\n"
+                 "[ $1 = show ] && echo 'PriorityType = priority/basic' && exit\necho $* >>calls\n[ $1 = update ]",
+        squeue=f"#!/bin/sh\ncase \"$*\" in *--jobs=7*) echo '100 3';; *) printf '%s\\n' {waiting};esac",
+    )
     variables = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_PARTITION": "class"}
     command = ["bash", "-euo", "pipefail", "-c", f"source {ROOT}/scripts/slurm_job.sh; queue_again stopped"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          timeout=HANGS_S)  # fmt: skip
     assert done.stdout == "stopped: the job is queued again\n" and done.returncode == 0, done
     assert (tmp_path / "calls").read_text().splitlines() == [*change, "requeue 7"]
 
