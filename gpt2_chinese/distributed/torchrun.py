@@ -186,7 +186,8 @@ def _end_rank(
 def _who_is_missing(store: Any, rank: int, num_ranks: int, inherited: Collection[str]) -> tuple[list[int], bool]:
     """(the ranks that have not given up, whether this rank is the first that has and so reports them)."""
     store.set(f"gave up {rank}", "1")
-    if not background.is_running():  # a save that needs nothing more from the lost rank goes on
+    # NCCL ends its own connections. A save under way that needs nothing more from the lost rank goes on.
+    if dist.get_backend() == "gloo" and not background.is_running():
         lost_links.hang_up(int(os.environ["MASTER_PORT"]), inherited)
     time.sleep(GRACE_S)  # where a rank has died, the launcher reports it and ends this rank meanwhile
     waited = [r for r in range(num_ranks) if store.check([f"gave up {r}"])]

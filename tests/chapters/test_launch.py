@@ -95,6 +95,20 @@ def test_a_failing_rank_fails_the_job(program: list[str]) -> None:
     assert "rank 1 gives up" in said and "error: rank 1 failed with status 1" in said
 
 
+@pytest.mark.parametrize("ends, status, said", [
+    ("raise SystemExit(5)", 1, "error: rank 0 failed with status 5; its output is above"),
+    ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", 130,
+     "interrupted: the same command goes on from the newest checkpoint"),
+])  # fmt: skip
+def test_torchrun_sh_says_in_one_line_why_the_ranks_have_ended(tmp_path: Path, ends: str, status: int, said: str) -> None:
+    (tmp_path / "ends.py").write_text(f"import os, signal, time\n{ends}\n")
+    line = ["bash", str(ROOT / "scripts/torchrun.sh"), "--standalone", "--nproc-per-node", "1", str(tmp_path / "ends.py")]
+    given = environment() | {"PYTHON": sys.executable}
+    done = subprocess.run(line, env=given, capture_output=True, text=True, timeout=HANGS_S)
+    lines = [words for words in done.stderr.splitlines() if words and not words.startswith("setup: ")]
+    assert (done.returncode, lines) == (status, [said])
+
+
 @pytest.mark.parametrize("nproc, status, said", [
     (1, 141, ""), (2, 1, "error: rank 0 failed with status 141; its output is above\n")])
 def test_a_run_whose_output_nobody_reads_any_more_ends_without_a_traceback(
