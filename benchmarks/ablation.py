@@ -2,13 +2,14 @@
 
 bash benchmarks/ablation.sh                     # every chapter in this checkout, at 1, 2 and 4 processes, three rounds
 bash benchmarks/ablation.sh --quick             # a few minutes: 1 and 2 processes, one round, a few steps
-bash benchmarks/ablation.sh --seeds 42,43,44 --rounds 1 --steps 200    # with its uncertainty: hours on two cores
+bash benchmarks/ablation.sh --seeds 42,43,44 --rounds 1 --steps 200 --keep    # with its uncertainty: hours on two cores
 bash benchmarks/ablation.sh --chapters 00,02 --nproc 1,2,4,8 --model-config small
 
 Rounds are interleaved (every program once, then all again) and medians are taken, so that other work on the machine slows
-all programs down equally. With several seeds the table gives mean and standard deviation over the seeds. Only ratios within
-one table are comparable. A speed-up is given only between runs with the same work: same global batch, vocabulary, length,
-precision, seed, model and corpus; otherwise the table says what differs.
+all programs down equally. With several seeds the table gives mean and standard deviation over the seeds; --keep runs only
+those that earlier calls have not run. Only ratios within one table are comparable. A speed-up is given only between runs
+with the same work: same global batch, vocabulary, length, precision, seed, model and corpus; otherwise the table says what
+differs.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import ablation_page
+import ablation_rounds
+from ablation_rounds import Failures, Rounds
 from ablation_variants import VARIANTS, WARM_UP_STEPS, Result, Variant
 from command_line import at_least, parser_of, set_missing
 from facts import bullets, num_cores, processor, versions, when_and_how
@@ -62,18 +66,20 @@ def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: 
     return result
 
 
-def run_all(jobs: list[tuple[Variant, int]], options: argparse.Namespace, failures: dict[tuple[str, int], str]) -> None:
-    """Runs all jobs in every round and with every seed, and adds results to the variants.
+def run_all(jobs: list[tuple[Variant, int]], options: argparse.Namespace, rounds: Rounds, failures: Failures) -> None:
+    """Runs all jobs in every round and with every seed that is not kept, and adds results to the variants and to `rounds`.
 
-    A job that fails is not repeated: `failures`, (name, processes) -> the reason.
+    A job that fails is not repeated; `failures` has the reason.
     """
+    to_run = [seed for number in range(options.rounds) for seed in options.seeds if rounds.of(seed) <= number]
     with tempfile.TemporaryDirectory(prefix="ablation_") as folder:
-        for number, seed in enumerate(seed for _ in range(options.rounds) for seed in options.seeds):
+        for number, seed in enumerate(to_run):
+            runs: dict[str, list[Result]] = {}
             for place, (variant, nproc) in enumerate(jobs, start=1):
                 name = f"{variant.chapter}, {variant.name}"
                 if (name, nproc) in failures:
                     continue
-                where = f"round {number + 1}/{options.rounds * len(options.seeds)}, seed {seed}, run {place}/{len(jobs)}"
+                where = f"round {number + 1}/{len(to_run)}, seed {seed}, run {place}/{len(jobs)}"
                 print(f"{where}: {name}, {nproc} processes: ", end="", flush=True)
                 result = run_once(variant, nproc, options, Path(folder, "run"), seed)
                 if isinstance(result, str):
@@ -82,7 +88,9 @@ def run_all(jobs: list[tuple[Variant, int]], options: argparse.Namespace, failur
                     shutil.rmtree(Path(folder, "run"), ignore_errors=True)
                 else:
                     variant.runs.append(result)
+                    runs.setdefault(name, []).append(result)
                     print(f"{result.tokens_per_s:,.0f} tokens/s", flush=True)
+            rounds.add(seed, dict(when_and_how("ablation.sh", []))["date"], runs, failures)
 
 
 # ---- the machine --------------------------------------------------------------------------------------------------------
@@ -115,6 +123,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="as in every chapter (default: by config); with a batch below the "
                         "default one give a lower rate, or roundings grow to a tenth of the loss within 100 steps")
     parser.add_argument("--seeds", type=numbers, default=[42], help="runs each round with each of them (default: 42)")
+    parser.add_argument("--keep", action="store_true", help="keep the complete rounds of earlier calls with the same work, "
+                        "and run only those that are missing: hours of runs in several goes")
     parser.add_argument("--threads", type=at_least(1), default=1, help="of each process, whatever their number (default: 1)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where to write")
     options = parser.parse_args(argv)
@@ -129,23 +139,32 @@ def main(argv: list[str]) -> int:
     """Runs everything and writes the results; returns 1 if no run succeeded."""
     options = parse(argv)
     wanted = options.chapters.split(",") if options.chapters else []
-    variants = [v for v in VARIANTS if (ROOT / "chapters" / v.chapter / "train.sh").exists()
+    variants = [replace(v, runs=[]) for v in VARIANTS if (ROOT / "chapters" / v.chapter / "train.sh").exists()
                 and (not wanted or v.chapter[:2] in wanted)]  # fmt: skip
     jobs = [(v, n) for v in variants for n in options.nproc if not (v.one_process and n > 1)]
     jobs += [(v, 1) for v in variants if v.one_process and 1 not in options.nproc]
+    work = {name: getattr(options, name) for name in ("steps", "model_config", "batch_size", "seq_len", "lr", "threads")}
+    work |= {"programs": [[v.chapter, v.name, n] for v, n in jobs]}
+    rounds = Rounds(options.results / ablation_rounds.FILE, work)
+    try:
+        if options.keep:
+            rounds.load()
+    except ablation_rounds.OtherWork as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    failures = rounds.give(variants)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     facts = hardware()
-    facts.append(("work", f"{options.steps} steps of {options.model_config}, {options.rounds} interleaved rounds, "
-                          f"seeds {', '.join(map(str, options.seeds))}, {options.threads} thread a process"))  # fmt: skip
+    facts.append(("work", f"{options.steps} steps of {options.model_config}, {options.threads} thread a process"))
     facts.append(("load at the start", f"{load:.1f}" + (": others use this machine, mind the noise" if load > 0.5 else "")))
     for name, value in facts:
         print(f"  {name:<18}{value}")
-    failures: dict[tuple[str, int], str] = {}
     try:
-        run_all(jobs, options, failures)
+        run_all(jobs, options, rounds, failures)
     except KeyboardInterrupt:
         print("\ninterrupted: the table has what was complete")
         facts.append(("interrupted", "not all rounds and seeds ran"))
+    facts.append(("interleaved rounds, by seed", rounds.seeds() or "none is complete"))
     variants = [variant for variant in variants if variant.runs]
     if not variants:
         print("error: no run succeeded", file=sys.stderr)

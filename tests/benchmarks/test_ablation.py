@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import ablation  # noqa: E402
 import ablation_page  # noqa: E402
+import ablation_rounds  # noqa: E402
 import ablation_variants  # noqa: E402
 
 CONFIG = {"batch_size": 8, "seq_len": 16, "vocab": "v", "vocab_size": 9, "precision": "fp32", "seed": 1}
@@ -78,6 +79,61 @@ def test_the_committed_chart_data_are_those_of_the_committed_table() -> None:
         (line[0].strip("| "), line[1], line[2]) for line in lines]  # fmt: skip
     for row, line in zip(rows, lines, strict=True):
         assert not row["speed_up"] or line[4].startswith(f"{sum(row['speed_up']) / len(row['speed_up']):.2f}")
+
+
+# ---- rounds of several days
+
+
+@pytest.fixture
+def ablate(monkeypatch, tmp_path: Path):
+    """ablate(flags...): runs the ablation of chapters 00 and 02 with invented runs; returns its status, table and seeds."""
+
+    def run_once(variant, nproc, options, folder, seed):
+        seeds.append(seed)
+        if len(seeds) == ablate.interrupt_at:
+            raise KeyboardInterrupt
+        done = result(nproc, 1.0 / (seed + nproc + len(variant.name)), seed=seed, max_steps=options.steps)
+        for row in done.rows:
+            row["loss"] = 2 + seed / 7 + nproc / 1e6
+        return done
+
+    def ablate(*flags: str):
+        seeds.clear()
+        folder = tmp_path / "results"
+        options = ["--chapters", "00,02", "--nproc", "1,2", "--rounds", "1", "--results", str(folder), *flags]
+        status = ablation.main(options)
+        text = (folder / "ablation.md").read_text(encoding="utf-8")
+        return status, [line for line in text.splitlines() if line.startswith("|")], sorted(set(seeds))
+
+    seeds: list[int] = []
+    ablate.interrupt_at = 0
+    monkeypatch.setattr(ablation, "run_once", run_once)
+    return ablate
+
+
+def test_kept_rounds_and_new_ones_give_the_table_of_one_go(ablate) -> None:
+    whole = ablate("--seeds", "1,2,3")
+    alone = ablate("--seeds", "1")
+    assert alone[0] == 0 and alone[1] != whole[1] and alone[2] == [1], "without --keep it begins anew"
+    ablate.interrupt_at = 20  # within the second of the two rounds of 13 runs
+    assert ablate("--seeds", "1,2,3", "--keep")[2] == [2, 3]
+    ablate.interrupt_at = 0
+    assert ablate("--seeds", "1,2,3", "--keep") == (0, whole[1], [3]), "half a round is not kept"
+    assert ablate("--seeds", "1,2,3", "--keep") == (0, whole[1], [])
+
+
+def test_rounds_of_other_work_are_not_mixed(ablate, capsys, tmp_path: Path) -> None:
+    ablate("--seeds", "1")
+    assert ablate("--seeds", "2", "--keep", "--steps", "9", "--lr", "1")[::2] == (2, [])
+    said = capsys.readouterr().err
+    assert said.startswith("error: the rounds in ") and "have other steps, lr: leave --keep out" in said
+    kept = json.loads((tmp_path / "results" / "ablation_rounds.json").read_text(encoding="utf-8"))
+    assert [one["seed"] for one in kept["rounds"]] == [1]
+
+
+def test_a_kept_run_names_no_folder_of_the_machine() -> None:
+    kept = ablation_rounds.condensed(result(vocab=f"{ablation.ROOT}/cache/vocab.txt"))
+    assert kept["config"]["vocab"] == "cache/vocab.txt"
 
 
 # ---- chapters 05 and 06
