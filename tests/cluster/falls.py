@@ -6,6 +6,7 @@ PLAN is a JSON object:
               and waits until it is killed or asked to stop; once for each step
     kill      [rank, step, seconds]: so long after this step was computed, this rank of two sends SIGKILL to all processes
               of its node, itself included
+    cut       the same, but the rank cuts the link of its node
     raise     the last rank raises at this step
 
 The held step has been computed, and is neither logged nor saved.
@@ -17,6 +18,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ from pathlib import Path
 
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.run.run import Run
+from tests.cluster.nodes import DEVICE
 
 log = Run.log
 plan = json.loads(sys.argv[1])
@@ -35,10 +38,15 @@ def kill_the_node() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def cut_the_link() -> None:
+    subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
+
+
 def falling(run: Run, step: int, **values: object) -> None:
-    victim, kill_step, seconds = plan.get("kill", (None, None, 0))
-    if num_ranks == "2" and (victim, kill_step) == (rank, step):
-        threading.Timer(seconds, kill_the_node).start()
+    for name, act in (("kill", kill_the_node), ("cut", cut_the_link)):
+        victim, fatal_step, seconds = plan.get(name, (None, None, 0))
+        if num_ranks == "2" and (victim, fatal_step) == (rank, step):
+            threading.Timer(seconds, act).start()
     if rank == int(num_ranks) - 1:
         held = Path(plan.get("folder", "")) / f"held_{step}"
         if step in plan.get("hold", {}).get(num_ranks, ()) and not held.exists():

@@ -99,15 +99,16 @@ def test_without_the_first_node_the_job_ends_and_the_same_command_resumes_it(nee
 
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(10))
-def test_killed_at_any_moment(needs_nodes, curve, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("how, ends", [("kill", -signal.SIGKILL), ("cut", 1)])
+def test_killed_or_cut_off_at_any_moment(needs_nodes, curve, tmp_path: Path, how: str, ends: int, seed: int) -> None:
     random_moment = random.Random(seed)
     step, chapter = random_moment.randint(1, LONG - 2), Chapter("02_ddp" if seed % 2 else "07_patrickstar", tmp_path)
-    line = command(chapter, {"kill": [1, step, random_moment.uniform(0, 0.05)]})
+    line = command(chapter, {how: [1, step, random_moment.uniform(0, 0.05)]})
     with two_nodes(tmp_path) as nodes, jobs.started(nodes, line, tmp_path) as job:
-        assert job.wait() == [0, -signal.SIGKILL], job.said()
+        assert job.wait() == [0, ends], job.said()
         said = job.logs[0].read_text()
     from_step = [int(number) for number in re.findall(r"resuming .*/step_(\d+), next", said)] or [0]
-    assert LOST in said and from_step[0] >= (step - 1) // SAVE * SAVE, f"killed in step {step}\n{said}"
+    assert LOST in said and from_step[0] >= (step - 1) // SAVE * SAVE, f"{how} in step {step}\n{said}"
     assert_same_curve(chapter.metrics(), curve(LONG), rel=1e-5)
 
 
