@@ -73,11 +73,13 @@ class FlightRecorder:
 def save_dump(folder: Path, begin: str) -> list[str]:
     """Writes the recorder's own file, which `torchfrtrace --prefix flight-recorder-rank FOLDER` reads."""
     path = folder / begin.replace("hang", "flight-recorder")
-    for dump in _dumps(with_stacks=True)[-1:]:
-        with replacing(path) as staging:
-            staging.write_bytes(dump)
-        return [path.name]
-    return []
+    # A torch for GPUs has a recorder of NCCL also where all groups are gloo's: that one is empty.
+    dumps = sorted(_dumps(with_stacks=True), key=lambda dump: bool(pickle.loads(dump).get("entries")))
+    if not dumps:
+        return []
+    with replacing(path) as staging:
+        staging.write_bytes(dumps[-1])
+    return [path.name]
 
 
 def _dumps(with_stacks: bool) -> list[bytes]:

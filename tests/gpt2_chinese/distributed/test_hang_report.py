@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from durable import calls, hang_report
+from gpt2_chinese.distributed import flight_recorder
 from gpt2_chinese.distributed.flight_recorder import FlightRecorder
 from gpt2_chinese.errors import LOST_PEER
 from tests.hanging import Job, reports
@@ -93,6 +94,15 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_operation_and_the_buck
         assert recorder["entries"][-1]["profiling_name"] == "gloo:all_reduce"
     text = "\n".join(hang_report.table(hang_report.read_reports(tmp_path)))
     assert f"missing: rank {last}" in text and "all_reduce 3 (bucket 2, 100 float)" in text and "no collective" in text
+
+
+@pytest.mark.parametrize("of_gloo_first", [True, False])
+def test_the_recorder_that_has_entries_is_saved(monkeypatch, tmp_path: Path, of_gloo_first: bool) -> None:
+    """A torch for GPUs has NCCL's recorder, too, empty where all groups are gloo's."""
+    dumps = [pickle.dumps({"entries": entries}) for entries in (["a call"], [])]
+    monkeypatch.setattr(flight_recorder, "_dumps", lambda with_stacks: dumps if of_gloo_first else dumps[::-1])
+    [name] = flight_recorder.save_dump(tmp_path, "hang-rank0")
+    assert (tmp_path / name).read_bytes() == dumps[0]
 
 
 def test_without_its_record_the_bucket_is_not_named(ranks, tmp_path):

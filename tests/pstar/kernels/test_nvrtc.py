@@ -106,8 +106,7 @@ def without_search_path(library: Path, target: Path) -> None:
     headers = [struct.unpack_from("<IIQQQQQQ", data, start + number * size) for number in range(count)]
     offset, length = next((header[2], header[5]) for header in headers if header[0] == 2)
     places = [at for at in range(offset, offset + length, 16) if struct.unpack_from("<Q", data, at)[0] in runpaths]
-    assert places, f"{library} has no search path"
-    for at in places:
+    for at in places:    # none in a wheel that relies on torch to preload its libraries
         struct.pack_into("<Q", data, at, 21)
     target.write_bytes(data)
 

@@ -176,7 +176,8 @@ def test_the_interpreter_goes_on_while_the_disk_tier_copies(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_gets_an_error(tmp_path):
     code = """
-import os, threading
+import os, threading, warnings
+warnings.simplefilter("ignore", DeprecationWarning)    # Python 3.12 and newer warn of a fork beside a thread
 from pstar.errors import StateError
 from pstar.memory.copy_queue import CopyQueue
 copy_queue, go = CopyQueue("test"), threading.Event()
