@@ -76,7 +76,7 @@ def run_all(jobs: list[tuple[Variant, int]], options: argparse.Namespace, rounds
         for number, seed in enumerate(to_run):
             runs: dict[str, list[Result]] = {}
             for place, (variant, nproc) in enumerate(jobs, start=1):
-                name = f"{variant.chapter}, {variant.name}"
+                name = variant.program
                 if (name, nproc) in failures:
                     continue
                 where = f"round {number + 1}/{len(to_run)}, seed {seed}, run {place}/{len(jobs)}"
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
     jobs = [(v, n) for v in variants for n in options.nproc if not (v.one_process and n > 1)]
     jobs += [(v, 1) for v in variants if v.one_process and 1 not in options.nproc]
     work = {name: getattr(options, name) for name in ("steps", "model_config", "batch_size", "seq_len", "lr", "threads")}
-    work |= {"programs": [[v.chapter, v.name, n] for v, n in jobs]}
+    work |= {"programs": [[v.program, n] for v, n in jobs]}
     rounds = Rounds(options.results / ablation_rounds.FILE, work)
     try:
         if options.keep:

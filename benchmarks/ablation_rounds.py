@@ -71,7 +71,7 @@ class Rounds:
         for one in self.kept:
             failures |= {(name, nproc): why for name, nproc, why in one["failures"]}
             for variant in variants:
-                variant.runs += [restored(run) for run in one["runs"].get(f"{variant.chapter}, {variant.name}", [])]
+                variant.runs += [restored(run) for run in one["runs"].get(variant.program, [])]
         return failures
 
     def seeds(self) -> str:

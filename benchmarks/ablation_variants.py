@@ -70,6 +70,11 @@ class Variant:
     same_curve: bool = True  # False: its loss curve may differ from chapter 00's
     runs: list[Result] = field(default_factory=list)
 
+    @property
+    def program(self) -> str:
+        """"02_ddp, DDP ring"."""
+        return f"{self.chapter}, {self.name}"
+
 
 MICRO = ("--grad-accum", "4")  # a pipeline needs micro-batches, and a speed-up the same work
 VARIANTS = (

@@ -17,8 +17,8 @@ from collections.abc import Collection
 from gpt2_chinese.distributed.sockets import open_sockets
 
 LOST_S = 20  # torchrun counts a node as dead that it has not heard of for 15 s
+STORE_S = 5  # the same for the connection to the store, as soon as another rank is lost
 PROBE_S = 1  # all ranks of a node lose another node within a second, and report that node together
-ANSWER_S = 5  # for the node of the store, as soon as another one is lost
 EVERY_S = 2.0  # libraries open connections at any time: new groups, a torchrun that meets the others again
 
 
@@ -50,7 +50,7 @@ def hang_up(store_port: int, inherited: Collection[str]) -> None:
     """Shuts down the TCP connections of this rank to other ranks, for when one of them is lost: others wait for this one.
 
     In a ring each rank waits for its neighbour, so only the neighbour of the lost rank has learnt of it. The connection to
-    the store stays, but has only ANSWER_S to deliver: it may lead over the same link.
+    the store stays, but has only STORE_S: it may lead over the same link.
 
     Args:
         inherited: the names of sockets that a forked rank shares with its parent; they stay as they are.
@@ -61,6 +61,6 @@ def hang_up(store_port: int, inherited: Collection[str]) -> None:
                 if name in inherited or connection.family == socket.AF_UNIX:
                     continue
                 if store_port in (connection.getsockname()[1], connection.getpeername()[1]):
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ANSWER_S * 1000)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STORE_S * 1000)
                 else:
                     connection.shutdown(socket.SHUT_RDWR)

@@ -15,8 +15,8 @@ from gpt2_chinese.errors import LOST_PEER, UserError
 JOB = "job"  # key of the name of rank 0's job
 
 
-def meet(timeout_s: float) -> tuple[Any, int, int, list[list[str]]]:
-    """The rendezvous: (store, this rank, number of ranks, [host, process] of each rank), as soon as all ranks are there.
+def meet(timeout_s: float) -> tuple[Any, list[list[str]]]:
+    """The rendezvous: (store, [host, process] of each rank), as soon as all ranks are there.
 
     --timeout-s begins after that: it is a limit of collectives, and imports of ranks differ by seconds. A rank that does
     not come ends this one with one line.
@@ -35,7 +35,7 @@ def meet(timeout_s: float) -> tuple[Any, int, int, list[list[str]]]:
             "start it again, or give another MASTER_PORT"
         )
     store.set(f"process of {rank}", f"{socket.gethostname()} {os.getpid()}")
-    return store, rank, num_ranks, [_get(store, f"process of {other}", rank, other).split() for other in range(num_ranks)]
+    return store, [_get(store, f"process of {other}", rank, other).split() for other in range(num_ranks)]
 
 
 def name_of_job() -> str:

@@ -92,7 +92,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         _end_with(int(os.environ[LAUNCHED_VARIABLE]))
     inherited = sockets.names()
     with exit_on_user_error():
-        store, _, num_ranks, processes = meeting.meet(settings.timeout_s)
+        store, processes = meeting.meet(settings.timeout_s)
+    num_ranks = len(processes)
     flight_recorder.choose_size()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

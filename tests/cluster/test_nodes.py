@@ -15,6 +15,7 @@ from tests.chapters.program import ROOT, environment
 from tests.cluster import nodes as nodes_module
 from tests.cluster.conftest import skip_or_fail
 from tests.cluster.nodes import ADDRESSES, BURST_BYTES, Node, reason_why_not, two_nodes
+from tests.fakes import write_programs
 from tests.limits import HANGS_S, wait_until
 from tests.tally import STRICT_VARIABLE
 
@@ -169,9 +170,8 @@ def test_the_reason_names_what_is_missing(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert reason_why_not() == ("two nodes need unshare, nsenter, ip, tc: apt-get install iproute2 util-linux", True)
-    for tool in nodes_module.TOOLS:
-        (tmp_path / tool).write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2\nexit 1\n")
-        (tmp_path / tool).chmod(0o755)
+    refuses = "#!/bin/sh\necho unshare failed: Operation not permitted >&2\nexit 1\n"
+    write_programs(tmp_path, **dict.fromkeys(nodes_module.TOOLS, refuses))
     why, could_change = reason_why_not()
     assert why.endswith("refuses namespaces or a veth pair: unshare failed: Operation not permitted") and not could_change
 

@@ -12,6 +12,7 @@ from tests.chapters.law import LONG, assert_same_curve, flags_of
 from tests.chapters.program import ROOT, Chapter
 from tests.cluster.conftest import SCRIPT, Slurm
 from tests.cluster.test_torchrun import worst_gap
+from tests.fakes import write_programs
 from tests.limits import wait_until
 
 
@@ -62,8 +63,7 @@ def test_a_cluster_that_is_only_half_made_is_taken_away(slurm: Slurm, two_slurm_
     # A slurmd that fails at its start: `up` itself takes the rest away and says why.
     fake = tmp_path / "bin"
     fake.mkdir()
-    (fake / "slurmd").write_text("#!/bin/sh\necho this slurmd does not start\n")
-    (fake / "slurmd").chmod(0o755)
+    write_programs(fake, slurmd="#!/bin/sh\necho this slurmd does not start\n")
     said = slurm("bash", SCRIPT, "up", status=2, PATH=f"{fake}:{os.environ['PATH']}")
     assert "this slurmd does not start" in said and "error: the nodes are not ready" in said, said
     assert not processes_of(folder) and not folder.exists()

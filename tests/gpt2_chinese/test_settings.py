@@ -106,7 +106,7 @@ BAD = {
     "value missing": (["--seed"], "--seed: expected one argument"),
     "no choice": (["--precision", "fp8"], "--precision: invalid choice: 'fp8'"),
     "no device": (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
-    "own choice": (["--stage", "4"], "--stage: invalid choice: "),  # newer Pythons put the 4 in quotes
+    "own choice": (["--stage", "4"], "--stage: invalid choice: 4"),
     "zero steps": (["--max-steps", "0"], "--max-steps must be at least 1, not 0"),
     "negative lr": (["--lr", "-1"], "--lr must be above 0, not -1.0"),
     "nan lr": (["--lr", "nan"], "--lr must be above 0, not nan"),
@@ -191,7 +191,8 @@ def test_one_line_and_status_2(case: str, files: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr()
     assert stop.value.code == 2
     assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error: ")
-    assert line.replace("{t}", str(files)) in said.err
+    message = said.err.replace("invalid choice: '4'", "invalid choice: 4")  # newer Pythons put numbers in quotes, too
+    assert line.replace("{t}", str(files)) in message
     assert not (files / "run").exists(), "nothing is written before all is checked"
 
 

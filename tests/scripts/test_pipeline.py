@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.program import ROOT, SMALL, environment
+from tests.fakes import write_programs
 from tests.harness.handed_over import handing_over
 from tests.limits import HANGS_S
-from tests.scripts.fakes import write_programs
 from tests.scripts.test_train_sbatch import SCONTROL
 
 SCRIPT = ROOT / "scripts" / "pipeline.sbatch"

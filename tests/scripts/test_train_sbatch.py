@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.chapters.program import ROOT, environment, free_port
+from tests.fakes import write_programs
 from tests.limits import HANGS_S
-from tests.scripts.fakes import write_programs
 
 SRUN = """#!/usr/bin/env bash
 echo "they meet at $MASTER_ADDR port $MASTER_PORT"

@@ -1,4 +1,4 @@
-"""Programs of Slurm that a test replaces by a few lines of shell."""
+"""Programs of the system that a test replaces by a few lines of shell."""
 
 from __future__ import annotations
 
