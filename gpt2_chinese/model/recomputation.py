@@ -200,11 +200,12 @@ class Segment:
     def _run_again(self) -> None:
         found: list[Tensor] = []
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> None:
+            """Nothing goes backward through this second graph, so it keeps nothing. A tensor that it kept could refer to its
+            own node: a cycle outside of Python, whose memory would never be freed."""
             found.append(tensor.detach())
             if len(found) == self.num_saved:
                 raise _AllFound  # an operation saves before it computes: the last product of the segment is left out
-            return tensor
 
         nothing, counts, selective = contextlib.nullcontext(), self.activations.is_counting, self.activations.plan.selective
         counter = FlopCounterMode(display=False, custom_mapping=ON_CPU) if counts else nothing

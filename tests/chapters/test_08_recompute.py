@@ -7,6 +7,7 @@ for the FLOPs.
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -126,6 +127,23 @@ def test_offloaded_bytes_equal_their_formula(mode) -> None:
     shape = model.config, ROWS, LENGTH, activations.plan
     assert activations.offloaded_bytes == formulas.offloaded_bytes(*shape)
     assert activations.kept_bytes == formulas.kept_bytes(*shape)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["near", "on the host"])
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_step_nothing_of_it_is_alive(mode, offload) -> None:
+    """A tensor that refers to its own node of the graph is never freed: a run would lose the memory of a forward a step."""
+    model = build(dropout=0.2)
+    recomputing(model, mode, offload)
+
+    def alive_after_a_step() -> int:
+        model.zero_grad()
+        model(*batch()).backward()
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    alive_after_a_step()
+    assert alive_after_a_step() == alive_after_a_step()
 
 
 def test_flops_are_those_of_torchs_checkpoint() -> None:
