@@ -82,7 +82,8 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 
     The model computes with high, the optimizer with both: 4 bytes instead of 2 + 4 with a separate master, without loss.
     `+ 0x8000` before the shift rounds to nearest, ties away from zero; the difference to the rounded number is then in
-    [-32768, 32767] and fits 16 bits.
+    [-32768, 32767] and fits 16 bits. Every NaN becomes the halves 0x7FC0 and 0: rounding the bits of a GPU's NaN,
+    0x7FFFFFFF, would give -0.
     """
     places = master.view(torch.int32), high.view(torch.int16), low
     if master.device.type == "cpu" and all(each.is_contiguous() for each in places):
@@ -91,14 +92,18 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
             kept = torch.add(bits, 0x8000, out=scratch[: bits.numel()]).bitwise_right_shift_(16)
             its_high.copy_(kept)
             its_low.copy_(torch.sub(bits, kept.bitwise_left_shift_(16), out=kept))
-        return
-    kept = (places[0] + 0x8000) >> 16
-    low.copy_(places[0] - (kept << 16))
-    places[1].copy_(kept)
+    else:
+        kept = (places[0] + 0x8000) >> 16
+        low.copy_(places[0] - (kept << 16))
+        places[1].copy_(kept)
+    if master.sum().isnan():
+        nan = master.isnan()
+        places[1].masked_fill_(nan, 0x7FC0)
+        low.masked_fill_(nan, 0)
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master, bit for bit, from the halves of split_master."""
+    """The fp32 master from the halves of split_master: bit for bit, but of a NaN only that it is one."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 

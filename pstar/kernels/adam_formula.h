@@ -152,10 +152,15 @@ PSTAR_FN float join_master(pstar_u16 high, pstar_i16 low) {
     return bits_float(((pstar_u32)high << 16) + (pstar_u32)(int)low);
 }
 
-PSTAR_FN pstar_u16 split_high(float master) { return (pstar_u16)((float_bits(master) + 0x8000u) >> 16); }
+// A NaN is a special case: a GPU makes 0x7fffffff, and adding to its bits would give -0. It becomes the halves 0x7fc0 and 0.
+PSTAR_FN pstar_u16 split_high(float master) {
+    pstar_u32 bits = float_bits(master), rounded = (bits + 0x8000u) >> 16;
+    return (pstar_u16)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
 
 PSTAR_FN pstar_i16 split_low(float master, pstar_u16 high) {
-    return (pstar_i16)(pstar_u16)(float_bits(master) - ((pstar_u32)high << 16));
+    pstar_u32 rest = float_bits(master) - ((pstar_u32)high << 16);
+    return (pstar_i16)(pstar_u16)(high == 0x7fc0u ? 0u : rest);
 }
 
 // ---- 8-bit codes: the number of boundaries below x, of 255 ascending ones; a NaN becomes code 0

@@ -233,6 +233,27 @@ def test_split_and_separate_master_are_the_same_numbers_for_a_thousand_steps():
     assert torch.equal(separate.copy16, separate.param.to(BF16))
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FFF8000, 0x7FC00000, 0x7F800001, -1, -0x400000])
+def test_a_nan_stays_one_in_a_split_master_whatever_its_bits(bits):
+    """A GPU makes 0x7FFFFFFF, which rounds to -0."""
+    master = torch.tensor([1.0, 0.0, float("inf"), 3.3e38])
+    master.view(torch.int32)[1] = bits
+    high, low = torch.empty(4, dtype=BF16), torch.empty(4, dtype=torch.int16)
+    split_master(master, high, low)
+    assert high.isnan().tolist() == join_master(high, low).isnan().tolist() == [False, True, False, False]
+    torch.testing.assert_close(join_master(high, low), master, rtol=0, atol=0, equal_nan=True)
+    updates = []
+    for implementation in IMPLEMENTATIONS:
+        update = make("split", FP32, 100)
+        update.grad.view(torch.int32)[7] = bits
+        adam_steps([update], implementation)
+        assert update.param.isnan().nonzero().tolist() == [[7]] and (update.param[7:8].view(torch.int16), update.low[7]) == (
+            0x7FC0, 0), implementation    # fmt: skip
+        updates.append(update)
+    for update in updates[1:]:
+        assert_same_bits(update, updates[0])
+
+
 def test_the_16_bit_parameter_may_take_the_gradients_place():
     for dtype, name in ((BF16, "bf16 copy"), (FP16, "fp16 copy")):
         separate, shared = make(name, dtype, 9_001), make("shared slot", dtype, 9_001)
