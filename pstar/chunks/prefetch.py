@@ -90,7 +90,8 @@ class Prefetch:
             # be copied then.
             updates = self.schedule.trace.accesses[moment][0] == "adam"
             measured = self.room.watch is not None and stretch > self._held_until
-            if before != store.departures or updates or measured:
+            away = store.num_near["param"] < len(self.units.records)    # else there is nothing to copy
+            if away and (before != store.departures or updates or measured):
                 self._held_until = self._fill()
 
     def next_step(self) -> None:

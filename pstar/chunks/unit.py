@@ -14,7 +14,7 @@ from enum import Enum
 from pstar.errors import StateError
 from pstar.layout.layout import Layout, Unit
 from pstar.memory.block import Key
-from pstar.memory.block_store import Pending
+from pstar.memory.under_way import Pending
 
 
 class Bytes(Enum):

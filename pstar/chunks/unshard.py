@@ -18,8 +18,9 @@ from pstar.comm.collectives import Collectives, Handle
 from pstar.kernels import BlockCodes
 from pstar.layout.layout import Unit
 from pstar.memory.block import Block, Key
-from pstar.memory.block_store import BlockStore, Pending
+from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import NEAR
+from pstar.memory.under_way import Pending
 
 
 @dataclass(slots=True, eq=False)

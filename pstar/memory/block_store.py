@@ -10,6 +10,7 @@ once. Its bytes are valid in far when the copy has ended, and the next user of i
 tiers depend on the sequence of calls alone, not on the speed of a link: ranks with equal calls evict equally.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from pstar.memory.copy_queue import Handle
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
 from pstar.memory.tier import DISK, FAR, NEAR, Ledger, Tier, format_bytes
+from pstar.memory.under_way import UnderWay
 from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Candidate, Schedule
 
@@ -34,35 +36,6 @@ class Views(Protocol):
 
     def leave(self, key: Key, buffer: torch.Tensor) -> bool:
         """A block's near copy, this buffer, is about to be dropped. Returns whether other tensors keep views of it."""
-
-
-class Pending(Protocol):
-    """Background work that holds near memory, for example a collective."""
-
-    def finish(self) -> None:
-        """Waits for its end, removes itself from UnderWay, unpins its blocks, and passes its result on."""
-
-
-class UnderWay:
-    """Background work, added here by the object that began it. All of it is finished before a block is evicted from near.
-    Which work is under way depends on the program alone, so all ranks evict the same blocks."""
-
-    def __init__(self) -> None:
-        self.gathers: list[Pending] = []
-        self.reductions: list[Pending] = []
-
-    def finish_pending(self) -> bool:
-        """Finishes all, gathers first; returns whether any work was under way."""
-        if not self.gathers and not self.reductions:
-            return False
-        while self.gathers:
-            self.gathers[0].finish()
-        self.finish_reductions()
-        return True
-
-    def finish_reductions(self) -> None:
-        while self.reductions:
-            self.reductions[0].finish()
 
 
 class BlockStore:
@@ -88,6 +61,8 @@ class BlockStore:
         self.under_way = UnderWay()
         self.departures = 0
         """Number of times that a block has left near."""
+        self.num_near: Counter[str] = Counter()
+        """Number of blocks in near, by kind."""
         self._clock = 0
 
     def __contains__(self, key: Key) -> bool:
@@ -158,6 +133,8 @@ class BlockStore:
             self.mark_written(key, tier)
             if handle is not None:
                 self._block(key).pending.append(handle)
+            elif (block := self._block(key)).pending:    # waited for above: later steps need not look at ended ones
+                block.pending = [each for each in block.pending if not each.done]
 
     def is_settled(self, key: Key) -> bool:
         """Whether all background work on the block has ended."""
@@ -460,6 +437,7 @@ class BlockStore:
     def _add_copy(self, block: Block, tier: str, buffer: Any) -> None:
         self._clock += 1
         block.copies[tier], block.came[tier] = buffer, self._clock
+        self.num_near[block.key[0]] += tier == NEAR
         if self.profile is not None:
             self.profile.enter(block.key, tier, block.bytes_in(tier))
             self.profile.used(tier, self.tiers[tier].used_bytes)
@@ -470,6 +448,7 @@ class BlockStore:
             if not has_left:
                 self._leave(block)
             self.departures += 1
+            self.num_near[block.key[0]] -= 1
         block.pending = [handle for handle in block.pending if not handle.done]
         buffer = block.copies.pop(tier)
         if tier == DISK:

@@ -164,8 +164,9 @@ class Tier:
     @property
     def bound_bytes(self) -> int | None:
         """The most that may be in use now: the budget, or the limit of this moment."""
-        bounds = [bound for bound in (self.budget_bytes, self.limit_bytes) if bound is not None]
-        return min(bounds) if bounds else None
+        if self.limit_bytes is None:
+            return self.budget_bytes
+        return self.limit_bytes if self.budget_bytes is None else min(self.budget_bytes, self.limit_bytes)
 
     def size_of(self, num_bytes: int) -> int:
         """The bytes that a buffer of num_bytes takes: whole pages if they are locked."""
@@ -307,9 +308,13 @@ class Tier:
     def _shrink_idle(self, num_bytes: int) -> None:
         """Drops idle buffers until num_bytes fit into the budget and into the most bytes that this step or the last one
         used. So idle buffers never make a process larger than the buffers that it needed at once."""
+        if not self.idle_bytes:    # at most moments of a step
+            return
         bound = max(self._step_bytes, self._last_step_bytes, self.used_bytes + num_bytes)
         if self.bound_bytes is not None:
             bound = min(bound, self.bound_bytes)
+        if self.reserved_bytes + num_bytes <= bound:
+            return
         for size in list(self._idle):    # the garbage collector may release an activation's buffer meanwhile
             buffers = self._idle[size]
             while buffers and self.reserved_bytes + num_bytes > bound:

@@ -12,8 +12,9 @@ import torch
 from pstar.chunks.unit import LEGAL, Bytes, Grads, Units
 from pstar.errors import StateError
 from pstar.layout.layout import ModuleSpec, make_layout
-from pstar.memory.block_store import BlockStore, UnderWay
+from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier
+from pstar.memory.under_way import UnderWay
 from pstar.schedule.schedule import Schedule
 from tests import toy
 
