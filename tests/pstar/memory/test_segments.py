@@ -36,9 +36,19 @@ def test_a_setting_of_the_users_own_stays_alone(name, monkeypatch):
     assert settings() == {name: "max_split_size_mb:64"}
 
 
-def test_after_cuda_has_started_nothing_is_set(monkeypatch):
+@pytest.mark.parametrize("error", [None, RuntimeError, AttributeError])
+def test_after_cuda_has_started_torch_is_told(error, monkeypatch):
+    told = []
+
+    def tell(setting: str) -> None:
+        told.append(setting)
+        if error is not None:
+            raise error("this allocator cannot")
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert not segments.grow_segments() and settings() == {}
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", tell)
+    assert segments.grow_segments() == (error is None)
+    assert told == [segments.GROWING] and settings() == {segments.SETTING: segments.GROWING}
 
 
 def test_an_engine_on_the_cpu_sets_nothing_and_reports_no_allocator():
