@@ -24,6 +24,10 @@ torch.set_num_threads(1)
 settings.register_profile("tests", derandomize=True, deadline=None, database=None)
 settings.load_profile("tests")
 
+# The tests are for a CPU, also where there is a GPU. Those that need one have the mark `gpu`, and a run of their own.
+if os.environ.get("TESTS_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+
 # Unbuffered, Python writes a line and its newline separately, and another process's output can come between them.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
@@ -43,6 +47,9 @@ pytest_configure = tally.pytest_configure
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests that only `--all` runs, and sorts the files."""
     cover.mark_deep(items)
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and TESTS_GPU=1: bash benchmarks/gpu/run.sh --only tests"))
     workers.sort(items)
 
 

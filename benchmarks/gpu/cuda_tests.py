@@ -1,9 +1,9 @@
-"""Runs the test files with tests that need CUDA, and those of the kernels' build; writes gpu_tests.md.
+"""Runs the tests that need a GPU, those with the mark `gpu`; writes gpu_tests.md.
 
     python benchmarks/gpu/cuda_tests.py
 
-Files are found by their mark, a line with `skipif(` and `not torch.cuda.is_available()`. Status 1 if a test fails, or if
-none passes on a GPU.
+All other tests are for a CPU, also on a machine with a GPU: tests/conftest.py hides it from them. Status 1 if a test fails,
+or if none passes on a GPU.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO)]
 from common import check_device, facts_of, gpu_parser, name_of, write_page  # noqa: E402
 from facts import bullets  # noqa: E402
 
-NEEDS_CUDA = re.compile(r"skipif\([^\n]*\bnot torch\.\w+\.is_available\(\)")
-MORE = ("tests/pstar/kernels/test_nvrtc.py",)
-"""Files that need NVRTC, which torch's CUDA build brings."""
+NEEDS_A_GPU = re.compile(r"\bpytest\.mark\.gpu\b")
 RESULTS = ("passed", "failed", "skipped")
 
 
 def files() -> list[str]:
-    """Test files with a test that needs CUDA, from the repository's root."""
+    """Test files with the mark `gpu`, from the repository's root."""
     paths = sorted((REPO / "tests").rglob("test_*.py"))
-    found = [str(path.relative_to(REPO)) for path in paths if NEEDS_CUDA.search(path.read_text(encoding="utf-8"))]
-    return [*found, *(file for file in MORE if file not in found)]
+    return [str(path.relative_to(REPO)) for path in paths if NEEDS_A_GPU.search(path.read_text(encoding="utf-8"))]
 
 
 def rows(report: Path) -> tuple[dict[str, Counter], list[str]]:
@@ -75,10 +72,10 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     with tempfile.TemporaryDirectory(prefix="cuda_tests_") as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "not deep", "-p", "no:cacheprovider",
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "gpu and not deep", "-p", "no:cacheprovider",
                    f"--junitxml={report}", *files()]
         path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
-        status = subprocess.run(command, cwd=REPO, env=os.environ | {"PYTHONPATH": path}).returncode
+        status = subprocess.run(command, cwd=REPO, env=os.environ | {"PYTHONPATH": path, "TESTS_GPU": "1"}).returncode
         if not report.exists():
             return 1
         counts, failed = rows(report)

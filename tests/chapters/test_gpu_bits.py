@@ -1,29 +1,25 @@
-"""On a GPU, with --deterministic: not one bit depends on the run, nor on where chapter 07 places its chunks.
-
-Not yet run: no GPU was at hand when this was written (2026-11-23).
-"""
+"""On a GPU, with --deterministic: not one bit depends on the run, nor on where chapter 07 places its chunks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.chapters.program import Chapter
 
-DEVICE = "cuda"
-FLAGS = ("--nproc", 1, "--deterministic", "--max-steps", 8, "--eval-every", 100, "--save-every", 100, "--lr", "1e-2")
+FLAGS = ("--device", "cuda", "--nproc", 1, "--deterministic", "--max-steps", 8, "--eval-every", 100, "--save-every", 100,
+         "--lr", "1e-2")  # fmt: skip
 
 
 def losses(folder: Path, name: str, *flags: object) -> list[float]:
     folder.mkdir()
     chapter = Chapter(name, folder)
-    chapter.train("--device", DEVICE, *FLAGS, *flags)
+    chapter.train(*FLAGS, *flags)
     return chapter.losses()
 
 
-@pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gpu_gives_the_same_bits_again_and_in_every_placement(tmp_path: Path, precision: str) -> None:
     plain = [losses(tmp_path / f"00 {run}", "00_single", "--precision", precision) for run in range(2)]

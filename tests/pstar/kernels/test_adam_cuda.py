@@ -12,7 +12,7 @@ from pstar.kernels import adam_steps, cuda, norm_blocks, squared_norms
 from tests import toy
 from tests.pstar.kernels.test_adam import BF16, FP16, FP32, LAYOUTS, WITH_L2, arrays, assert_same_bits, make
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 
 
 def to_cuda(update):

@@ -19,6 +19,7 @@ import torch
 import pstar
 from pstar.kernels import build, cuda, front, nvrtc
 from pstar.kernels.build import BuildError
+from pstar.memory.accelerator import near_device
 from tests import toy
 from tests.harness.program import run_forked
 
@@ -207,4 +208,4 @@ def test_the_engine_looks_for_its_kernels_before_the_first_step(monkeypatch):
     asked = []
     monkeypatch.setattr(pstar.engine, "prepare", asked.append)
     toy.build()
-    assert asked == [torch.device("cpu")]
+    assert asked == [near_device(0)]

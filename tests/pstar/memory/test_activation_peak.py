@@ -148,7 +148,7 @@ def test_compiled_modules_stay_compiled():
     assert got == losses and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_allocators_peak_counts_neither_chunks_nor_what_was_there_before():
     device = torch.accelerator.current_accelerator()
     _others, chunk = torch.zeros(1 << 18, device=device), torch.zeros(1 << 20, device=device)
