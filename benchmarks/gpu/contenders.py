@@ -4,6 +4,8 @@ pstar       16-bit parameters, states in near or far, as there is room
 plain       torch.autocast over fp32 parameters, fused AdamW: everything on the device
 fsdp2       fully_shard with CPUOffloadPolicy: fp32 parameters and moments in host memory, AdamW of the CPU, bf16 computation
 
+pstar-NAME, plain-compiled   the same with one thing changed: VARIANTS, and torch.compile of every block
+
 All recompute blocks in backward if work["recompute"] is true, clip at a global norm of 1, and read the same batches.
 """
 
@@ -25,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_chinese.model.config import ModelConfig
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
+from pstar.memory.segments import grow_segments
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0
@@ -47,7 +50,7 @@ def pstar(work: dict[str, Any], device: torch.device) -> Step:
     """work["near_memory"]: bytes of the device for chunks and activations together; work["config"]: more keys."""
     import pstar
 
-    near = {"near_memory": work["near_memory"], "near_budget": work["near_memory"]}
+    near = {"near_memory": work["near_memory"], "near_budget": work["near_memory"]} if work["near_memory"] else {}
     keys = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": True}, "gradient_clipping": CLIP}
     model, optimizer = pstar.initialize_engine(lambda: make_model(work), 0, keys | near | work["config"], device=device)
     links = model._store.links
@@ -70,9 +73,27 @@ def pstar(work: dict[str, Any], device: torch.device) -> Step:
     return step
 
 
-def plain(work: dict[str, Any], device: torch.device) -> Step:
+VARIANTS: dict[str, dict[str, Any]] = {
+    "pstar-all": {"near_budget": "100%"},
+    "pstar-all-compiled": {"near_budget": "100%", "compile": "block"},
+    "pstar-25": {"near_budget": "25%"},
+    "pstar-25-no-prefetch": {"near_budget": "25%", "prefetch": 0},
+    "pstar-25-early": {"near_budget": "25%", "speculative_update": True},
+    "pstar-25-stream": {"near_budget": "25%", "far_states": "stream"},
+}
+"""Names of pstar with keys of its configuration; the budget counts the bytes of all model data."""
+
+
+def variant(keys: dict[str, Any], work: dict[str, Any], device: torch.device) -> Step:
+    return pstar(work | {"near_memory": None, "config": work["config"] | keys}, device)
+
+
+def plain(work: dict[str, Any], device: torch.device, compiled: bool = False) -> Step:
     with device:
         model = make_model(work)
+    if compiled:
+        for block in model.transformer.h:
+            block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
     return functools.partial(_torch_step, model, optimizer, device)
 
@@ -112,7 +133,9 @@ def _torch_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, autoca
     return {"loss": float(loss.detach())}
 
 
-CONTENDERS: dict[str, Callable[[dict[str, Any], torch.device], Step]] = {"pstar": pstar, "plain": plain, "fsdp2": fsdp2}
+CONTENDERS: dict[str, Callable[[dict[str, Any], torch.device], Step]] = {
+    "pstar": pstar, "plain": plain, "fsdp2": fsdp2, "plain-compiled": functools.partial(plain, compiled=True),
+    **{name: functools.partial(variant, keys) for name, keys in VARIANTS.items()}}
 
 
 def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
@@ -128,6 +151,8 @@ def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
         if device.type == "cpu":
             torch.set_num_threads(1)
         elif work.get("cap"):
+            if name.startswith("pstar"):    # as the engine does itself where it is the first to ask CUDA
+                grow_segments()
             torch.cuda.set_per_process_memory_fraction(work["cap"] / torch.cuda.mem_get_info(device)[1], device)
         step = CONTENDERS[name](work, device)
         _tell(f"{name}: ready after {time.perf_counter() - begin:.0f} s")

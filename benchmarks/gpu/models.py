@@ -4,6 +4,7 @@
     python benchmarks/gpu/models.py --billions 7 --batch 16        # against FSDP2 with parameters in host memory
     python benchmarks/gpu/models.py --billions 17 --only pstar     # the largest: does it train five steps?
     python benchmarks/gpu/models.py --billions 7 --only pstar --cap 24    # as on a GPU of 24 GB
+    python benchmarks/gpu/models.py --billions 0.5 --batch 4 --no-recompute --only plain,pstar-all,pstar-25    # variants
     python benchmarks/gpu/models.py --quick --device cpu           # a toy, to see that it runs
 
 One size a command, each in less than ten minutes. Each contender has a separate process. If all fit into the GPU together
@@ -38,7 +39,7 @@ from facts import bullets  # noqa: E402
 from processes import started  # noqa: E402
 from turns import in_turns  # noqa: E402
 
-VOCAB, SEQ_LEN, WARM_UP_STEPS = 21128, 1024, 2
+VOCAB, SEQ_LEN, WARM_UP_STEPS = 21128, 1024, 5
 WIDTHS = ((3.0, 1600, 64), (9.0, 4096, 128), (1000.0, 5120, 128))
 """(largest number of billion parameters, width, width of a head)"""
 FSDP2_BYTES = 16
@@ -135,8 +136,9 @@ class Alive:
         """Seconds and numbers of each step; an empty list after an error."""
         if self.error:
             return []
-        try:
+        with contextlib.suppress(OSError):    # one that has ended already may have said why
             self._pipe.send(steps)
+        try:
             answer = self._pipe.recv()
         except (EOFError, OSError):
             answer = "its process was killed: host memory is full, most likely"
@@ -158,9 +160,10 @@ def measure(names: dict[str, str | None], work: dict[str, Any], rounds: int, tog
     groups = [list(names)] if together else [[name] for name in names]
     done = []
     for group in groups:
-        alive = [Alive(name, work, names[name]) for name in group]
-        for one in alive:
-            one.run(WARM_UP_STEPS)
+        alive = []
+        for name in group:    # one after the other: processes that draw their weights at the same time share the cores
+            alive.append(Alive(name, work, names[name]))
+            alive[-1].run(WARM_UP_STEPS)
         for one in in_turns(alive, rounds):
             one.told += one.run(1)
         for one in alive:
@@ -188,8 +191,10 @@ def row(one: Alive, base: Alive | None, work: dict[str, Any], num_params: int, n
     if base is not None and base.told and len(base.told) == len(one.told):
         ratios = [b["seconds"] / a["seconds"] for a, b in zip(one.told, base.told, strict=True)]
         cells["of plain"] = f"{statistics.median(ratios):.2f}"
-    if one.name == "pstar":
-        cells |= {"predicted, GiB": f"{near_peak / 2**30:.2f}", "waiting, s": f"{median['waited']:.3f}"}
+    if one.name == "pstar":    # the prediction is for the whole of near
+        cells["predicted, GiB"] = f"{near_peak / 2**30:.2f}"
+    if "waited" in median:
+        cells["waiting, s"] = f"{median['waited']:.3f}"
         for short, way in (("in", "far to near"), ("out", "near to far")):
             cells[f"{short}, GB a step"] = f"{median[f'{way} bytes'] / 1e9:.2f}"
             cells[f"{short}, GB/s"] = f"{median[f'{way} speed'] / 1e9:.1f}" if median[f"{way} bytes"] else ""
@@ -220,8 +225,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--billions", type=float, default=1.5, help="parameters (default: 1.5)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step (default: 8)")
     parser.add_argument("--rounds", type=int, default=5, help="steps that are counted (default: 5)")
-    parser.add_argument("--only", help="of pstar, plain, fsdp2, with commas between (default: pstar and the one that it is "
-                        "compared with at this size)")
+    parser.add_argument("--only", help=f"of {', '.join(contenders.CONTENDERS)}, with commas between (default: pstar and "
+                        "the one that it is compared with at this size)")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
     parser.add_argument("--near-memory", help="of the GPU, for pstar (default: 90%% of what is free)")
     parser.add_argument("--cap", type=float, help="GB of the GPU that each process may use (default: all)")

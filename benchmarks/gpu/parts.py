@@ -3,10 +3,11 @@
 | part | table | what it shows |
 |---|---|---|
 | tests | gpu_tests.md | the tests that need CUDA |
+| chapters | gpu_chapters.md | the losses of chapters 00 to 07 in fp32, bf16 and fp16 beside those of chapter 00 |
 | equal | gpu_equal.md | small models: the losses with least memory near equal those with everything near |
 | adam | gpu_adam.md | Adam beside torch's fused AdamW, a device copy, and copies from and to pinned host memory |
 | models | gpu_models.md | 1.5, 7, 13 and 17 billion parameters beside plain PyTorch or FSDP2, until each fails |
-| curve | gpu_curve.md | 7 billion parameters with 24, 40 and 80 GB of the GPU |
+| curve | gpu_curve.md | 1.5 billion parameters with 8 and 12 GB of the GPU, 7 billion with 24, 40 and 80 GB |
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("tests", "equal", "adam", "models", "curve")
+PARTS = ("tests", "chapters", "equal", "adam", "models", "curve")
+VARIANTS = ("plain", "plain-compiled", "pstar-all", "pstar-all-compiled", "pstar-25", "pstar-25-no-prefetch",
+            "pstar-25-early", "pstar-25-stream")
+"""Contenders of one model that fits into the GPU eight times."""
 MODELS = (
-    (1.5, 8, "pstar,plain", 2.5), (1.5, 8, "fsdp2", 2), (7, 16, "pstar", 3.5), (7, 16, "fsdp2", 4), (13, 16, "pstar", 5),
-    (13, 16, "fsdp2", 0.5), (17, 32, "pstar", 6), (17, 32, "fsdp2", 0.5))  # fmt: skip
+    (1.5, 8, "pstar,pstar-all,plain", 2.5), (1.5, 8, "fsdp2", 2), (7, 16, "pstar", 3.5), (7, 16, "fsdp2", 4),
+    (13, 16, "pstar", 5), (13, 16, "fsdp2", 0.5), (17, 32, "pstar", 6), (17, 32, "fsdp2", 0.5))  # fmt: skip
 """(billions of parameters, sequences a step, contenders, about so many minutes)"""
-CAPS = (24, 40, 80)
-"""GB of the GPU: a consumer card, a small and a large server card."""
+CAPS = ((1.5, 8, 8, 1.5), (1.5, 8, 12, 1.5), (7, 16, 24, 3.5), (7, 16, 40, 3.5), (7, 16, 80, 3.5))
+"""(billions of parameters, sequences a step, GB of the GPU, about so many minutes)
+
+8, 12 and 24 GB are consumer cards, 40 and 80 server cards."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,14 @@ def steps(device: str, toy: bool, folder: Path) -> list[Step]:
         size = ("--billions", f"{billions:g}", "--batch", str(batch), "--only", only)
         return "models.py", *size, "--until-it-fails", *flags, *few
 
-    found = [step("tests", 4, "cuda_tests.py"), step("equal", 1.5, "equal.py"), step("adam", 1, "adam.py")]
+    found = [step("tests", 4, "cuda_tests.py"), step("chapters", 2, "chapters.py"), step("equal", 1.5, "equal.py"),
+             step("adam", 1, "adam.py"),
+             step("models-0.5-variants", 4, *model(0.5, 4, ",".join(VARIANTS), "--no-recompute"))]
     for billions, batch, only, minutes in MODELS:
         name = f"models-{billions:g}-{only.replace(',', '-')}"
         found.append(step(name, minutes, *model(billions, batch, only)))
-    for cap in CAPS:
-        found.append(step(f"curve-{cap}", 3.5, *model(7, 16, "pstar", "--cap", str(cap))))
+    for billions, batch, cap, minutes in CAPS:
+        found.append(step(f"curve-{billions:g}-{cap}", minutes, *model(billions, batch, "pstar", "--cap", str(cap))))
     return found
 
 

@@ -5,9 +5,10 @@
     bash benchmarks/gpu/run.sh --again --only adam         # once more, though it was done
     bash benchmarks/gpu/run.sh --device cpu --toy          # tiny models, to see that all of it runs; minutes
 
-Parts: tests, equal, adam, models, curve (parts.py says what each shows). A part is a step or several; a step is one program.
-What was done is skipped by the next call. What failed leaves its output in gpu_STEP_failed.txt, is tried again by the next
-call, and stops no other step. A step starts only if the time left is enough for it; the others are named at the end.
+Parts: tests, chapters, equal, adam, models, curve (parts.py says what each shows). A part is a step or several; a step is
+one program. What was done is skipped by the next call. What failed leaves its output in gpu_STEP_failed.txt, is tried again
+by the next call, and stops no other step. A step starts only if the time left is enough for it; the others are named at the
+end.
 
 Tables are written to benchmarks/results, and the state to runs/gpu, where git ignores it. A toy writes to --output only.
 """

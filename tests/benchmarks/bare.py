@@ -1,4 +1,4 @@
-"""An environment like that of a machine with a GPU: torch, numpy, pytest, hypothesis and what they need, nothing of ours.
+"""An environment like that of a machine with a GPU: torch, pytest and what this checkout's programs import, nothing of ours.
 
     python = environment(folder)                   # its interpreter
     run_as_programs(python, [["benchmarks/gpu/adam.py"], ...])
@@ -17,7 +17,8 @@ from pathlib import Path
 from tests.limits import HANGS_S
 
 REPO = Path(__file__).parents[2]
-PACKAGES = ("torch", "numpy", "pytest", "hypothesis")
+PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "orjson", "tokenizers", "safetensors", "tensorboard", "setuptools",
+            "tqdm")
 
 # Loads torch once, then becomes each program in a fork: starting from nothing takes seconds a program.
 PROGRAMS = """

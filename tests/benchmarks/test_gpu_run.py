@@ -158,7 +158,7 @@ def test_tables_are_published_after_each_step_and_name_no_folder_of_this_machine
 @pytest.mark.parametrize("flags, message", [
     (["--device", "cpu"], "--device cpu needs --toy: the real sizes need a GPU"),
     (["--toy", "--device", "cpu", "--output", str(HERE.parent / "results")], "--output: a toy's numbers do not belong"),
-    (["--only", "models,fast"], "--only fast: not known; choose from tests, equal, adam, models, curve, or a step"),
+    (["--only", "models,fast"], "--only fast: not known; choose from tests, chapters, equal, adam, models, curve, or a"),
     (["--only", "mod"], "--only mod: not known"),
     (["--minutes", "0"], "--minutes must be above 0"),
     (["--hours", "1"], "unrecognized arguments: --hours 1"),
@@ -181,7 +181,8 @@ def test_the_steps_cover_all_parts_and_sizes():
     names = [each.name for each in every]
     assert len(set(names)) == len(names) and {name.partition("-")[0] for name in names} == set(parts.PARTS)
     assert {each.name for each in parts.select(every, ["models-1.5", "curve"])} == {
-        "models-1.5-pstar-plain", "models-1.5-fsdp2", "curve-24", "curve-40", "curve-80"}    # fmt: skip
+        "models-1.5-pstar-pstar-all-plain", "models-1.5-fsdp2", "curve-1.5-8", "curve-1.5-12", "curve-7-24", "curve-7-40",
+        "curve-7-80"}
     for billions in ("1.5", "7", "13", "17"):
         beside = " ".join(shlex.join(each.command) for each in parts.select(every, [f"models-{billions}"]))
         assert "pstar" in beside and "fsdp2" in beside
@@ -189,14 +190,11 @@ def test_the_steps_cover_all_parts_and_sizes():
     assert all("--quick" in each.command and not each.minutes for each in parts.steps("cpu", True, Path("runs")))
 
 
-def test_all_files_with_tests_that_need_cuda_are_found():
+def test_all_files_with_tests_that_need_a_gpu_are_found():
     found = cuda_tests.files()
-    assert {"tests/pstar/kernels/test_adam_cuda.py", "tests/pstar/memory/test_activation_peak.py",
-            "tests/pstar/kernels/test_nvrtc.py"} <= set(found)
+    assert set(found) == {"tests/pstar/kernels/test_adam_cuda.py", "tests/pstar/memory/test_activation_peak.py",
+                          "tests/chapters/test_gpu_bits.py"}
     assert all((REPO / file).exists() for file in found)
-    marked = {str(path.relative_to(REPO)) for path in (REPO / "tests").rglob("test_*.py") if path != Path(__file__)
-              and re.search(r"mark\.skipif\([^\n]*is_available\(\)", path.read_text(encoding="utf-8"))}
-    assert marked <= set(found)
 
 
 def test_failed_and_skipped_tests_are_counted(tmp_path):
@@ -267,10 +265,12 @@ def test_all_parts_run_as_toys_and_only_once(python, tmp_path):
     for page in pages.values():
         assert all(fact in page for fact in ("- versions: torch ", "- date: 20", "- command: `python benchmarks/gpu/"))
         assert str(tmp_path) not in page
-    assert pages["equal"].count("| equal | equal |") == 18 and "**" not in pages["equal"]
+    assert pages["equal"].count("| equal | equal |") == 24 and "**" not in pages["equal"]
     assert re.search(r"\| tests.pstar.kernels.test_adam_cuda \| 0 \| 0 \| \d+ \|", pages["tests"])
-    assert [pages["models"].count(f"| {who} |") for who in ("pstar", "plain", "fsdp2")] == [4, 1, 4]
-    assert re.findall(r"\| pstar \| 16 x 64 \| (\d+) \|", pages["curve"]) == ["24", "40", "80"]
+    assert [pages["models"].count(f"| {who} |") for who in ("pstar", "plain", "fsdp2", *parts.VARIANTS[1:])] == [
+        4, 2, 4, 1, 2, *[1] * len(parts.VARIANTS[3:])]    # fmt: skip
+    assert "**" not in pages["chapters"] and pages["chapters"].count("| same bits |") >= 10
+    assert re.findall(r"\| pstar \| \d+ x 64 \| (\d+) \|", pages["curve"]) == ["8", "12", "24", "40", "80"]
     status, text = toy(python, tmp_path / "toy")
     assert status == 0 and text.count("done before") == len(names)
     assert before == sorted(path.name for path in (HERE.parent / "results").iterdir()), "a toy's numbers are no results"
