@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted: the table has what was complete")
         facts.append(("interrupted", "not all rounds and seeds ran"))
-    facts.append(("interleaved rounds, by seed", rounds.seeds() or "none is complete"))
+    facts.append(("interleaved rounds by seed", rounds.seeds() or "none is complete"))
     variants = [variant for variant in variants if variant.runs]
     if not variants:
         print("error: no run succeeded", file=sys.stderr)

@@ -95,8 +95,9 @@ class Panel:
         return self.left + across * self.width, self.top + (1 - up) * self.height
 
     def title(self, text: str) -> None:
-        """A name above the frame."""
-        self.drawing.text(self.left, self.top - 10, text, bold=True)
+        """A name above the frame, in two lines if it is wider."""
+        for number, line in enumerate(reversed(wrapped(text, self.width, bold=True))):
+            self.drawing.text(self.left, self.top - 10 - 16 * number, line, bold=True)
 
     def ticks(self, xs: Sequence[float] = (), ys: Sequence[float] = ()) -> None:
         """Numbers below and to the left of the frame."""

@@ -40,7 +40,7 @@ def width_of(text: str, bold: bool = False) -> float:
     return sum(FONT if unicodedata.east_asian_width(c) in "WF" else latin * FONT for c in text)
 
 
-def wrapped(text: str, width: float) -> list[str]:
+def wrapped(text: str, width: float, bold: bool = False) -> list[str]:
     """Breaks a text into lines, at blanks and between Chinese characters. No line begins with a stop."""
     pieces: list[str] = []
     for c in text:
@@ -52,7 +52,7 @@ def wrapped(text: str, width: float) -> list[str]:
             pieces.append(c)
     lines = [""]
     for piece in pieces:
-        if width_of((lines[-1] + piece).rstrip()) > width:
+        if width_of((lines[-1] + piece).rstrip(), bold) > width:
             lines.append("")
         lines[-1] += piece
     return [line.strip() for line in lines]

@@ -189,9 +189,9 @@ def ablation_loss(words: Words) -> str:
     every = [value for row in rows.values() for value in row["losses"]]
     ys, xs = (int(min(every) * 2) / 2, round(max(every) + 0.25)), (1, len(base["losses"]))
     drawing.heading(words("training loss, nats per token, over {n} steps").format(n=len(base["losses"])))
-    wide, high, first = (WIDTH - 34 - MARGIN - 14) / COLUMNS, 70, drawing.y + 20
+    wide, high, first = (WIDTH - 34 - MARGIN - 14) / COLUMNS, 70, drawing.y + 44
     for number, row in enumerate(others):
-        left, top = 34 + number % COLUMNS * (wide + 14), first + number // COLUMNS * (high + 36)
+        left, top = 34 + number % COLUMNS * (wide + 14), first + number // COLUMNS * (high + 58)
         panel = Panel(drawing, (left, top, wide, high), xs, ys)
         panel.draw(Line(list(enumerate(base["losses"], start=1)), "baseline", 5))
         panel.draw(Line(list(enumerate(row["losses"], start=1)), "measured", 2, "" if row["same_curve"] else "3 3"))
