@@ -31,6 +31,7 @@ from ablation_rounds import Failures, Rounds
 from ablation_variants import VARIANTS, WARM_UP_STEPS, Result, Variant
 from command_line import at_least, parser_of, set_missing
 from facts import bullets, num_cores, processor, versions, when_and_how
+from processes import why_it_failed
 
 __all__ = ["ROOT", "WARM_UP_STEPS", "Result", "Variant", "hardware", "run_once"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,9 +59,7 @@ def run_once(variant: Variant, nproc: int, options: argparse.Namespace, folder: 
     done = subprocess.run([str(c) for c in command], env={**os.environ, **threads, "PYTHON": sys.executable},
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("error:")] or lines[-1:] or ["nothing was said"]
-        return f"status {done.returncode}: {said[0].removeprefix('error: ')}"
+        return why_it_failed(done.returncode, done.stdout)
     result = read_result(folder, nproc)
     shutil.rmtree(folder)
     return result

@@ -10,7 +10,6 @@ Writes quantization.md and quantization.png below benchmarks/results/.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 from ablation import ROOT, hardware
 from command_line import at_least, parser_of
 from facts import bullets, when_and_how
+from processes import finding_this_checkout
 
 CHAPTERS = ROOT / "chapters"
 # narrow, and short windows: it trains in minutes, for enough steps that its loss depends on all of its matrices
@@ -50,8 +50,7 @@ def measure(model: Path, outliers: int) -> list[Row]:
 
 def start(program: Path, *flags: str) -> None:
     """Runs a program of this checkout. Raises SystemExit when it fails; it has said why."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run([sys.executable, str(program), *flags], env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run([sys.executable, str(program), *flags], env=finding_this_checkout())
     if done.returncode:
         raise SystemExit(done.returncode)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,8 +25,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO)]
+from command_line import at_least  # noqa: E402
 from common import check_device, facts_of, gpu_parser, name_of, write_page  # noqa: E402
 from facts import bullets  # noqa: E402
+from processes import finding_this_checkout, why_it_failed  # noqa: E402
 
 STEPS, QUICK_STEPS, AT_ONCE = 30, 4, 6
 LR = 3e-4
@@ -64,7 +65,7 @@ class Result:
 
 
 def _rows(chapter: str, *more: tuple[str, ...], precision: str = "fp32") -> tuple[Row, ...]:
-    return tuple(Row(chapter, precision, flags) for flags in more or ((),))
+    return tuple(Row(chapter, precision, flags) for flags in more)
 
 
 ROWS = (
@@ -72,7 +73,7 @@ ROWS = (
     Row("00_single", flags=("--recompute", "block", "--loss-tiles", "auto")),
     Row("01_parameter_server"),
     *_rows("02_ddp", ("--variant", "bucket"), ("--backend", "torch")),
-    *_rows("04_apex", ("--opt-level", "O0")),
+    Row("04_apex", flags=("--opt-level", "O0")),
     Row("05_model_parallel"),
     *_rows("06_zero", ("--zero-stage", "1"), ("--zero-stage", "3"), ("--zero-stage", "3", "--offload", "optimizer,params")),
     *_rows("07_patrickstar", ("--backend", "own", "--near-budget", "min"), ("--near-budget", "100%"),
@@ -105,8 +106,7 @@ def run(row: Row, device: str, steps: int, folder: Path, resume: str = "never") 
     if row.precision == "fp32":
         work.append("--deterministic")
     command = [sys.executable, str(REPO / "chapters" / row.chapter / "train.py"), *work, *row.flags]
-    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1" if device == "cpu" else "4"}
+    environment = finding_this_checkout() | {"OMP_NUM_THREADS": "1" if device == "cpu" else "4"}
     try:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               timeout=LIMIT_S)  # fmt: skip
@@ -114,9 +114,7 @@ def run(row: Row, device: str, steps: int, folder: Path, resume: str = "never") 
         return f"not ended after {LIMIT_S} s"
     if done.returncode:
         print(done.stdout[-4000:], flush=True)
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("error:")] or lines[-1:] or ["nothing was said"]
-        return f"status {done.returncode}: {said[0].removeprefix('error: ')}"
+        return why_it_failed(done.returncode, done.stdout)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return Result([row["loss"] for row in rows], rows[-1]["peak_bytes"])
 
@@ -158,7 +156,7 @@ def table(results: dict[Row, Result | str]) -> tuple[list[str], int]:
 def main(argv: list[str]) -> int:
     """Trains, compares, writes. Returns 1 if a row is wrong."""
     parser = gpu_parser("chapters.py", __doc__, "few steps of few rows")
-    parser.add_argument("--jobs", type=int, default=AT_ONCE, help="programs at the same time (default: %(default)s)")
+    parser.add_argument("--jobs", type=at_least(1), default=AT_ONCE, help="programs at the same time (default: %(default)s)")
     options: argparse.Namespace = parser.parse_args(argv)
     check_device(parser, options.device, "--quick --device cpu")
     steps, rows = (QUICK_STEPS, few()) if options.quick else (STEPS, ROWS)

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_chinese.model.config import ModelConfig
 from gpt2_chinese.model.gpt2 import GPT2LMHeadModel
-from pstar.memory.segments import grow_segments
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0
@@ -152,6 +151,8 @@ def work_on(name: str, work: dict[str, Any], pipe: Any) -> None:
             torch.set_num_threads(1)
         elif work.get("cap"):
             if name.startswith("pstar"):    # as the engine does itself where it is the first to ask CUDA
+                from pstar.memory.segments import grow_segments
+
                 grow_segments()
             torch.cuda.set_per_process_memory_fraction(work["cap"] / torch.cuda.mem_get_info(device)[1], device)
         step = CONTENDERS[name](work, device)

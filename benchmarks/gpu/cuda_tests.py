@@ -9,7 +9,6 @@ or if none passes on a GPU.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ REPO = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO)]
 from common import check_device, facts_of, gpu_parser, name_of, write_page  # noqa: E402
 from facts import bullets  # noqa: E402
+from processes import finding_this_checkout  # noqa: E402
 
 NEEDS_A_GPU = re.compile(r"\bpytest\.mark\.gpu\b")
 RESULTS = ("passed", "failed", "skipped")
@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "gpu and not deep", "-p", "no:cacheprovider",
                    f"--junitxml={report}", *files()]
-        path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
-        status = subprocess.run(command, cwd=REPO, env=os.environ | {"PYTHONPATH": path, "TESTS_GPU": "1"}).returncode
+        status = subprocess.run(command, cwd=REPO, env=finding_this_checkout() | {"TESTS_GPU": "1"}).returncode
         if not report.exists():
             return 1
         counts, failed = rows(report)

@@ -19,7 +19,6 @@ import torch
 import pstar
 from pstar.kernels import build, cuda, front, nvrtc
 from pstar.kernels.build import BuildError
-from pstar.memory.accelerator import near_device
 from tests import toy
 from tests.harness.program import run_forked
 
@@ -208,4 +207,4 @@ def test_the_engine_looks_for_its_kernels_before_the_first_step(monkeypatch):
     asked = []
     monkeypatch.setattr(pstar.engine, "prepare", asked.append)
     toy.build()
-    assert asked == [near_device(0)]
+    assert asked == [torch.device("cpu")]
