@@ -19,7 +19,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -183,16 +183,33 @@ def main(arguments: list[str]) -> int:
         return _interrupted()
     if not problem:
         return 0
-    # Without the ranks that lost touch: the rank that hung printed no LOST_LINE before the launcher killed it.
-    ended = [(rank, status) for rank, status in streams[0].ended if status != LOST_PEER and rank not in streams[1].lost]
-    if ended or streams[0].ended:
-        rank, status = (ended or streams[0].ended)[0]
-        how = f" ({signal.Signals(-status).name})" if status < 0 else ""
-        line = f"rank {rank} failed with status {status}{how}; its output is above"
-    else:
-        line = f"horovodrun failed: {' '.join(' '.join([*streams[0].said, *streams[1].said, problem]).split())}"
+    num_ranks = int(arguments[arguments.index("-np") + 1])
+    said = " ".join(" ".join([*streams[0].said, *streams[1].said, problem]).split())
+    line = blame(streams[0].ended, streams[1].lost, num_ranks) or f"horovodrun failed: {said}"
     print(f"error: {line}", file=sys.stderr, flush=True)
     return 1
+
+
+def blame(ended: Sequence[tuple[int, int]], lost: Set[int], num_ranks: int) -> str:
+    """One line that names the rank that failed first; empty when no rank ended with an error.
+
+    Horovod does not always tell how a rank ended that it killed: psutil's wait can take the exit status before the
+    process that would report it, which then reports 0. So a rank that is not in these lists at all is blamed, too.
+
+    Args:
+        ended: (rank, exit status) of the ranks that ended with an error, in that order.
+        lost: ranks that printed LOST_LINE; a rank that hung printed none before the launcher killed it.
+        num_ranks: ranks of the job.
+    """
+    if not ended:
+        return ""
+    guilty = [(rank, status) for rank, status in ended if status != LOST_PEER and rank not in lost]
+    silent = [rank for rank in range(num_ranks) if rank not in lost and rank not in dict(ended)]
+    if not guilty and silent:
+        return f"rank {silent[0]} stopped answering the other ranks; its output is above"
+    rank, status = (guilty or ended)[0]
+    how = f" ({signal.Signals(-status).name})" if status < 0 else ""
+    return f"rank {rank} failed with status {status}{how}; its output is above"
 
 
 def _interrupted() -> int:

@@ -84,7 +84,7 @@ def test_two_ranks_meet_on_a_machine_that_resolves_no_name_not_even_localhost(pr
     assert "resolve" not in done.stderr, done.stderr
     # and by hand, as the pages about collectives do
     meets = tmp_path / "meets.py"
-    meets.write_text("import os\nprint('they meet at', os.environ['MASTER_ADDR'] + chr(10), end='')\n")
+    meets.write_text("import os\nprint('they meet at ' + os.environ['MASTER_ADDR'] + chr(10), end='')\n")
     line = ["bash", str(ROOT / "scripts/torchrun.sh"), "--standalone", "--nproc-per-node", "2", str(meets)]
     done = subprocess.run(line, env={**preloaded, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0 and done.stdout.count("they meet at 127.0.0.1\n") == 2, done
