@@ -7,6 +7,7 @@ from pstar.chunks.kept_gradients import KeptGradients
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.prefetch import Prefetch
+from pstar.chunks.resident import ResidentSteps
 from pstar.chunks.room import NearRoom
 from pstar.chunks.step import Chunks
 from pstar.chunks.unit import Units
@@ -60,4 +61,5 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     for group in layout.groups:
         store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR, fixed=group.frozen,
                      codes=codes if group.coded else None).zero_()
-    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives, update_log)
+    resident = ResidentSteps(plan, unsharding, store, tiers)
+    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives, update_log, resident)

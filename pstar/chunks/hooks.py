@@ -90,11 +90,11 @@ class Hooks:
         """Sets the hooks on the modules and their parameters; to be called once, when the initial weights are in chunks."""
         params = self.chunks.params
         names = {id(param): name for name, param in params.items()}
-        for _, child, used in () if self.stay else owners(self.module, self.blocks):
+        for number, (_, child, used) in enumerate(() if self.stay else owners(self.module, self.blocks)):
             own = tuple(dict.fromkeys(names[id(param)] for param in used if id(param) in names))
             if not own and not any(True for _ in child.children()):
                 continue    # dropout, GELU, ...: no parameters to acquire, and the enclosing module's pair is in force
-            child.register_forward_pre_hook(self._before_forward(own), prepend=True)
+            child.register_forward_pre_hook(self._before_forward(own, number), prepend=True)
             child.register_forward_hook(self._after_forward(own), always_call=True)
         if self.chunks.room.watch is not None:
             for block in () if self.stay else self.blocks.values():
@@ -106,11 +106,17 @@ class Hooks:
             param.register_post_accumulate_grad_hook(self._after_grad(name))
             param.requires_grad_(trained)
 
-    def _before_forward(self, names: tuple[str, ...]):
+    def _before_forward(self, names: tuple[str, ...], number: int):
+        resident = self.chunks.resident
+
         @torch.compiler.disable
         def acquire(module: torch.nn.Module, args: tuple) -> None:
+            resident.path = hash((resident.path, number))
+            self.lender.used.update(names)
+            if resident.active:
+                self._pairs.append(None)
+                return
             if names:
-                self.lender.used.update(names)
                 self.chunks.acquire(names)
             if self.offload is not None and not self._pairs:
                 self.offload.stay(self._others())
@@ -127,7 +133,7 @@ class Hooks:
             pair = self._pairs.pop()
             if pair is not None:
                 pair.__exit__(None, None, None)
-            if names:
+            if names and not self.chunks.resident.active:
                 self.chunks.release(names)
 
         return release
@@ -261,6 +267,7 @@ class Hooks:
     def end_backward(self) -> None:
         self._leave_node()
         self.lender.open = False
+        self.chunks.resident.end_backward()
         self.chunks.gradients.end_backward(self.last_micro_step)
 
 

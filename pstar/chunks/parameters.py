@@ -116,13 +116,17 @@ class Parameters:
         """Turns all parameters into idle placeholders: from now on their bytes are in chunks."""
         for unit in self.units.records:
             self._release_data(unit)
-        for name, param in self.params.items():
-            param.__class__ = self._classes[name][1]
+        self.idle_all()
 
     def lend_all(self) -> None:
-        """Gives all parameters their usual class instead of Idle: all are near, and none will be evicted."""
+        """Gives all parameters their usual class instead of Idle: all are near, and none will be evicted until idle_all."""
         for name, param in self.params.items():
             param.__class__ = self._classes[name][0]
+
+    def idle_all(self) -> None:
+        """Ends lend_all."""
+        for name, param in self.params.items():
+            param.__class__ = self._classes[name][1]
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose near buffer is a tensor's memory, or was in this step; None for a tensor with other memory."""

@@ -15,6 +15,7 @@ import torch
 from pstar.chunks.gradients import Gradients
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.prefetch import Prefetch
+from pstar.chunks.resident import ResidentSteps
 from pstar.chunks.room import NearRoom
 from pstar.chunks.unit import UnitRecord
 from pstar.chunks.unshard import Unsharding
@@ -39,13 +40,15 @@ class Chunks:
         tiers: the tier in which each group is updated.
         store, collectives: the layers below: blocks in tiers, and communication.
         log: what updates have overwritten that began in backward; None: no update does.
+        resident: tells whether all model data stay near in this step.
     """
 
     def __init__(self, parameters: Parameters, gradients: Gradients, unsharding: Unsharding, prefetch: Prefetch,
-                 room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives, log: BlockLog | None):
+                 room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives, log: BlockLog | None,
+                 resident: ResidentSteps):
         self.parameters, self.gradients, self.unsharding, self.prefetch = parameters, gradients, unsharding, prefetch
         self.room, self.tiers, self.store, self.collectives, self.log = room, tiers, store, collectives, log
-        self.schedule, self.units = store.schedule, parameters.units
+        self.schedule, self.units, self.resident = store.schedule, parameters.units, resident
         self.layout, self.params = parameters.units.layout, parameters.params
 
     # ------------------------------------------------------------- a module needs parameters
@@ -87,7 +90,7 @@ class Chunks:
     def _touch(self, key: Key) -> None:
         """Advances the schedule to its next moment, and sets near's limit to what this moment's activations leave."""
         self.schedule.touch(key)
-        if self.room.watch is not None:
+        if self.room.watch is not None and not self.resident.active:
             self._shrink_room(key, self.schedule.peak)
 
     def _shrink_room(self, key: Key, peak: int | None) -> None:

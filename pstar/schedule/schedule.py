@@ -64,6 +64,8 @@ class Trace:
                 self.stretches.append((key, peak, moment))
             self.stretch_of.append(len(self.stretches) - 1)
         self._first: dict[Hashable, float] = {}
+        self.path: int | None = None
+        """Names what a step did that followed this trace to its end (pstar.chunks.resident); None before there was one."""
 
     def __len__(self) -> int:
         return len(self.accesses)
@@ -216,6 +218,10 @@ class Schedule:
         finally:
             self._paused, self.last = before, None
 
+    def leave_trace(self) -> None:
+        """The rest of this step is not compared with its trace, which stays for later steps."""
+        self._paused = True
+
     def touch(self, key: Key) -> None:
         """Key is needed now. Touching the same key again and again is one moment."""
         self._clock += 1
@@ -330,11 +336,11 @@ class Schedule:
                     del self._traces[next(iter(self._traces))]
                 self._traces[self._signature] = self.trace
             self.num_traced += 1
-        elif self.trace is not None and self._moment + 1 != len(self.trace):
+        elif self.trace is not None and not self._paused and self._moment + 1 != len(self.trace):
             self.forget()
         self.num_steps += 1
         self._recording = None
-        self._in_step, self.last = False, None
+        self._in_step, self._paused, self.last = False, False, None
         self._moment = -1
         return recorded
 

@@ -56,6 +56,7 @@ FOLDER_ROWS = {
         "kept_gradients": 3,
         "unshard": 2,
         "prefetch": 3,
+        "resident": 3,
         "step": 4,
         "assemble": 5,
         "hooks": 5,
