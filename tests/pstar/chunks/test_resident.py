@@ -55,14 +55,16 @@ def test_a_step_is_resident_after_one_has_followed_the_trace_and_hooks_then_acqu
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
-def test_the_least_near_memory_with_which_steps_are_resident():
+@pytest.mark.parametrize("near_states", ["margin", "fill"])
+def test_the_least_near_memory_with_which_steps_are_resident(near_states):
     """All model data (16 bytes of each element) and the largest peak of activations; with one byte less, no step is."""
     model, optimizer = build()
     steps(model, optimizer, 3)
     enough = 16 * sum(group.elems for group in model.layout.groups) + max(model.schedule.known_peaks())
-    whole = build(near_memory=enough)
-    assert steps(*whole, 6)[1][3:] == [True, True, True]
-    assert steps(*build(near_memory=enough - 1), 6)[1] == [False] * 6
+    whole, _ = exact = build(near_memory=enough, near_states=near_states)
+    assert steps(*exact, 6)[1][3:] == [True, True, True]
+    assert whole.near.limit_bytes == enough - max(model.schedule.known_peaks()), "idle buffers, too, leave room for the peak"
+    assert steps(*build(near_memory=enough - 1, near_states=near_states), 6)[1] == [False] * 6
 
 
 @pytest.mark.parametrize("keys", [{"profile": "profile.json"}, {"offload_activations": True},
@@ -93,7 +95,9 @@ def test_two_lengths_in_turn_and_an_evaluation_change_no_bit(keys):
     with torch.no_grad():
         assert torch.equal(model(batch[0]), other(batch[0]))
     assert resident[3:5] == [True, True] and resident[-1] and not any(resident[5:7])
-    assert steps(model, optimizer, 4, 20)[0] == steps(other, its_optimizer, 4, 20)[0]
+    losses, resident = steps(model, optimizer, 4, 20)
+    assert losses == steps(other, its_optimizer, 4, 20)[0]
+    assert resident == [False, True, True, True], "the evaluation sent parameters away, the first step brings them back"
     left, right = model.gather_state()[0], other.gather_state()[0]
     assert all(torch.equal(left[name], right[name]) for name in right)
 
