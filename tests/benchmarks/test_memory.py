@@ -67,7 +67,7 @@ def test_async_save(tmp_path) -> None:
 
 def test_memory_speed(tmp_path) -> None:
     fits, link = run_quick("memory_speed", tmp_path, ("memory_fits", "memory_link"))
-    assert [row[0] for row in fits[1:]] == ["plain", "plain-kept", "pstar"]
+    assert [row[0] for row in fits[1:]] == ["plain", "plain-kept", "pstar", "pstar, near_memory"]
     assert all(number(row[column]) > 0 for row in fits[1:] for column in (2, 3, 5, 7))
     assert [row[2] for row in link[1:]] == list(memory_speed.VARIANTS)
     assert all(number(row[column]) > 0 for row in link[1:] for column in (0, 3, 4, 5, 6, 8, 10))
