@@ -260,6 +260,7 @@ class Gradients:
         if (trace is not None and self.tiers.update_tier(group) == FAR and FAR in block.copies and not block.pins
                 and trace.next_use(("adam", group), moment) < trace.next_use(key, moment)):
             store.send_far(key)
+            self.tiers.let_go.add(group)
 
     def _create_grad(self, group: int, tier: str) -> torch.Tensor:
         return self.store.create(("grad", group), self.units.layout.groups[group].piece_elems, self.dtype, tier)
@@ -291,6 +292,7 @@ class Gradients:
 
     def drop(self, group: int) -> None:
         """Frees a group's gradients after its update: the next group's can use the room."""
+        self.tiers.let_go.discard(group)
         self.store.drop(("grad", group))
 
     def drop_grads(self) -> None:
@@ -298,6 +300,7 @@ class Gradients:
         self.store.under_way.finish_pending()
         self.completed.clear()
         self.ready.clear()
+        self.tiers.let_go.clear()
         for kind in KINDS:
             number = len(self.units.layout.groups if kind == "grad" else self.units.records)
             for index in range(number):

@@ -87,12 +87,17 @@ class Prefetch:
             before, self._departures = self._departures, store.departures
             # There may be new room only if a block has left near, or if activations are measured and the stretch is over
             # at which they leave the least. There may be new parameters to copy only if this is an update: its group can
-            # be copied then.
+            # be copied then. In backward most parameters that are away wait for their update.
             updates = self.schedule.trace.accesses[moment][0] == "adam"
             measured = self.room.watch is not None and stretch > self._held_until
-            away = store.num_near["param"] < len(self.units.records)    # else there is nothing to copy
-            if away and (before != store.departures or updates or measured):
+            if self._num_away() and (before != store.departures or updates or measured):
                 self._held_until = self._fill()
+
+    def _num_away(self) -> int:
+        """Number of units that are not near, without those that are let go until their update, which has not begun."""
+        let_go = self.tiers.let_go
+        waiting = len(let_go) if self._log is None else sum(group not in self._log for group in let_go)
+        return len(self.units.records) - self.store.num_near["param"] - waiting
 
     def next_step(self) -> None:
         """The updates of a step are over: begins to copy what the first moments of the next step need, while the program
@@ -155,6 +160,7 @@ class Prefetch:
         outdated: set[int] = set()    # groups that will be updated far: their near copies are out of date after that
         early = () if self._log is None else self._log    # groups that are updated already
         most = MOST_STRETCHES         # stretches of parameters still to copy; at most `prefetch` after an outdated one
+        away = self._num_away()       # units that may be copied
 
         # Up to 256 rounds at many moments of a step: calls of other functions would take most of this loop's time.
         for number, (access, peak, moment) in enumerate(self.schedule.coming(MOST_STRETCHES, in_next_step), first):
@@ -187,6 +193,9 @@ class Prefetch:
                 most -= index not in early
                 if missing:
                     store.load_ahead(access, NEAR, moment)
+                    away -= 1
+                    if not away:
+                        return -1
             elif kind in ("grad", "micro_grad"):
                 if (block := store.blocks.get(access)) is not None and NEAR in block.copies:
                     continue

@@ -21,6 +21,8 @@ class UpdateTiers:
         self.near_elems = self.near_blocks = 0
         """Elements of this rank's pieces whose states are in near, and blocks of 8-bit states (Group.piece_blocks)."""
         self._count()
+        self.let_go: set[int] = set()
+        """Groups whose parameters have left near until their update of this step (Gradients._let_go)."""
 
     def update_tier(self, group: int) -> str:
         """The tier in which a group's update is computed."""

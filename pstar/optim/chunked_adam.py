@@ -234,6 +234,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         for group in self._order():
             self.chunks.touch_update(group.index)
             self.chunks.prefetch()
+            self.chunks.tiers.let_go.discard(group.index)
 
     def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""

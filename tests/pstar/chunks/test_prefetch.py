@@ -215,6 +215,23 @@ def test_the_calls_of_a_step_grow_with_the_layers_and_less_with_measured_activat
     assert calls_of_a_step(40, near_memory="10900KiB") < 1.8 * many, "more blocks leave near, and come again"
 
 
+def test_backward_searches_nothing_while_all_that_is_away_waits_for_its_update():
+    """At 26 % all parameters are near in forward, and leave in backward with their gradients. A search of the trace can then
+    find something only in the update: after each group that was updated, and at the step's end."""
+    model, optimizer = toy.build(lambda: toy.Toy(40), near_budget="26%", default_chunk_size=5_000)
+    toy.train(model, optimizer, 3)
+    schedule, kinds = model.schedule, []
+    search = schedule.coming
+
+    def watched(most, in_next_step=False):
+        kinds.append("next step" if in_next_step else schedule.trace.accesses[schedule.moment][0])
+        return search(most, in_next_step)
+
+    schedule.coming = watched
+    toy.train(model, optimizer, 1, first=3)
+    assert Counter(kinds) == {"adam": len(model.layout.groups) - 1, "next step": 1}
+
+
 def first_bytes(model, num: int) -> int:
     """Bytes of the first `num` units of a forward that are near, or on their way there."""
     store, keys = model._store, [("param", index) for index in needed(model)[:num]]
