@@ -111,7 +111,8 @@ class Hooks:
 
         @torch.compiler.disable
         def acquire(module: torch.nn.Module, args: tuple) -> None:
-            resident.path = hash((resident.path, number))
+            if torch.is_grad_enabled():    # else it may be an evaluation, which no step repeats
+                resident.path = hash((resident.path, number))
             self.lender.used.update(names)
             if resident.active:
                 self._pairs.append(None)

@@ -44,7 +44,7 @@ class ResidentSteps:
         self.active = False
         """Whether this step is resident."""
         self.path = 0
-        """A hash of the modules that this step has called, in their order."""
+        """A hash of the modules that this step has called with gradients, in their order."""
         self._step, self._shapes = -1, None
         self._graphs = 0
         """Forwards of this step that had no backward yet. Their graphs hold parameters, which must stay as they are."""

@@ -169,6 +169,17 @@ def test_after_an_error_in_a_resident_step_training_goes_on():
     assert all(torch.equal(model.gather_state()[0][name], weight) for name, weight in weights.items())
 
 
+def test_an_evaluation_before_backward_is_no_other_step():
+    model, optimizer = build()
+    steps(model, optimizer, 4)
+    loss = model(*toy.batch(4))
+    with torch.no_grad():
+        assert model(*toy.batch(4)) == loss
+    model.backward(loss)
+    optimizer.step()
+    assert steps(model, optimizer, 2, 5)[1] == [True, True] and model.schedule.num_traced == 2
+
+
 def test_a_parameter_read_between_two_resident_steps_is_refused():
     model, optimizer = build()
     steps(model, optimizer, 5)
