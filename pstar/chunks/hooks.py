@@ -129,12 +129,14 @@ class Hooks:
         return acquire
 
     def _after_forward(self, names: tuple[str, ...]):
+        resident = self.chunks.resident
+
         @torch.compiler.disable
         def release(module: torch.nn.Module, args: tuple, output: object) -> None:
             pair = self._pairs.pop()
             if pair is not None:
                 pair.__exit__(None, None, None)
-            if names and not self.chunks.resident.active:
+            if names and not resident.active:
                 self.chunks.release(names)
 
         return release

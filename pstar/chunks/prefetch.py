@@ -90,8 +90,8 @@ class Prefetch:
             # be copied then. In backward most parameters that are away wait for their update.
             updates = self.schedule.trace.accesses[moment][0] == "adam"
             measured = self.room.watch is not None and stretch > self._held_until
-            if self._num_away() and (before != store.departures or updates or measured):
-                self._held_until = self._fill()
+            if (before != store.departures or updates or measured) and (away := self._num_away()):
+                self._held_until = self._fill(away)
 
     def _num_away(self) -> int:
         """Number of units that are not near, without those that are let go until their update, which has not begun."""
@@ -110,8 +110,8 @@ class Prefetch:
         for key in first:
             if not store.load_ahead(key, NEAR, schedule.next_use(key)):
                 return
-        if first:
-            self._fill(in_next_step=True)
+        if first and (away := self._num_away()):
+            self._fill(away, in_next_step=True)
 
     def _victims_after(self, access: Key, next_use: float) -> float:
         """Blocks that are used after this moment may be evicted for a key of the trace (rule 1)."""
@@ -149,10 +149,10 @@ class Prefetch:
         if self.store.tiers[NEAR].has_room(room):
             self.unsharding.unshard_async(unit)
 
-    def _fill(self, in_next_step: bool = False) -> float:
+    def _fill(self, away: int, in_next_step: bool = False) -> float:
         """Rule 2: begins to copy parameters into room that stays free until they are needed; looks at this step and the
-        next, or in_next_step alone. Returns the stretch that must be over before there can be more room, if room is what it
-        lacked, else -1."""
+        next, or in_next_step alone, until `away` units were copied. Returns the stretch that must be over before there can
+        be more room, if room is what it lacked, else -1."""
         near, tiers, store = self.store.tiers[NEAR], self.tiers, self.store
         bound, promised = INFINITE if near.bound_bytes is None else near.bound_bytes, 0
         memory, least, first = self.room.near_memory, self.room.left_by(None), self.schedule.stretch
@@ -160,7 +160,6 @@ class Prefetch:
         outdated: set[int] = set()    # groups that will be updated far: their near copies are out of date after that
         early = () if self._log is None else self._log    # groups that are updated already
         most = MOST_STRETCHES         # stretches of parameters still to copy; at most `prefetch` after an outdated one
-        away = self._num_away()       # units that may be copied
 
         # Up to 256 rounds at many moments of a step: calls of other functions would take most of this loop's time.
         for number, (access, peak, moment) in enumerate(self.schedule.coming(MOST_STRETCHES, in_next_step), first):

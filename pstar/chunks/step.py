@@ -158,6 +158,12 @@ class Chunks:
         self.schedule.expect_next(("adam", group))
         self._touch(("adam", group))
 
+    def skip_update(self, group: int) -> None:
+        """The group's moment passes without an update: a skipped step follows the trace too."""
+        self.touch_update(group)
+        self.prefetch()
+        self.tiers.let_go.discard(group)
+
     def end_update(self, group: int) -> None:
         """The group was updated; drops its gradients: the next group's can use the room. With a disk the updated parameters
         then go to near for the next forward, as long as room there is free or used later: far's room goes to states that

@@ -164,7 +164,8 @@ class ChunkedAdam(torch.optim.Optimizer):
         if self.skipped:
             if self.speculation is not None:
                 self.speculation.undo(wrong=True)
-            self._touch_all()    # a skipped step must follow the trace too
+            for group in self._order():
+                self.chunks.skip_update(group.index)
         else:
             clip = float(torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)) if self.clip_norm > 0 else 1.0
             self._apply(clip / self.loss_scale, used)
@@ -229,12 +230,6 @@ class ChunkedAdam(torch.optim.Optimizer):
                 left.remove(group)
                 yield group
         yield from left
-
-    def _touch_all(self) -> None:
-        for group in self._order():
-            self.chunks.touch_update(group.index)
-            self.chunks.prefetch()
-            self.chunks.tiers.let_go.discard(group.index)
 
     def _total_norm(self) -> tuple[torch.Tensor, set[str]]:
         """(fp32 global norm of the unscaled gradients, the same on all ranks; names of parameters to be updated)."""

@@ -65,7 +65,7 @@ class Trace:
             self.stretch_of.append(len(self.stretches) - 1)
         self._first: dict[Hashable, float] = {}
         self.path: int | None = None
-        """Names what a step did that followed this trace to its end (pstar.chunks.resident); None before there was one."""
+        """A hash of the modules that were called in a step that followed this trace to its end (pstar.chunks.resident)."""
 
     def __len__(self) -> int:
         return len(self.accesses)
