@@ -9,4 +9,5 @@ x = torch.tensor([1, 2, 3, 4]) if rank == 0 else torch.zeros(4, dtype=torch.int6
 before = x.tolist()
 dist.broadcast(x, src=0)
 print(f"rank {rank}: {before} -> {x.tolist()}")
+dist.barrier()  # no rank leaves while another one still connects to it
 dist.destroy_process_group()

@@ -9,4 +9,5 @@ x = torch.tensor([1, 2, 3, 4]) * 10**rank
 before = x.tolist()
 dist.reduce(x, dst=0)
 print(f"rank {rank}: {before} -> {x.tolist() if rank == 0 else 'undefined'}")
+dist.barrier()  # no rank leaves while another one still connects to it
 dist.destroy_process_group()

@@ -12,4 +12,5 @@ if rank > 0:
 if rank < 3:
     dist.send(x, dst=rank + 1)
 print(f"rank {rank}: {before} -> {x.tolist()}")
+dist.barrier()  # no rank leaves while another one still connects to it
 dist.destroy_process_group()
