@@ -9,6 +9,7 @@ A line is given as a regular expression that must match somewhere in the message
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -209,7 +210,9 @@ def entries(folder: Path) -> list[tuple[str, int, int]]:
 
 def children() -> list[str]:
     """The processes that this one has started."""
-    return [text for task in Path("/proc/self/task").iterdir() for text in (task / "children").read_text().split()]
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile: list them again
+            return [text for task in Path("/proc/self/task").iterdir() for text in (task / "children").read_text().split()]
 
 
 def refuses(
