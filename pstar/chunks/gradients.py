@@ -21,6 +21,7 @@ from pstar.memory.block import Block, Key
 from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import DISK, FAR, NEAR
 from pstar.numerics.grad_norm import ParameterNorms
+from pstar.schedule.schedule import Leaving
 
 KINDS = ("grad", "grad_full", "micro_grad")
 """The kinds of blocks that hold gradients: this rank's sums, a unit's on this rank, a unit's of one micro-step."""
@@ -141,8 +142,10 @@ class Gradients:
         micro, total = ("micro_grad", spec.index), ("grad", spec.index)
         if total not in store:
             self._create_grad(spec.group, FAR)
+        before = store.tiers[NEAR].used_bytes
         with store.pinned(total):    # else it might leave far for the gradients that are added to it
             store.send_far(micro)
+        store.schedule.note_leaving(Leaving(before - store.tiers[NEAR].used_bytes, 0))
         names, unit.leaving = unit.leaving, set()
         parts = [(slot.name, slice(slot.offset, slot.offset + slot.numel), slot.name in unit.arrived)
                  for slot in spec.slots if slot.name in names]
@@ -198,8 +201,11 @@ class Gradients:
         if self.units.one_rank:
             self.take_norms(spec.group)
             if self.tiers.states_tier[spec.group] == FAR and not self._stays_near(spec.group):
+                before = store.tiers[NEAR].used_bytes
                 store.send_far(("grad", spec.group))
+                between = store.tiers[NEAR].used_bytes
                 self._let_go(spec.group)
+                store.schedule.note_leaving(Leaving(before - between, between - store.tiers[NEAR].used_bytes))
             self.ready.append(spec.group)
             return
         store.under_way.finish_reductions()

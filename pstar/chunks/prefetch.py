@@ -5,11 +5,12 @@
    first, and when it leaves near, the keys after it can use the room. Of a group that will be updated in far, blocks come
    from disk only into room that is free, or that states leave which this step does not need any more: each update makes
    such room, so an earlier read would cost another write and read of what had to leave for it.
-2. Beyond these keys, parameters are copied in the order of their use, into room that stays free until that use. Room for
-   gradients that will be created before it, and for activations, is subtracted first. The order continues into the next
-   step: while some groups are still being updated, the parameters of updated groups are copied for the next forward. After
-   the first group that is still to be updated at most `prefetch` more are copied; with more, that group would come too late.
-   Without rule 2 a link that is too slow for rule 1 would be idle whenever the model computes something long.
+2. Beyond these keys, parameters are copied in the order of their use, into room that stays free until that use. Activations,
+   and gradients until they leave near, have their room first. A gradient that has left counts for `prefetch` more stretches
+   of the trace: whoever took its room earlier would wait for its copy. The order continues into the next step: while some
+   groups are still being updated, the parameters of updated groups are copied for the next forward. After the first group
+   that is still to be updated at most `prefetch` more are copied; with more, that group would come too late. Without rule 2
+   a link that is too slow for rule 1 would be idle whenever the model computes something long.
 3. With several ranks the next unit is gathered ahead, if near has room for it next to all that is used before it.
 
 When the updates are over, `next_step` applies rules 1 and 2 to the first moments of the next step.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import torch
 
 from pstar.chunks.room import NearRoom
+from pstar.chunks.room_ahead import INFINITE, RoomAhead
 from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
 from pstar.memory.block import Key
@@ -32,7 +34,6 @@ from pstar.memory.block_log import BlockLog
 from pstar.memory.block_store import BlockStore
 from pstar.memory.tier import DISK, FAR, NEAR
 
-INFINITE = float("inf")
 MOST_STRETCHES = 256
 """Rule 2 looks at so many stretches of the trace at one moment: more than enough to keep a link busy."""
 
@@ -153,21 +154,25 @@ class Prefetch:
         """Rule 2: begins to copy parameters into room that stays free until they are needed; looks at this step and the
         next, or in_next_step alone, until `away` units were copied. Returns the stretch that must be over before there can
         be more room, if room is what it lacked, else -1."""
-        near, tiers, store = self.store.tiers[NEAR], self.tiers, self.store
-        bound, promised = INFINITE if near.bound_bytes is None else near.bound_bytes, 0
-        memory, least, first = self.room.near_memory, self.room.left_by(None), self.schedule.stretch
-        tightest = first if near.limit_bytes is not None else INFINITE    # the stretch that gives `bound`
+        near, tiers, store, schedule = self.store.tiers[NEAR], self.tiers, self.store, self.schedule
+        ahead, memory, least = RoomAhead(self.room, schedule, self.num_keys), self.room.near_memory, self.room.left_by(None)
+        room = budget = INFINITE if near.budget_bytes is None else near.budget_bytes
         outdated: set[int] = set()    # groups that will be updated far: their near copies are out of date after that
+        coming: set[int] = set()      # groups whose parameters are promised
         early = () if self._log is None else self._log    # groups that are updated already
         most = MOST_STRETCHES         # stretches of parameters still to copy; at most `prefetch` after an outdated one
 
-        # Up to 256 rounds at many moments of a step: calls of other functions would take most of this loop's time.
-        for number, (access, peak, moment) in enumerate(self.schedule.coming(MOST_STRETCHES, in_next_step), first):
-            if memory is not None and memory - peak < bound and (room := max(memory - peak, least)) < bound:
-                bound, tightest = room, number    # as NearRoom.left_by
-            free = bound - near.used_bytes - promised
+        # Up to 256 rounds at many moments of a step: a call in each of them would take most of this loop's time.
+        for stretch, (access, peak, moment) in enumerate(schedule.coming(MOST_STRETCHES, in_next_step), schedule.stretch):
+            if stretch >= ahead.next_end:
+                ahead.end_copy()
+            if memory is not None:
+                room = min(budget, max(memory - peak, least))    # as NearRoom.left_by
+            if room - ahead.promised < ahead.bound:
+                ahead.bound, ahead.tightest = room - ahead.promised, stretch
+            free = ahead.bound - near.used_bytes
             if free < self._least_bytes:
-                return tightest
+                return ahead.tightest
             kind, index = access
             if kind == "adam":
                 if tiers.states_tier[index] == FAR and index not in early:
@@ -176,19 +181,21 @@ class Prefetch:
                     outdated.add(index)
             elif kind == "param":
                 block = store.blocks[access]
-                missing = 0 if NEAR in block.copies else block.bytes_in(NEAR)
+                missing = 0 if NEAR in block.copies or index in coming else block.bytes_in(NEAR)
                 if index in outdated:
-                    promised, most = promised + missing, min(most, self.num_keys)
+                    ahead.promised, most = ahead.promised + missing, min(most, self.num_keys)
+                    coming.add(index)
                     continue
                 if missing and FAR not in block.copies:
                     return -1
                 if most == 0 and index not in early:
                     if not early:
                         return -1
-                    promised += missing    # updated groups behind it may come: what is still to be updated has its room
+                    ahead.promised += missing    # updated groups behind it may come: what is not updated has its room
+                    coming.add(index)
                     continue
                 if missing > free:
-                    return tightest
+                    return ahead.tightest
                 most -= index not in early
                 if missing:
                     store.load_ahead(access, NEAR, moment)
@@ -196,8 +203,8 @@ class Prefetch:
                     if not away:
                         return -1
             elif kind in ("grad", "micro_grad"):
-                if (block := store.blocks.get(access)) is not None and NEAR in block.copies:
-                    continue
+                is_near = (block := store.blocks.get(access)) is not None and NEAR in block.copies
                 dtype = self._grad_dtype if kind == "grad" else self._param_dtype
-                promised += self.units.records[index].spec.elems * dtype.itemsize
+                num_bytes = 0 if is_near else self.units.records[index].spec.elems * dtype.itemsize
+                ahead.gradient(num_bytes, room, stretch, moment)
         return -1

@@ -11,10 +11,11 @@ With each moment the trace keeps the peak of activations in near, from which fol
 
 import itertools
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pstar.errors import ConfigError, StateError
 
@@ -37,6 +38,13 @@ class Candidate:
     num_bytes: int = 1
     store_bytes: int = 0
     came: int = 0
+
+
+class Leaving(NamedTuple):
+    """What left near when the gradients of a group were complete."""
+
+    grad_bytes: int
+    param_bytes: int
 
 
 class Trace:
@@ -64,6 +72,8 @@ class Trace:
                 self.stretches.append((key, peak, moment))
             self.stretch_of.append(len(self.stretches) - 1)
         self._first: dict[Hashable, float] = {}
+        self.leaving: dict[int, Leaving] = {}
+        """First moment of a stretch -> what left near in it, in the last step that followed this trace."""
         self.path: int | None = None
         """A hash of the modules that were called in a step that followed this trace to its end (pstar.chunks.resident)."""
 
@@ -306,6 +316,17 @@ class Schedule:
         found = stretches[first : first + most]
         around = stretches[: max(0, min(first, most - len(found)))]
         return found + [(key, peak, moment + length) for key, peak, moment in around]
+
+    def note_leaving(self, leaving: Leaving) -> None:
+        """This has left near in the current stretch: so it will in the next step."""
+        if (stretch := self.stretch) >= 0:
+            self.trace.leaving[self.trace.stretches[stretch][2]] = leaving
+
+    def left_before(self, num: int) -> deque[tuple[int, int]]:
+        """(stretch, bytes) for each gradient that has left near in the last `num` stretches before this one."""
+        trace, now = self.trace, self.stretch
+        left = ((at, trace.leaving.get(trace.stretches[at][2])) for at in range(max(0, now - num), now))
+        return deque((at, each.grad_bytes) for at, each in left if each is not None)
 
     def next_use(self, key: Key) -> float:
         """The moment at which a block is used next, counted on into the next step; NEVER if it is in no trace."""

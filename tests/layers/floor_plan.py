@@ -54,6 +54,7 @@ FOLDER_ROWS = {
         "room": 1,
         "gradients": 2,
         "kept_gradients": 3,
+        "room_ahead": 2,
         "unshard": 2,
         "prefetch": 3,
         "resident": 3,

@@ -24,7 +24,7 @@ from pstar.checkpoint import state
 from pstar.chunks import step
 from pstar.layout.budget import model_data_bytes
 from pstar.memory.block_log import BlockLog
-from pstar.memory.tier import Tier
+from pstar.memory.tier import NEAR, Tier
 from pstar.optim.chunked_adam import ChunkedAdam
 from pstar.optim.speculative import Speculation
 from tests import toy
@@ -207,6 +207,56 @@ def test_parameters_come_back_near_during_backward_and_no_byte_more_moves():
         moved.append(model.ledger.step_bytes)
     assert moved[0] == moved[1]
     assert during[0] == 0 and during[1] > 0.9 * moved[1]["far to near"]
+
+
+class Uneven(toy.Toy):
+    """Every third block is twice as large: chunks of different sizes."""
+
+    def __init__(self):
+        super().__init__(9)
+        for block in self.blocks[::3]:
+            block.up, block.down = nn.Linear(toy.WIDTH, 8 * toy.WIDTH), nn.Linear(8 * toy.WIDTH, toy.WIDTH)
+
+
+@pytest.mark.parametrize("near", ["12%", "16%"])
+def test_what_comes_back_early_pushes_nothing_out_that_backward_still_reads(near):
+    """A gradient is created before its group's parameters leave: for a moment near holds both."""
+    moved = []
+    for speculates in (False, True):
+        model, optimizer = build(Uneven, speculates, near_budget=near, default_chunk_size=6_000)
+        toy.train(model, optimizer, 4)
+        moved.append(model.ledger.step_bytes)
+    assert moved[0] == moved[1] and moved[0]["far to near"] > 1.2 * moved[0]["near to far"]
+
+
+@pytest.mark.parametrize("near", ["17%", "25%"])
+def test_each_group_comes_back_as_soon_as_it_is_updated_and_leaves_room_for_the_gradient_under_way(near):
+    """The room of gradients that will have left by the next forward is free for it, but not that of the last one: whoever
+    took it would wait for its copy. At 17 % near has room for two thirds of the groups: those that this backward still reads
+    come first, and the last ones of the next forward stay away."""
+    model, optimizer = build(lambda: toy.Toy(10), near_budget=near)
+    toy.train(model, optimizer, 3)
+    store, gradients, completed, came = model._store, model._chunks.gradients, [], {}
+    begin, complete = store._begin, gradients._complete
+
+    def begins(block, tier, *more):
+        begin(block, tier, *more)
+        group = block.key[1]
+        if tier == NEAR and group in completed:    # updated: it comes for the next forward
+            came[group] = len(completed)
+            under_way = 4 * model.layout.groups[completed[-1]].piece_elems
+            assert model.near.used_bytes + under_way <= model.near.budget_bytes
+
+    def completes(unit):
+        completed.append(unit.spec.group)
+        complete(unit)
+
+    store._begin, gradients._complete = begins, completes
+    optimizer.zero_grad()
+    model.backward(model(*toy.batch(3)))
+    expected = completed[8 if near == "17%" else 1 : -2]    # the last two are the embedding and the last norm
+    assert list(came) == expected and len(expected) > 10
+    assert all(came[group] == completed.index(group) + 1 for group in expected), "before the next group is complete"
 
 
 def test_after_wrong_steps_speculation_pauses_and_after_a_right_one_it_does_not():

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pstar.errors import ConfigError, StateError
-from pstar.schedule.schedule import NEVER, Candidate, Schedule, Trace, count_loads
+from pstar.schedule.schedule import NEVER, Candidate, Leaving, Schedule, Trace, count_loads
 
 
 def sweep(n: int) -> list[int]:
@@ -191,6 +191,26 @@ def test_coming_stretches_continue_around_the_end_of_the_step():
                 assert not schedule.coming(999)
         schedule.end_step()
     assert not schedule.coming(999)
+
+
+def test_what_has_left_near_is_noted_for_the_steps_that_follow_the_trace():
+    schedule, left = Schedule(), Leaving(100, 50)
+    accesses = ["a", "b", "c", "b", "d"]    # stretches begin at moments 0, 1, 2 and 4
+    for step in range(3):
+        schedule.begin_step()
+        for moment, key in enumerate(accesses):
+            schedule.touch(key)
+            if moment == 3:
+                schedule.note_leaving(left)
+            expected = {2: [(2, 100)], 1: [(2, 100)]} if step and moment == 4 else {}
+            for num in range(3):
+                assert list(schedule.left_before(num)) == expected.get(num, []), "not the stretch in which it leaves"
+        assert step == 0 or schedule.trace.leaving == {2: left}
+        schedule.end_step()
+    with schedule.paused():
+        schedule.note_leaving(left)    # in an evaluation
+    schedule.note_leaving(left)
+    assert schedule.trace.leaving == {2: left} and not schedule.left_before(9)
 
 
 def test_the_last_touched_key_is_forgotten_where_a_step_or_an_evaluation_begins_or_ends():
