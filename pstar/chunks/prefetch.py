@@ -6,11 +6,11 @@
    from disk only into room that is free, or that states leave which this step does not need any more: each update makes
    such room, so an earlier read would cost another write and read of what had to leave for it.
 2. Beyond these keys, parameters are copied in the order of their use, into room that stays free until that use. Activations,
-   and gradients until they leave near, have their room first. A gradient that has left counts for `prefetch` more stretches
-   of the trace: whoever took its room earlier would wait for its copy. The order continues into the next step: while some
-   groups are still being updated, the parameters of updated groups are copied for the next forward. After the first group
-   that is still to be updated at most `prefetch` more are copied; with more, that group would come too late. Without rule 2
-   a link that is too slow for rule 1 would be idle whenever the model computes something long.
+   and gradients until they leave near, have their room first (room_ahead.py). A gradient that has left counts for `prefetch`
+   more stretches of the trace: whoever took its room earlier would wait for its copy. The order continues into the next
+   step: while some groups are still being updated, the parameters of updated groups are copied for the next forward. After
+   the first group that is still to be updated at most `prefetch` more are copied; with more, that group would come too late.
+   Without rule 2 a link that is too slow for rule 1 would be idle whenever the model computes something long.
 3. With several ranks the next unit is gathered ahead, if near has room for it next to all that is used before it.
 
 When the updates are over, `next_step` applies rules 1 and 2 to the first moments of the next step.

@@ -9,7 +9,7 @@ INFINITE = float("inf")
 
 
 class RoomAhead:
-    """What one walk along the stretches adds up: the bytes that come to near less those that leave it, as in the last step.
+    """Adds up the bytes that come to near, less those that leave it, along the coming stretches, as in the last step.
 
     A gradient that leaves near counts for `num_keys` more stretches: its copy may be under way, and whoever took its room
     would wait for that. Its group's parameters have an equal copy in far, so their room is free at once.
@@ -27,7 +27,7 @@ class RoomAhead:
         self._leaving, self._length = schedule.trace.leaving, len(schedule.trace)
         self._under_way = deque((each + 1 + num_keys, num_bytes) for each, num_bytes in schedule.left_before(num_keys))
         self.next_end = self._under_way[0][0] if self._under_way else INFINITE
-        """The stretch from which on one copy less is under way (end_copy)."""
+        """The stretch at which the oldest copy no longer counts as under way: the walk calls end_copy there."""
         self.promised = sum(num_bytes for _, num_bytes in self._under_way)
         """Bytes that come to near between now and the walk's stretch, less those that leave."""
         self.bound = (INFINITE if near.bound_bytes is None else near.bound_bytes) - self.promised
@@ -36,14 +36,14 @@ class RoomAhead:
         """The stretch that gives `bound`: there cannot be more room before it is over, unless a block leaves near."""
 
     def end_copy(self) -> None:
-        """The oldest copy of a gradient to far is no longer under way."""
+        """The oldest copy of a gradient to far no longer counts."""
         self.promised -= self._under_way.popleft()[1]
         self.next_end = self._under_way[0][0] if self._under_way else INFINITE
 
     def gradient(self, num_bytes: int, room: float, stretch: int, moment: int) -> None:
-        """A stretch in which near has `room` for chunks and a gradient arrives. It begins at this moment.
+        """A gradient arrives in a stretch that begins at `moment`, in which chunks have `room` bytes of near.
 
-        num_bytes: of the gradient, 0 if it is near now.
+        num_bytes: of the gradient; 0 if it is near now.
         """
         self.promised += num_bytes
         if room - self.promised < self.bound:    # before the group's parameters leave
