@@ -11,7 +11,6 @@ With each moment the trace keeps the peak of activations in near, from which fol
 
 import itertools
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class Trace:
             self.stretch_of.append(len(self.stretches) - 1)
         self._first: dict[Hashable, float] = {}
         self.leaving: dict[int, Leaving] = {}
-        """First moment of a stretch -> what left near in it, in the last step that followed this trace."""
+        """First moment of a stretch -> what left near in it when a step last followed this trace through it."""
         self.path: int | None = None
         """A hash of the modules that were called in a step that followed this trace to its end (pstar.chunks.resident)."""
 
@@ -322,11 +321,11 @@ class Schedule:
         if (stretch := self.stretch) >= 0:
             self.trace.leaving[self.trace.stretches[stretch][2]] = leaving
 
-    def left_before(self, num: int) -> deque[tuple[int, int]]:
+    def left_before(self, num: int) -> list[tuple[int, int]]:
         """(stretch, bytes) for each gradient that has left near in the last `num` stretches before this one."""
         trace, now = self.trace, self.stretch
         left = ((at, trace.leaving.get(trace.stretches[at][2])) for at in range(max(0, now - num), now))
-        return deque((at, each.grad_bytes) for at, each in left if each is not None)
+        return [(at, each.grad_bytes) for at, each in left if each is not None]
 
     def next_use(self, key: Key) -> float:
         """The moment at which a block is used next, counted on into the next step; NEVER if it is in no trace."""

@@ -204,7 +204,7 @@ def test_what_has_left_near_is_noted_for_the_steps_that_follow_the_trace():
                 schedule.note_leaving(left)
             expected = {2: [(2, 100)], 1: [(2, 100)]} if step and moment == 4 else {}
             for num in range(3):
-                assert list(schedule.left_before(num)) == expected.get(num, []), "not the stretch in which it leaves"
+                assert schedule.left_before(num) == expected.get(num, []), "not the stretch in which it leaves"
         assert step == 0 or schedule.trace.leaving == {2: left}
         schedule.end_step()
     with schedule.paused():
