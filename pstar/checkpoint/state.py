@@ -122,6 +122,8 @@ def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values
                scales: torch.Tensor | None = None) -> None:
     """Puts the values of one span, (span.numel,), into this rank's piece. scales: as in Precision.write_moment."""
     optimizer.undo_early(group)
+    for unit in optimizer.chunks.units.of_group[group]:
+        optimizer.chunks.parameters.read_only.forget(unit)
     store, precision = optimizer.store, optimizer.precision_of(optimizer.chunks.layout.groups[group])
     kinds = precision.kinds if kind == PARAM else _kinds_of_a_moment(precision, kind)
     part, values = span.part, values.to("cpu", torch.float32)

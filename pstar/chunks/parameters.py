@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from pstar.chunks.borrowed import idle_class
+from pstar.chunks.read_only import ReadOnly
 from pstar.chunks.unit import Bytes, UnitRecord, Units
 from pstar.errors import StateError
 from pstar.layout.layout import Unit
@@ -46,6 +47,7 @@ class Parameters:
         """Number of units whose parameters are views of near."""
         self._placeholder = torch.full((), float("nan"), dtype=dtype, device=device)
         self._classes = {name: (type(param), idle_class(type(param))) for name, param in params.items()}
+        self.read_only = ReadOnly(params, schedule)
         self._unit_at: dict[int, UnitRecord] = {}    # address of a near buffer -> unit
         self._has_views = False                      # whether a view of a near buffer ever outlived its block
 
@@ -74,6 +76,7 @@ class Parameters:
         with torch._C.DisableTorchFunctionSubclass():    # else an Idle parameter handles this as an operation of the model
             for slot in unit.spec.slots:
                 self.params[slot.name].data = self.view(slot.name, data)
+            self.read_only.begin(unit)
         unit.move(Bytes.BOUND)
         unit.address = data.data_ptr()
         self._unit_at[unit.address] = unit
@@ -86,12 +89,14 @@ class Parameters:
     def leave(self, key: Key, buffer: torch.Tensor) -> bool:
         """HOLD -> RELEASED: a block is about to leave near. Returns whether other tensors are still views of its buffer.
 
-        Raises StateError if one of its parameters is in use.
+        Raises StateError if one of its parameters is in use, or if the model changed it in place.
         """
         unit = self.units.at.get(key)
         if unit is None or unit.bytes is Bytes.AWAY:
             return False
         bound = unit.bytes is Bytes.BOUND
+        if bound:
+            self.check_read_only(unit)
         unit.move(Bytes.AWAY)
         if not bound:
             return False
@@ -103,6 +108,17 @@ class Parameters:
         self._has_views = True    # if one of these views is saved for backward, the graph keeps a SavedView, not the memory
         buffer.untyped_storage()._pstar_unit = unit.spec, self.schedule.num_steps
         return True
+
+    def check_read_only(self, unit: UnitRecord) -> None:
+        """Raises StateError if the model changed one of a bound unit's parameters in place."""
+        with torch._C.DisableTorchFunctionSubclass():    # as in bind
+            self.read_only.check(unit)
+
+    def check_places(self) -> None:
+        """Raises StateError if the model replaced the data of a parameter that is bound. To be called in each step."""
+        with torch._C.DisableTorchFunctionSubclass():    # as in bind
+            for unit in self._unit_at.values():
+                self.read_only.check_place(unit)
 
     def _release_data(self, unit: UnitRecord) -> None:
         """Turns a unit's parameters into placeholders. Raises StateError if one is in use."""

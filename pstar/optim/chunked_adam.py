@@ -159,6 +159,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         if closure is not None:
             raise StateError("ChunkedAdam.step takes no closure: call model.backward(loss) before it")
         self._stages.check_update(self.loss_scale)
+        self.chunks.parameters.check_places()
         total, used = self._total_norm()
         self.grad_norm = float(total)
         if self.skipped:

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 
 from pstar.chunks import Chunks
+from pstar.chunks.unit import Bytes
 from pstar.kernels import AdamOptions, adam_steps
 from pstar.layout.layout import Group
 from pstar.memory.block import Key
-from pstar.numerics.precision import Precision
+from pstar.numerics.precision import MASTER, Precision
 
 
 class Run(NamedTuple):
@@ -34,6 +35,7 @@ class GroupUpdates:
 
     def __init__(self, chunks: Chunks, precision: Precision):
         self.precision, self._gradients = precision, chunks.gradients
+        self._parameters, self._units = chunks.parameters, chunks.units.of_group
         self._spans = {group.index: group.spans(chunks.collectives.piece) for group in chunks.layout.groups}
 
     def runs(self, group: Group, used: Collection[str], options: Mapping[str, AdamOptions],
@@ -69,6 +71,10 @@ class GroupUpdates:
 
         num_threads: of the CPU kernel; None: torch.get_num_threads().
         """
+        for unit in self._units[group.index]:
+            if MASTER in self.precision.states and unit.bytes is Bytes.BOUND:    # it overwrites the parameter
+                self._parameters.check_read_only(unit)
+            self._parameters.read_only.forget(unit)
         mine = {kind: buffers[kind, group.index] for kind in self.precision.kinds}
         updates = [self.precision.update(self._gradients.part(group.index, run.part, buffers),
                                          self.precision.part_of(mine, run.part, run.blocks), step=run.step,

@@ -14,7 +14,7 @@ from pstar.kernels import adam_steps
 from pstar.layout.layout import num_blocks
 from pstar.modules.scope import Outside, mode_of
 from pstar.numerics.grad_norm import parameter_norms
-from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES, Precision
+from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, SCALES, Precision
 
 SUM_ELEMS = 2**19
 """Elements a collective sums at once; bounded by the staging area of shared memory."""
@@ -139,15 +139,28 @@ class OutsideParams:
         updates = []
         for name, param in self.params.items():
             if name in used:
+                self._take_changes(name)
                 updates.append(self.precision.update(param.grad.reshape(-1), self._buffers[name], **fields(name)))
         adam_steps(updates)
         for name in used & self.params.keys():
             torch.autograd.graph.increment_version(self.params[name])    # autograd does not see what kernels write
 
+    def _take_changes(self, name: str) -> None:
+        """Takes over what the program wrote into the parameter: `param.data = other`, or in fp16 values other than those of
+        the master, which the next update would overwrite."""
+        param, place, master = self.params[name], self._buffers[name][PARAM], self._buffers[name].get(MASTER)
+        if param.data_ptr() != place.data_ptr():
+            place.copy_(param.data.reshape(-1))
+            param.data = place.view(self.shapes[name])
+        if master is not None:
+            torch.where(master.to(place.dtype) == place, master, place.to(master.dtype), out=master)
+
     # ------------------------------------------------------------------- state
 
+    @torch.no_grad()
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """{kind: fp32 values in the parameter's shape, on the host} of the master (PARAM) and both moments, if any."""
+        self._take_changes(name)
         buffers, precision = self._buffers[name], self._precision_of(name)
         moments = {kind: precision.read_moment(kind, buffers) for kind in (EXP_AVG, EXP_AVG_SQ) if kind in buffers}
         values = {PARAM: precision.read_master(buffers)} | moments
