@@ -34,7 +34,7 @@ from pstar.memory.tier import DISK, FAR, NEAR, SAVE_HOST_MEMORY, Ledger, Tier, f
 from pstar.modules.compiled_blocks import compile_blocks, find_blocks
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.inputs import cast_inputs, shape_of
-from pstar.modules.lazy_init import Recipe, build, storage_key
+from pstar.modules.lazy_init import Recipe, build, storage_key, swap
 from pstar.modules.not_finite import FirstNotFinite
 from pstar.modules.scope import mode_of
 from pstar.numerics.loss_scaler import LossScaler
@@ -138,7 +138,7 @@ class Engine(torch.nn.Module):
                 if isinstance(tensor, torch.nn.Parameter):
                     made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)
-                torch.utils.swap_tensors(tensor, made)    # keeps the object: the model may refer to it elsewhere
+                swap(tensor, made)    # keeps the object: the model may refer to it elsewhere
             return all(name for name, _ in tensors)
 
         recipe.replay(wanted, take)

@@ -23,6 +23,7 @@ A result that is a view of a parameter (`weight[:t]`, `weight.T`) keeps its memo
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -79,6 +80,7 @@ class Lender:
         """Whether the program is in the engine's forward, or between a training forward and the end of its backward."""
         self.used: set[str] = set()
         """The parameters that a forward has acquired since the step began."""
+        self._thread: int | None = None    # of the outermost module that runs
         self._refused: str | None = None
         self._running, self._saving = running, saving
         self.run = torch.compiler.disable(self._run)    # not a decorator: it imports the compiler, which takes seconds
@@ -123,6 +125,15 @@ class Lender:
                 raise StateError(self._refused) from error
             raise    # Hooks.abandon ends the step
         self.open = training or before
+
+    def check_thread(self, module: torch.nn.Module) -> None:
+        """Raises StateError if the module runs in another thread than the module around it. (Backward may do that.)"""
+        thread = threading.get_ident()
+        if not self._running:
+            self._thread = thread
+        elif thread != self._thread and torch._C._current_autograd_node() is None:
+            raise StateError(f"{type(module).__name__} runs in another thread than the module around it: only one thread "
+                             "can acquire parameters. Call all modules in one thread, or give near_budget 100%")
 
     def refuse(self, what: str) -> None:
         """Raises StateError: `what` was read by an operation that did not acquire its bytes."""

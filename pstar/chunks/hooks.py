@@ -23,7 +23,7 @@ model's step.
 import sys
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -35,6 +35,9 @@ from pstar.chunks.borrowed import Idle, Lender
 from pstar.chunks.step import Chunks
 from pstar.errors import StateError
 from pstar.modules.compiled_blocks import owners
+
+NOTHING_ACQUIRED = nullcontext()
+"""The pair of a module that could not acquire its parameters."""
 
 
 @dataclass(slots=True)    # not frozen: a frozen one takes three times as long to make
@@ -111,20 +114,25 @@ class Hooks:
 
         @torch.compiler.disable
         def acquire(module: torch.nn.Module, args: tuple) -> None:
-            if torch.is_grad_enabled():    # else it may be an evaluation, which no step repeats
-                resident.path = hash((resident.path, number))
-            self.lender.used.update(names)
-            if resident.active:
-                self._pairs.append(None)
-                return
-            if names:
-                self.chunks.acquire(names)
-            if self.offload is not None and not self._pairs:
-                self.offload.stay(self._others())
-            pair = self._saving() if torch.is_grad_enabled() else None
-            if pair is not None:
-                pair.__enter__()
-            self._pairs.append(pair)
+            try:
+                self.lender.check_thread(module)
+                if torch.is_grad_enabled():    # else it may be an evaluation, which no step repeats
+                    resident.path = hash((resident.path, number))
+                self.lender.used.update(names)
+                if resident.active:
+                    self._pairs.append(None)
+                    return
+                if names:
+                    self.chunks.acquire(names)
+                if self.offload is not None and not self._pairs:
+                    self.offload.stay(self._others())
+                pair = self._saving() if torch.is_grad_enabled() else None
+                if pair is not None:
+                    pair.__enter__()
+                self._pairs.append(pair)
+            except Exception:
+                self._pairs.append(NOTHING_ACQUIRED)    # for `release`, which torch calls for this module too
+                raise
 
         return acquire
 
@@ -134,6 +142,8 @@ class Hooks:
         @torch.compiler.disable
         def release(module: torch.nn.Module, args: tuple, output: object) -> None:
             pair = self._pairs.pop()
+            if pair is NOTHING_ACQUIRED:
+                return
             if pair is not None:
                 pair.__exit__(None, None, None)
             if names and not resident.active:

@@ -11,6 +11,7 @@ Tensors that model_func reads from a file (from_pretrained) are real from the be
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 import weakref
@@ -25,7 +26,8 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pstar.errors import ConfigError, StateError
+from pstar.errors import StateError
+from pstar.modules.trainable import check_trainable
 
 # In-place operations that write every element of their first argument and read none of them.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_", "copy_",
@@ -74,6 +76,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.ops: list[Op] = []
         self.kept: dict[int, Any] = {}    # keeps storages alive, so that no address is reused
+        self.made: list[weakref.ref] = []    # the tensors on the meta device
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves, spec = tree_flatten((args, kwargs or {}))
@@ -128,6 +131,7 @@ class _Recorder(TorchDispatchMode):
                   and leaf.dim() else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(shapes, spec)
         result = func(*args, **kwargs)
+        self.made += [weakref.ref(value) for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
         refs = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and self.recorded(leaf) else leaf for leaf in leaves]
         inputs = {leaf.storage for leaf in refs if isinstance(leaf, Ref)}
         outputs = [self._ref(value) for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
@@ -178,6 +182,7 @@ class Recipe:
 
     ops: list[Op]
     kept: dict[int, Any]
+    made: list[weakref.ref]
     peak_bytes: int = 0
     """Peak of memory during replay, without parameters that were handed over."""
 
@@ -248,6 +253,16 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def swap(tensor: torch.Tensor, made: torch.Tensor) -> None:
+    """Gives a tensor of the model the content of `made`. The model keeps its object, and the gradient hooks on it."""
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(tensor, made)
+    if hooks is not None:
+        tensor._backward_hooks = hooks
+    if after is not None:
+        tensor._post_accumulate_grad_hooks = after
+
+
 def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe]:
     """(the model on the meta device, the recipe of its weights). Draws no random number."""
     recorder = _Recorder()
@@ -256,7 +271,7 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
             stack.enter_context(mock.patch.object(init, name, recorder.whole(getattr(init, name))))
         stack.enter_context(recorder)
         module = model_func()
-    return module, Recipe(recorder.ops, recorder.kept)
+    return module, Recipe(recorder.ops, recorder.kept, recorder.made)
 
 
 def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
@@ -271,6 +286,19 @@ def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
+def _kept_elsewhere(module: torch.nn.Module, recipe: Recipe) -> torch.Tensor | None:
+    """A recorded tensor, no parameter and no buffer, that something still refers to: a function of a hook, for example."""
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    def found() -> torch.Tensor | None:
+        tensors = (reference() for reference in recipe.made)
+        return next((tensor for tensor in tensors if tensor is not None and id(tensor) not in known), None)
+
+    if found() is not None:
+        gc.collect()    # it may be in a cycle that nobody needs
+    return found()
+
+
 def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
     """The model without memory and the recipe of its weights; if that is not possible, the model and None, with a warning.
 
@@ -278,25 +306,17 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
     """
     try:
         module, recipe = record(model_func)
-        if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
-            raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
         if (name := _unregistered(module, recipe)) is not None:
             raise StateError(f"its {name} is a tensor, neither a parameter nor a buffer (register_buffer makes it one)")
+        if (tensor := _kept_elsewhere(module, recipe)) is not None:
+            raise StateError(f"it keeps a tensor of shape {tuple(tensor.shape)}, in a function for example, that is neither "
+                             "a parameter nor a buffer (register_buffer makes it one)")
+        recipe.made.clear()    # no weak reference of ours counts in the next line
+        if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
     except Exception as error:    # the model's code may raise any error when it computes with shapes alone
         module, recipe = model_func(), None    # raises again if the error is in the model
         reason = str(error).split("\n")[0]
         warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)
-    _check(module)
+    check_trainable(module)
     return module, recipe
-
-
-def _check(module: torch.nn.Module) -> None:
-    """Raises ConfigError for a scripted module, and for a parameter that is no floating number."""
-    for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule):
-            raise ConfigError(f"module {name or 'of model_func'} is scripted (torch.jit) and takes no hooks: "
-                              "give the engine the module that was scripted")
-    for name, param in module.named_parameters():
-        if not param.is_floating_point():
-            raise ConfigError(f"parameter {name} is {str(param.dtype).removeprefix('torch.')}: the engine trains floating "
-                              "numbers only; make it a buffer, or of a complex one its view_as_real")

@@ -68,18 +68,6 @@ def check_compiler(compile: str | list[str], device: torch.device) -> None:
                           "to your torch, or set compile to none")
 
 
-def _refuse_half_frozen(module: torch.nn.Module) -> None:
-    """Raises ConfigError for two parameters that are one memory, of which one is frozen: in chunks they would be two."""
-    seen: dict[tuple, tuple[str, bool]] = {}
-    for name, param in module.named_parameters():
-        if mode_of(param) is None and param.numel():
-            place = param.untyped_storage()._cdata, param.storage_offset(), param.numel()
-            other, trained = seen.setdefault(place, (name, param.requires_grad))
-            if trained != param.requires_grad:
-                raise ConfigError(f"parameters {other} and {name} share their memory, and only one of them is frozen: make "
-                                  "them one Parameter (second.weight = first.weight), or give one of them its own memory")
-
-
 class Plan:
     """The layout and budgets for a model's shapes and a configuration, before any memory is allocated.
 
@@ -101,7 +89,6 @@ class Plan:
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
                            self.precision.scale_bytes, config.frozen_bits, page_bytes)
         specs, uses = module_specs(module, find_blocks(module, config.compile))
-        _refuse_half_frozen(module)
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
         """least_near: bytes of near with which every module can run. Chunks need them in any case."""
         if config.far_states == "stream":

@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -404,17 +405,6 @@ def test_a_parameter_group_that_comes_late_is_refused():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_a_parameter_that_is_no_floating_number_is_named(dtype):
-    class Typed(Loss):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
-
-    with pytest.raises(pstar.ConfigError, match="parameter places is (int64|complex64): the engine trains floating"):
-        toy.build(Typed)
-
-
 @pytest.mark.parametrize("model_func", [Loss(), 3])
 def test_a_model_in_place_of_a_function_is_named(model_func):
     with pytest.raises(pstar.ConfigError, match="model_func is a (Loss|int): give a function"):
@@ -436,3 +426,62 @@ def test_a_model_may_write_into_an_argument_beside_one_that_is_cast():
     seen, more = {}, {}
     model(torch.ones(2, 4), seen, more=more)
     assert seen == more == {"dtype": torch.bfloat16}
+
+
+class Threads(Deep):
+    """Each layer in a thread of its own."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(lambda layer: layer(h).tanh(), self.layers)).square().mean()
+
+
+def test_modules_in_threads_of_their_own_are_refused_unless_everything_is_near():
+    compare(Threads, near_budget="100%")
+    with pytest.raises(pstar.StateError, match="Linear runs in another thread than the module around it"):
+        compare(Threads)
+
+
+def masked(grad: torch.Tensor) -> torch.Tensor:
+    return grad * (torch.arange(16) % 2)
+
+
+class Masked(Loss):
+    """Registers hooks that mask gradients: every second element stays as it was initialised."""
+
+    def __init__(self, after: bool) -> None:
+        super().__init__()
+        for layer in self.layers:
+            if after:
+                layer.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", masked(param.grad)))
+            else:
+                self.handle = layer.weight.register_hook(masked)
+
+
+@pytest.mark.filterwarnings("error:lazy start is not possible")
+@pytest.mark.parametrize("near", ["min", "100%"])
+@pytest.mark.parametrize("after", [False, True])
+def test_gradient_hooks_of_the_model_survive_its_lazy_start(after, near):
+    compare(lambda: Masked(after), near_budget=near)
+
+
+class Closed(Loss):
+    """A hook whose function keeps a tensor that __init__ made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(16) % 2
+        self.layers[0].weight.register_hook(lambda grad: grad * mask)
+
+
+def test_a_tensor_that_a_function_keeps_is_real():
+    with pytest.warns(UserWarning, match=r"keeps a tensor of shape \(16,\), in a function for example"):
+        compare(Closed)
+
+
+def test_the_handle_of_such_a_hook_removes_it():
+    def remove(model: nn.Module, step: int) -> None:
+        if step == 2:
+            getattr(model, "module", model).handle.remove()
+
+    compare(lambda: Masked(False), before=remove)

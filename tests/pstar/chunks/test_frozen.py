@@ -341,16 +341,6 @@ def test_thawing_in_the_middle_of_a_forward_is_refused_too():
         model.backward(model(*toy.batch(0)))
 
 
-def test_two_parameters_in_one_memory_of_which_one_is_frozen_are_refused():
-    class Aliased(toy.Untied):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head.weight = nn.Parameter(self.tokens.weight.data, requires_grad=False)
-
-    with pytest.raises(pstar.ConfigError, match=r"tokens\.weight and head\.weight share their memory, and only one"):
-        toy.build(Aliased)
-
-
 def test_parameter_groups_may_leave_out_what_is_frozen(plain):
     torch.manual_seed(0)
     model, optimizer = pstar.initialize_engine(

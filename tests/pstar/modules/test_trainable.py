@@ -1,0 +1,67 @@
+"""Models that the engine cannot train are refused in one line before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pstar
+from tests import toy
+
+
+class With(nn.Module):
+    """A layer, and what `add` returns."""
+
+    def __init__(self, add) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.other = add(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def of_dtype(dtype: torch.dtype):
+    return lambda model: nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+
+
+def slice_of_the_layer(trained: bool):
+    return lambda model: nn.Parameter(model.layer.weight.data[2:5], requires_grad=trained)
+
+
+@pytest.mark.parametrize("add, message", [
+    (of_dtype(torch.int64), "parameter other is int64: the engine trains floating numbers only"),
+    (of_dtype(torch.complex64), "parameter other is complex64: the engine trains floating numbers only"),
+    (of_dtype(torch.float64), r"parameter other is float64, which the engine would round: .* call model\.float\(\)"),
+    (of_dtype(torch.float8_e4m3fn), "parameter other is float8_e4m3fn, which the engine would round"),
+    (lambda model: nn.LazyLinear(3), r"parameter other\.weight has no shape yet"),
+    (lambda model: nn.Embedding(9, 8, sparse=True), "embedding other makes sparse gradients, which a chunk cannot hold"),
+    (lambda model: nn.EmbeddingBag(9, 8, sparse=True), "embedding other makes sparse gradients"),
+    (slice_of_the_layer(trained=True), r"parameters other and layer\.weight share their memory"),
+    (slice_of_the_layer(trained=False), r"parameters other and layer\.weight share their memory"),
+    (lambda model: nn.Parameter(model.layer.weight.data), r"parameters other and layer\.weight share their memory")])
+@pytest.mark.filterwarnings("ignore:lazy start is not possible")
+def test_a_model_that_the_engine_cannot_train_is_named(add, message):
+    with pytest.raises(pstar.ConfigError, match=message):
+        toy.build(lambda: With(add))
+
+
+def test_neighbours_in_one_memory_are_no_tie():
+    """As in a flattened buffer, from which a library cuts its parameters."""
+    memory = torch.randn(30)
+
+    def two(model: nn.Module) -> nn.ParameterList:
+        return nn.ParameterList([nn.Parameter(memory[:20].view(4, 5)), nn.Parameter(memory[20:]), nn.Parameter(memory[:0])])
+
+    toy.compare(lambda: With(two), lambda model, step: model(torch.ones(2, 8)), 2)
+
+
+def test_a_lazy_module_that_was_called_has_its_shape():
+    def called(model: nn.Module) -> nn.LazyLinear:
+        layer = nn.LazyLinear(3)
+        with torch.no_grad():
+            layer(torch.zeros(1, 8))
+        return layer
+
+    toy.compare(lambda: With(called), lambda model, step: model(torch.ones(2, 8)), 2)
