@@ -150,7 +150,7 @@ class Engine(torch.nn.Module):
         """The module's forward. With gradients and in train mode it is part of a training step, else not in the trace."""
         training = torch.is_grad_enabled() and self.training
         if self._plan.stays_near:
-            self._chunks.bind_all()
+            self._chunks.lend_all()
         if training:
             self._hooks.check_frozen()
             self._outside.check_frozen()
@@ -225,9 +225,6 @@ class Engine(torch.nn.Module):
         with self._explained():
             (loss.float() * scale if scale != 1 else loss).backward()
             self._hooks.end_backward()
-        if self._watch is not None and self._watch.runs:
-            self.schedule.end_moment()
-            self._watch.stop()
         self._stages.end_backward()
 
     # ---------------------------------------------------------------- state

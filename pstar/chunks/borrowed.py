@@ -48,19 +48,39 @@ BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 VMAP = "torch._functorch.vmap"    # the module whose code unpacks the arguments of torch.vmap
 
+ACCESS = frozenset({"__get__", "__set__", "__delete__"})
+
 CHANGES = frozenset({"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+
+class Gradients(Protocol):
+    """The part of pstar.chunks.gradients.Gradients that a Lender uses."""
+
+    def arrived(self, name: str) -> bool: ...
+
+    def waiting(self) -> bool: ...
+
+
+class ResidentSteps(Protocol):
+    """The part of pstar.chunks.resident.ResidentSteps that a Lender uses."""
+
+    active: bool
 
 
 class Chunks(Protocol):
     """The part of pstar.chunks.Chunks that a Lender uses."""
 
     params: dict[str, torch.nn.Parameter]
+    gradients: Gradients
+    resident: ResidentSteps
 
     def acquire(self, names: tuple[str, ...]) -> None: ...
 
     def release(self, names: tuple[str, ...]) -> None: ...
 
     def bind_all(self) -> None: ...
+
+    def lend_all(self) -> None: ...
 
 
 class Lender:
@@ -70,7 +90,7 @@ class Lender:
         chunks: the parameters.
         running: one entry for each module that is in its forward.
         saving: returns a pair of saved-tensor hooks for operations outside of modules, None if one is in force.
-        stay: all parameters stay near; the first operation that reads an idle parameter copies all (Chunks.bind_all).
+        stay: all parameters stay near; the first operation that reads an idle parameter copies all (Chunks.lend_all).
     """
 
     def __init__(self, chunks: Chunks, running: Sequence[object], saving: Callable[[], AbstractContextManager | None],
@@ -90,9 +110,13 @@ class Lender:
     def _run(self, func: Callable, names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
         """func(*args, **kwargs) with the bytes of the parameters in names. Raises StateError outside of a step, BudgetError
         if near has no room for them."""
-        if self.stay:
+        if self.stay or self.chunks.resident.active:
+            if not self.chunks.gradients.waiting():
+                self.chunks.lend_all()
+                return func(*args, **kwargs)
             self.chunks.bind_all()
-            return func(*args, **kwargs)
+            with torch._C.DisableTorchFunctionSubclass():    # they stay Idle: see check_grad
+                return func(*args, **kwargs)
         if not self.is_open():
             raise StateError(
                 f"{_operation(func)} in {_module()} reads parameter {names[0]} between two steps, while it is in a chunk: "
@@ -146,6 +170,14 @@ class Lender:
         names = [name for name, param in self.chunks.params.items() if sorted(param.shape) == sorted(view.shape)]
         self.refuse(f"a parameter of shape {tuple(view.shape)} ({' or '.join(names[:3]) or 'a part of one'})")
 
+    def check_grad(self, name: str) -> None:
+        """Raises StateError if the program reads or writes .grad while the gradient is in a chunk: it would find None, and
+        torch.nn.utils.clip_grad_norm_ would clip nothing, without a word."""
+        if self.chunks.gradients.arrived(name):
+            raise StateError(f"{_module()} reads or writes {name}.grad, but the gradient is in a chunk: clip with the "
+                             "configuration's gradient_clipping, drop gradients with optimizer.zero_grad(), read their norm "
+                             "in optimizer.grad_norm after step(), and see one in a hook (param.register_hook)")
+
     def end_step(self) -> None:
         self.open = False
         self.used.clear()
@@ -172,6 +204,8 @@ class Idle(torch.nn.Parameter):
         if not _reads_bytes(func):
             if _name(func) == "dim" and sys._getframe(1).f_globals.get("__name__") == VMAP:
                 _refuse_vmap(args[0])
+            if _name(func) in ACCESS and _name(func.__self__) == "grad":
+                _check_grad(args[0])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found: dict[str, None] = {}
@@ -215,6 +249,14 @@ def _lender(param: Idle) -> tuple[Lender, str]:
     if lender is None:
         raise StateError(f"parameter {name} has no bytes: its engine was deleted")
     return lender, name
+
+
+def _check_grad(param: Idle) -> None:
+    found, name = param.__dict__.get("_pstar_lender", (lambda: None, ""))
+    lender = found()
+    with torch._C.DisableTorchFunctionSubclass():
+        if lender is not None and param.grad is None:
+            lender.check_grad(name)
 
 
 def _refuse_vmap(param: Idle) -> None:

@@ -75,6 +75,10 @@ class Gradients:
         """Whether the parameter got a gradient in this step, on this rank."""
         return name in self.units.place[name][0].arrived
 
+    def waiting(self) -> bool:
+        """Whether any gradient of this step waits for its update."""
+        return any(unit.grads is not Grads.NONE for unit in self.units.records)
+
     def key_of(self, unit: UnitRecord) -> Key:
         """The near block that collects the next gradient of a unit."""
         sums_far = self._may_sum_far and self.tiers.states_tier[unit.spec.group] == FAR

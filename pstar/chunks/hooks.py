@@ -73,7 +73,7 @@ class Hooks:
     Args:
         module, chunks: the model and its parameters.
         offload: copies activations to far until backward; None: they stay in near.
-        stay: all parameters stay bound in near (Chunks.bind_all). Only the hooks that take gradients are set then: the graph
+        stay: all parameters stay bound in near (Chunks.lend_all). Only the hooks that take gradients are set then: the graph
             may hold views of chunks, as in a model without pstar.
         blocks: compiled modules by name; hooks are set on each as a whole, not on the modules inside.
     """
@@ -85,6 +85,7 @@ class Hooks:
         self.last_micro_step = True
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
+        self._backward = -1       # autograd's number of the last backward
         self._in_block = False    # whether a compiled block runs forward, and activations are measured
         self._pairs: list[AbstractContextManager | None] = []    # for each module in its forward: the pair that it set
         self.lender = Lender(chunks, self._pairs, self._saving, stay)    # lends parameters that no hook here acquires
@@ -180,8 +181,18 @@ class Hooks:
             with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model
                 hooks.chunks.add_grad(name, param.grad, hooks.last_micro_step)
                 param.grad = None
+            if hooks.chunks.parameters.lent:
+                hooks._idle_after_backward()
 
         return take
+
+    def _idle_after_backward(self) -> None:
+        """Parameters that stay near are Idle from the end of this backward until the next forward or update: only then is a
+        read of .grad seen (Lender.check_grad). Called for each gradient, also if the program calls loss.backward()."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.chunks.parameters.idle_all)
 
     def check_frozen(self) -> None:
         """Raises StateError if a parameter that was frozen when the engine started requires a gradient now."""

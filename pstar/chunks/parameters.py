@@ -43,6 +43,8 @@ class Parameters:
         self.strides = {name: torch.empty(shape, device="meta").stride() for name, shape in self.shapes.items()}
         self.uses: dict[str, int] = dict.fromkeys(params, 0)
         """Number of current uses of each parameter (COMPUTE if not 0); modules nest."""
+        self.lent = False
+        """Whether no parameter is Idle (lend_all)."""
         self.num_bound = 0
         """Number of units whose parameters are views of near."""
         self._placeholder = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -136,13 +138,16 @@ class Parameters:
 
     def lend_all(self) -> None:
         """Gives all parameters their usual class instead of Idle: all are near, and none will be evicted until idle_all."""
-        for name, param in self.params.items():
-            param.__class__ = self._classes[name][0]
+        if not self.lent:
+            for name, param in self.params.items():
+                param.__class__ = self._classes[name][0]
+        self.lent = True
 
     def idle_all(self) -> None:
         """Ends lend_all."""
         for name, param in self.params.items():
             param.__class__ = self._classes[name][1]
+        self.lent = False
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose near buffer is a tensor's memory, or was in this step; None for a tensor with other memory."""

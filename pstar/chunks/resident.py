@@ -61,6 +61,8 @@ class ResidentSteps:
         elif self.active and shapes != self._shapes and not self._graphs:
             self._end()    # the rest of the step has no trace
             schedule.forget()
+        if self.active:
+            self._unsharding.parameters.lend_all()
         self._graphs += 1
         self.path = hash((self.path, shapes))
 

@@ -40,6 +40,7 @@ class Stages:
 
     def end_backward(self) -> None:
         """Called after a micro-step's backward, if it did not fail."""
+        self.chunks.end_measuring()
         self._done, self._had_backward = (self._done + 1) % self.num_micro_steps, True
         self.begin("idle" if self._done else "adam")
 
@@ -50,6 +51,7 @@ class Stages:
     def check_update(self, loss_scale: float) -> None:
         """Raises StateError if the update would silently use incomplete gradients, or ones not from model.backward."""
         self.lender.end_step()
+        self.chunks.end_measuring()    # again: after loss.backward() nobody else does
         steps, chunks = self.num_micro_steps, self.chunks
         if self._done:
             raise StateError(f"optimizer.step() after {self._done} of {steps} micro-steps "

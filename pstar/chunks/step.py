@@ -93,6 +93,13 @@ class Chunks:
         if self.room.watch is not None and not self.resident.active:
             self._shrink_room(key, self.schedule.peak)
 
+    def end_measuring(self) -> None:
+        """Ends the last moment of a recorded forward and backward: activations are measured no longer."""
+        watch = self.room.watch
+        if watch is not None and watch.runs:
+            self.schedule.end_moment()
+            watch.stop()
+
     def _shrink_room(self, key: Key, peak: int | None) -> None:
         """Evicts chunks from near until `peak` bytes of activations fit next to them. The block of key, which is about to be
         used, stays."""
@@ -124,7 +131,11 @@ class Chunks:
             with self.schedule.paused():    # nothing will be evicted, so the trace need not know their uses
                 for unit in self.units.records:
                     self._need(unit)
-            self.parameters.lend_all()
+
+    def lend_all(self) -> None:
+        """As bind_all, and no parameter is Idle: a forward in which all of them stay near."""
+        self.bind_all()
+        self.parameters.lend_all()
 
     # ------------------------------------------------------------- a gradient arrives
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import pstar
 from tests import toy
@@ -53,6 +56,31 @@ def test_a_step_is_resident_after_one_has_followed_the_trace_and_hooks_then_acqu
     assert optimizer.grad_norm == norms[-1] and model.schedule.num_traced == 2
     found, _ = model.gather_state()
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def test_the_second_of_two_backwards_finds_its_parameters_also_under_a_mode_that_sees_all_operations():
+    """Flop counters and module trackers are such modes; they see the parameters that autograd saved."""
+    model, optimizer = build(gradient_accumulation_steps=2)
+    plain, its_optimizer = toy.build(gradient_accumulation_steps=2)
+    for number in range(5):
+        both = []
+        for engine, updates in ((model, optimizer), (plain, its_optimizer)):
+            losses = [engine(*toy.batch(2 * number + micro)) for micro in range(2)]
+            with FlopCounterMode(display=False) if number > 2 else nullcontext() as counter:
+                for loss in losses:
+                    engine.backward(loss)
+            updates.step()
+            both.append(([loss.item() for loss in losses], counter and counter.get_total_flops()))
+        assert both[0] == both[1] and both[0][1] != 0
+    assert torch.equal(model.gather_state()[0]["norm.weight"], plain.gather_state()[0]["norm.weight"])
+
+
+def test_a_program_that_calls_loss_backward_is_not_measured_for_ever():
+    model, optimizer = build()
+    for number in range(4):
+        model(*toy.batch(number)).backward()
+        optimizer.step()
+        assert not torch._C._len_torch_dispatch_stack()
 
 
 @pytest.mark.parametrize("near_states", ["margin", "fill"])
