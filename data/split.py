@@ -28,6 +28,37 @@ def write_array(path: Path, items: list[str]) -> None:
     os.replace(staging, path)
 
 
+def check_places(files: list[Path], train: Path, valid: Path) -> None:
+    """Raises ValueError if a file would be written over one that was given, or over another part."""
+    if train.resolve() == valid.resolve():
+        raise ValueError(f"--train and --valid are both {train}: give two folders")
+    places: dict[str, Path] = {}
+    for file in files:
+        if file.resolve().parent in (train.resolve(), valid.resolve()):
+            raise ValueError(f"{file} would be overwritten by its own part: give other folders for --train and --valid")
+        other = places.setdefault(file.name, file)
+        if other is not file:
+            raise ValueError(f"{other} and {file} would both become {train / file.name}: rename one of them")
+
+
+def read_array(file: Path) -> list[str]:
+    """The items of an array-JSON file. Raises ValueError that says what is wrong with it."""
+    try:
+        items = json.loads(file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text: save it as UTF-8, or use gpt2_chinese.corpora --encoding") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{file} is not a JSON array of strings")
+    for number, item in enumerate(items, 1):
+        try:
+            item.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"{file}: item {number} has half a surrogate pair, which is no character: remove it") from None
+    return items
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="array-JSON files, one paragraph an item")
@@ -38,6 +69,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if not 0 <= arguments.percent <= 100:
         parser.error(f"--percent must be from 0 to 100, not {arguments.percent:g}")
+    try:
+        check_places(arguments.files, arguments.train, arguments.valid)
+    except ValueError as error:
+        parser.error(str(error))
     for folder in (arguments.train, arguments.valid):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,11 +80,9 @@ def main() -> None:
             parser.error(f"{folder} cannot be made: {getattr(error, 'strerror', None) or error}; give another folder")
     for file in arguments.files:
         try:
-            items = json.loads(file.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError) as error:
-            parser.error(f"{file} cannot be read as JSON: {error}")
-        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-            parser.error(f"{file} is not a JSON array of strings")
+            items = read_array(file)
+        except ValueError as error:
+            parser.error(str(error))
         parts: dict[bool, list[str]] = {True: [], False: []}
         for item in items:
             parts[is_validation(item, arguments.percent)].append(item)

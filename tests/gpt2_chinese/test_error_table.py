@@ -293,8 +293,20 @@ WRONG_COMMANDS = {  # programs other than the chapters: a command line and its o
     "pstar: no file": ("-m pstar.cli config none.json", "none.json"),
     "split: nothing there": (f"{ROOT}/data/split.py none.json --train a --valid b", "none.json cannot be read as JSON"),
     "split: no JSON": (f"{ROOT}/data/split.py vocab.txt --train a --valid b", "vocab.txt cannot be read as JSON"),
+    "split: not UTF-8": (f"{ROOT}/data/split.py {sys.executable} --train a --valid b", "is not UTF-8 text: save it as"),
+    "split: one folder": (f"{ROOT}/data/split.py corpus.json --train a --valid ./a", "--train and --valid are both a"),
+    "split: over itself": (f"{ROOT}/data/split.py corpus.json --train . --valid b", "overwritten by its own part"),
+    "split: one name": (f"{ROOT}/data/split.py corpus.json ./corpus.json --train a --valid b", "both become a/corpus.json"),
     "split: too much": (f"{ROOT}/data/split.py corpus.json --train a --valid b --percent 101", "from 0 to 100, not 101"),
 }  # fmt: skip
+
+
+def test_split_names_the_item_that_is_no_text(folder: Path) -> None:
+    (folder / "half.json").write_text(r'["whole", "\ud83d"]')
+    command = [sys.executable, str(ROOT / "data" / "split.py"), "half.json", "--train", "a", "--valid", "b"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANGS_S)
+    line = "error: half.json: item 2 has half a surrogate pair, which is no character: remove it\n"
+    assert (done.returncode, done.stderr) == (2, line) and not list((folder / "a").iterdir())
 
 
 @pytest.mark.parametrize("case", WRONG_COMMANDS)
