@@ -58,6 +58,8 @@ LINK_VOCABULARY = 4096
 """Of the second table's model, as in the shipped vocabulary: 21128 would be a third of a model 256 wide, in one chunk."""
 LINKS = (0.125, 0.25, 0.5, 1.0, 2.0)
 """Transfer time of a step in compute times."""
+NEIGHBOUR_ELEMS = 8_000_000
+"""Of the process beside which the second table computes once: no cache holds so many."""
 SPECULATIVE = {"speculative_update": True, "speculative_log": "75%"}    # all that updates overwrite: 12 of 16 bytes
 VARIANTS = {"0": {"prefetch": 0}, "2": {"prefetch": 2},
             "2, near filled": {"prefetch": 2, "near_states": "fill"},
@@ -171,8 +173,8 @@ class Runner:
 # ---- measuring -----------------------------------------------------------------------------------------------------------
 
 
-def measure(runners: list[Runner], rounds: int, steps: int) -> float:
-    """Fills the rounds of all runners, and ends them. Returns the number of cores that other programs used meanwhile."""
+def measure(runners: list[Runner], rounds: int, steps: int, close: bool = True) -> float:
+    """Fills the rounds of all runners. Returns the number of cores that other programs used meanwhile. close: end them."""
     for runner in runners:
         runner.run(WARM_UP_STEPS)
     busy, own, begin = busy_seconds(), ranks.own_seconds(runners), time.perf_counter()
@@ -180,7 +182,7 @@ def measure(runners: list[Runner], rounds: int, steps: int) -> float:
         runner.rounds.append(runner.run(steps))
     elapsed = time.perf_counter() - begin
     others = max(0.0, (busy_seconds() - busy) - (ranks.own_seconds(runners) - own)) / elapsed
-    for runner in runners:
+    for runner in runners if close else ():
         runner.close()
     return others
 
@@ -245,6 +247,39 @@ def behind_link(size: dict[str, int]) -> dict[str, int]:
                    "threads": max(1, size["threads"] - 1)}  # fmt: skip
 
 
+def update_for_ever(numel: int, pipe: Connection) -> None:
+    """A neighbour on the other core: updates numel elements by the engine's Adam, again and again."""
+    sys.path.insert(0, str(HERE.parent))
+    import torch
+
+    import pstar
+
+    torch.set_num_threads(1)
+    param = torch.nn.Parameter(torch.zeros(numel))
+    param.grad = torch.ones(numel)
+    optimizer = pstar.HybridAdam([param])
+    optimizer.step()
+    pipe.send(None)
+    while True:
+        optimizer.step()
+
+
+def beside_adam(base: Runner, size: dict[str, int], options: argparse.Namespace) -> str:
+    """A sentence: how much slower everything near computes while the other core updates parameters."""
+    ratios = []
+    for _ in range(options.rounds):
+        alone = base.run(options.steps)
+        neighbour, pipe = started(multiprocessing.get_context("forkserver"), update_for_ever, NEIGHBOUR_ELEMS)
+        pipe.recv()
+        beside = base.run(options.steps)
+        neighbour.kill()
+        neighbour.join()
+        ratios.append(sum(beside[name] for name in PASSES) / sum(alone[name] for name in PASSES))
+    return ("All cores share one memory: beside a process that updates parameters by Adam, forward and backward of "
+            f"everything near take {statistics.median(ratios):.2f} of their time (middle half {spread(ratios)}). Behind the "
+            "link the other core copies and updates, too, which no bound below counts.")
+
+
 def link_row(name: str, runner: Runner, base: Runner, at_need: Runner, speed: float) -> str:
     """One variant with one link speed, compared with everything in near and with prefetch 0 in the same rounds."""
     rounds = list(zip(runner.rounds, base.rounds, at_need.rounds, strict=True))
@@ -266,8 +301,11 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     layer = 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]
     small = {"near_budget": options.near, "default_chunk_size": layer}
     probes = [Runner("near", size, "pstar", {"default_chunk_size": layer}), Runner("no link", size, "pstar", small)]
-    measure(probes, 2, options.steps)
+    measure(probes, 2, options.steps, close=False)
     same_losses(probes)
+    shared = beside_adam(probes[0], size, options)
+    for probe in probes:
+        probe.close()
     compute, moved = probes[0].rounds[-1]["seconds"], probes[1].rounds[-1]["bytes"]
     if not moved:
         raise SystemExit(f"error: --near {options.near}: nothing travels; give less")
@@ -279,7 +317,7 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
              "With all states far no exact schedule reaches the bound where transfers take more than a third of the "
              "computing. Near filled: more bytes, but in both directions and in all passes. Who moves more has a longer "
              "bound, so look at the seconds as well, here against prefetch 0 in the same round. Speculative: updates begin "
-             "during backward, so they may stay below what an exact schedule without undoing takes.", "",
+             "during backward, so they may stay below what an exact schedule without undoing takes.", "", shared, "",
              "| transfer / compute | link, MB/s | prefetch | in, MB a step | out, MB a step | step, s | "
              "against prefetch 0 | waiting, s | step | middle half | exact | middle half |",
              "|---:|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---|"]
@@ -292,7 +330,7 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
         busiest = max(busiest, measure([base, *runners], options.rounds, options.steps))
         same_losses([base, *runners])
         lines += [link_row(name, runner, base, runners[0], speed) for name, runner in zip(VARIANTS, runners, strict=True)]
-    return [*lines[:4], *busy_line(busiest), *lines[4:], ""]
+    return [*lines[:6], *busy_line(busiest), *lines[6:], ""]
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------------
