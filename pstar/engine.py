@@ -18,6 +18,7 @@ from pstar.chunks.gradients import KINDS
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives
+from pstar.comm.same_start import check_same
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.kernels import prepare
@@ -108,6 +109,7 @@ class Engine(torch.nn.Module):
         self._chunks.parameters.release_all()
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
+        self._chunks.collectives.copy_from_rank_0(self.module.buffers())
         self._hooks.install()
         self._optimizer.watch_gradients()
         compile_blocks(self._hooks.blocks)
@@ -452,7 +454,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     The loop: optimizer.zero_grad(); loss = model(batch); model.backward(loss); optimizer.step().
 
     Args:
-        model_func: makes the model; every rank must make the same one.
+        model_func: makes the model; every rank must make the same one, but may draw other initial values.
         local_rank: number of this process on its machine, and of its GPU.
         config: a dict, a JSON file, a Config, or None for all defaults.
         param_groups: from the module to parameter groups as torch.optim takes them; default: one group of all.
@@ -477,6 +479,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
                       "which needs it near: all are computed near", stacklevel=2)
     collectives = Collectives(group, Ledger(), replicate=config.ownership == "node")
     config = config.for_ranks(collectives.num_ranks)
+    check_same(module, config, collectives)
     if collectives.rank == 0:
         for note in config.notes:
             print(f"pstar: {note}", file=sys.stderr)

@@ -156,8 +156,8 @@ class Lender:
         if not self._running:
             self._thread = thread
         elif thread != self._thread and torch._C._current_autograd_node() is None:
-            raise StateError(f"{type(module).__name__} runs in another thread than the module around it: only one thread "
-                             "can acquire parameters. Call all modules in one thread, or give near_budget 100%")
+            raise StateError(f"{type(module).__name__} runs in another thread than the module around it, and only one "
+                             "can acquire parameters: call all in one thread, or give near_budget 100% to one process")
 
     def refuse(self, what: str) -> None:
         """Raises StateError: `what` was read by an operation that did not acquire its bytes."""

@@ -4,6 +4,7 @@ torch.distributed."""
 import os
 import platform
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Protocol
 
@@ -172,6 +173,16 @@ class Collectives:
     def from_rank_0(self, value: object) -> object:
         """Rank 0's value, on every rank."""
         return self.from_all(value if self.rank == 0 else None)[0]
+
+    def copy_from_rank_0(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Gives tensors, equal in form on all ranks, the values of rank 0, through host memory."""
+        tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+        if self.num_ranks == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1).cpu().view(torch.uint8) for tensor in tensors])
+        dist.broadcast(flat, group=self.host_group, group_src=0)
+        for tensor, values in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
+            tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))    # a clone is aligned
 
     def _all_ranks(self, value: bool) -> bool:
         return all(self.from_all(value))

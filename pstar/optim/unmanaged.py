@@ -67,7 +67,8 @@ class OutsideParams:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Moves the parameters with their initial values to the device, in the compute dtype, and makes their states."""
+        """Moves the parameters with their initial values to the device, in the compute dtype, and makes their states. All
+        but LOCAL ones begin with the values of rank 0."""
         for name, param in self.params.items():
             device = self._devices[name]
             values = param.data.to(device, torch.float32).reshape(-1)
@@ -82,6 +83,8 @@ class OutsideParams:
             if param.dtype != self._grad_dtype:
                 param.grad_dtype = self._grad_dtype
             self._buffers[name] = buffers
+        same = [self._buffers[name] for name, mode in self.modes.items() if mode != Outside.LOCAL]
+        self.collectives.copy_from_rank_0(buffer for buffers in same for buffer in buffers.values())
 
     def _precision_of(self, name: str) -> Precision:
         return self._without_states if name in self.frozen else self.precision

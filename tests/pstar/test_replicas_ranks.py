@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+import pstar
 from pstar.checkpoint.state import read_piece
 from pstar.comm import shared_memory
 from pstar.comm.replicas import Replicas
@@ -132,3 +133,16 @@ def drifting_case(rank: int, num_ranks: int, mutated: bool):
 def test_without_the_sum_between_nodes_the_replicas_drift_apart(ranks, mutated: bool) -> None:
     found = ranks(4).run(on_two_nodes, drifting_case, mutated)
     assert (found[:2] == found[2:]) is not mutated
+
+
+def seeds_case(rank: int, num_ranks: int) -> str:
+    torch.manual_seed(rank // 2)
+    with pytest.raises(pstar.ConfigError) as caught:
+        pstar.initialize_engine(toy.Toy, 0, toy.config(**NODE))
+    return str(caught.value)
+
+
+def test_nodes_that_would_draw_other_initial_values_are_refused(ranks) -> None:
+    """Each node makes all chunks itself, and afterwards only gradients cross the network."""
+    for message in ranks(4).run(on_two_nodes, seeds_case):
+        assert "the state of torch's random generator is" in message and "on rank 2: call torch.manual_seed with" in message
