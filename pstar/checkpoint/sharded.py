@@ -239,7 +239,8 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     known = names_in(reader)
     outside = optimizer.outside
     own_keys = {name: outside.own_key(name) if name in outside.params else name for name in optimizer.steps}
-    missing = [key for key in own_keys.values() if NAMES[PARAM] + key not in known]
+    shapes = chunks.parameters.shapes | outside.shapes    # nothing is saved of a parameter without elements
+    missing = [key for name, key in own_keys.items() if shapes[name].numel() and NAMES[PARAM] + key not in known]
     if missing or state["format"] != FORMAT:
         raise CheckpointError(f"{path} is of another model (it has no {', '.join(missing[:3])}) or of another version")
     saved_bits, bits = state.get("frozen_bits", 32), frozen_bits(optimizer)    # older checkpoints have none

@@ -135,6 +135,23 @@ def test_running_statistics_are_in_a_checkpoint(tmp_path):
         assert model.eval()(x(9)).item() == other.eval()(x(9)).item()
 
 
+class WithoutElements(Loss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.outside = nn.Linear(0, 3, bias=False), pstar.exclude(nn.Linear(3, 0, bias=False))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return super().forward(h) + self.empty(h[:, :0]).sum() + self.outside(h[:, :3]).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_checkpoint_of_a_model_with_parameters_without_elements(tmp_path):
+    compare(WithoutElements).save_checkpoint(tmp_path / "saved")
+    other, _ = toy.build(WithoutElements, near_budget="100%")
+    other.load_checkpoint(tmp_path / "saved")
+    assert other.gather_state()[0]["empty.weight"].shape == (3, 0)
+
+
 def test_an_update_in_the_middle_of_its_micro_steps_is_refused_and_zero_grad_begins_anew():
     model, optimizer = toy.build(Loss, gradient_accumulation_steps=2)
     model.backward(model(x(0)))
@@ -440,48 +457,3 @@ def test_modules_in_threads_of_their_own_are_refused_unless_everything_is_near()
     compare(Threads, near_budget="100%")
     with pytest.raises(pstar.StateError, match="Linear runs in another thread than the module around it"):
         compare(Threads)
-
-
-def masked(grad: torch.Tensor) -> torch.Tensor:
-    return grad * (torch.arange(16) % 2)
-
-
-class Masked(Loss):
-    """Registers hooks that mask gradients: every second element stays as it was initialised."""
-
-    def __init__(self, after: bool) -> None:
-        super().__init__()
-        for layer in self.layers:
-            if after:
-                layer.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", masked(param.grad)))
-            else:
-                self.handle = layer.weight.register_hook(masked)
-
-
-@pytest.mark.filterwarnings("error:lazy start is not possible")
-@pytest.mark.parametrize("near", ["min", "100%"])
-@pytest.mark.parametrize("after", [False, True])
-def test_gradient_hooks_of_the_model_survive_its_lazy_start(after, near):
-    compare(lambda: Masked(after), near_budget=near)
-
-
-class Closed(Loss):
-    """A hook whose function keeps a tensor that __init__ made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        mask = torch.arange(16) % 2
-        self.layers[0].weight.register_hook(lambda grad: grad * mask)
-
-
-def test_a_tensor_that_a_function_keeps_is_real():
-    with pytest.warns(UserWarning, match=r"keeps a tensor of shape \(16,\), in a function for example"):
-        compare(Closed)
-
-
-def test_the_handle_of_such_a_hook_removes_it():
-    def remove(model: nn.Module, step: int) -> None:
-        if step == 2:
-            getattr(model, "module", model).handle.remove()
-
-    compare(lambda: Masked(False), before=remove)

@@ -12,6 +12,7 @@ from pstar.kernels.adam import SPLIT_ELEMS
 from pstar.modules import lazy_init
 from pstar.modules.lazy_init import record, storage_key
 from tests import toy
+from tests.pstar.test_habits import Loss, compare
 
 WIDTH = 24
 
@@ -89,3 +90,48 @@ def test_a_master_splits_into_the_same_halves_in_pieces_and_whole(shape, stride)
     assert torch.equal(low[numbers].to(torch.int64), (wide - (kept << 16))[numbers])
     assert torch.equal(joined[numbers].view(torch.int32), master[numbers].view(torch.int32))
     assert high[~numbers].isnan().all() and joined[~numbers].isnan().all()
+
+
+def masked(grad: torch.Tensor) -> torch.Tensor:
+    return grad * (torch.arange(16) % 2)
+
+
+class Masked(Loss):
+    """Registers hooks that mask gradients: every second element stays as it was initialised."""
+
+    def __init__(self, after: bool) -> None:
+        super().__init__()
+        for layer in self.layers:
+            if after:
+                layer.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", masked(param.grad)))
+            else:
+                self.handle = layer.weight.register_hook(masked)
+
+
+@pytest.mark.filterwarnings("error:lazy start is not possible")
+@pytest.mark.parametrize("near", ["min", "100%"])
+@pytest.mark.parametrize("after", [False, True])
+def test_gradient_hooks_of_the_model_survive_its_lazy_start(after, near):
+    compare(lambda: Masked(after), near_budget=near)
+
+
+class Closed(Loss):
+    """A hook whose function keeps a tensor that __init__ made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(16) % 2
+        self.layers[0].weight.register_hook(lambda grad: grad * mask)
+
+
+def test_a_tensor_that_a_function_keeps_is_real():
+    with pytest.warns(UserWarning, match=r"keeps a tensor of shape \(16,\), in a function for example"):
+        compare(Closed)
+
+
+def test_the_handle_of_such_a_hook_removes_it():
+    def remove(model: nn.Module, step: int) -> None:
+        if step == 2:
+            getattr(model, "module", model).handle.remove()
+
+    compare(lambda: Masked(False), before=remove)
