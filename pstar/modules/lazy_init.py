@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import gc
 import math
+import random
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pstar.errors import StateError
+from pstar.modules.generator_calls import GeneratorCalls
 from pstar.modules.trainable import check_trainable
 
 # In-place operations that write every element of their first argument and read none of them.
@@ -77,6 +80,7 @@ class _Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.kept: dict[int, Any] = {}    # keeps storages alive, so that no address is reused
         self.made: list[weakref.ref] = []    # the tensors on the meta device
+        self.generator = GeneratorCalls(self._set_generator)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves, spec = tree_flatten((args, kwargs or {}))
@@ -96,6 +100,18 @@ class _Recorder(TorchDispatchMode):
             raise StateError("it draws random numbers into a tensor with memory, whose turn among the others is lost")
         return func(*args, **(kwargs or {}))
 
+    def _set_generator(self, call: Callable[[], object]) -> None:
+        def run() -> None:
+            call()
+
+        leaves, spec = tree_flatten(((), {}))
+        self.ops.append(Op(run, leaves, spec, [], set(), set(), overwrites=False, random=True))
+
+    def _find_generators(self, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, torch.Generator):
+                self.generator.uses(leaf)
+
     def whole(self, function: Callable) -> Callable:
         """Wraps an initialisation that must be recorded as one operation, because it reads values."""
         def record_whole(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -103,6 +119,7 @@ class _Recorder(TorchDispatchMode):
                 return function(tensor, *args, **kwargs)
             ref = self._ref(tensor)
             leaves, spec = tree_flatten(((ref, *args), kwargs))
+            self._find_generators(leaves)
             covers = ref.storage_bytes == math.prod(ref.size) * ref.dtype.itemsize
             reads = set() if covers else {ref.storage}
             self.ops.append(Op(function, leaves, spec, [ref], reads, {ref.storage}, covers, random=True))
@@ -143,6 +160,7 @@ class _Recorder(TorchDispatchMode):
             target.storage_bytes == math.prod(target.size) * target.dtype.itemsize)
         reads = inputs - ({target.storage} if whole else set())
         random = torch.Tag.nondeterministic_seeded in func.tags
+        self._find_generators(leaves)
         self.ops.append(Op(func, refs, spec, outputs, reads, {ref.storage for ref in outputs}, whole or not mutates, random))
         return result
 
@@ -266,11 +284,12 @@ def swap(tensor: torch.Tensor, made: torch.Tensor) -> None:
 def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe]:
     """(the model on the meta device, the recipe of its weights). Draws no random number."""
     recorder = _Recorder()
-    with ExitStack() as stack:
+    with recorder.generator, ExitStack() as stack:
         for name in NOT_ON_META:
             stack.enter_context(mock.patch.object(init, name, recorder.whole(getattr(init, name))))
-        stack.enter_context(recorder)
-        module = model_func()
+        with recorder:
+            module = model_func()
+        recorder.generator.check()
     return module, Recipe(recorder.ops, recorder.kept, recorder.made)
 
 
@@ -304,6 +323,8 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
 
     Raises ConfigError for a model that the engine cannot train.
     """
+    of_python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
     try:
         module, recipe = record(model_func)
         if (name := _unregistered(module, recipe)) is not None:
@@ -315,6 +336,9 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
         if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
     except Exception as error:    # the model's code may raise any error when it computes with shapes alone
+        random.setstate(of_python)    # model_func has drawn from them
+        if numpy:
+            numpy.random.set_state(of_numpy)
         module, recipe = model_func(), None    # raises again if the error is in the model
         reason = str(error).split("\n")[0]
         warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -90,6 +93,99 @@ def test_a_master_splits_into_the_same_halves_in_pieces_and_whole(shape, stride)
     assert torch.equal(low[numbers].to(torch.int64), (wide - (kept << 16))[numbers])
     assert torch.equal(joined[numbers].view(torch.int32), master[numbers].view(torch.int32))
     assert high[~numbers].isnan().all() and joined[~numbers].isnan().all()
+
+
+class Seeded(Loss):
+    """Four more layers; `seed` is called before each of them, with the number and the layer."""
+
+    def __init__(self, seed) -> None:
+        super().__init__()
+        for number in range(4):
+            seed(number, self)
+            self.layers.append(nn.Linear(16, 16))
+
+
+def two_seeds(number: int, model: nn.Module) -> None:
+    torch.manual_seed(number % 2)
+
+
+def same_seed(number: int, model: nn.Module) -> None:
+    torch.random.manual_seed(7)
+
+
+def fork(number: int, model: nn.Module) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        nn.init.normal_(model.layers[number].weight)
+
+
+def back_and_forth(number: int, model: nn.Module) -> None:
+    if number == 1:
+        model.state = torch.get_rng_state()
+    if number > 1:
+        torch.set_rng_state(model.state)
+
+
+def own_generator(number: int, model: nn.Module) -> None:
+    generator = model.__dict__.setdefault("generator", torch.Generator())
+    if number != 2:
+        generator.manual_seed(3)
+    initialise = nn.init.orthogonal_ if number == 3 else nn.init.normal_
+    initialise(model.layers[number].weight, generator=generator)
+
+
+def unknown_call(number: int, model: nn.Module) -> None:
+    torch.default_generator.manual_seed(number)
+
+
+def state_of_an_own_generator(number: int, model: nn.Module) -> None:
+    own_generator(0 if number == 0 else 2, model)
+    state = model.__dict__.setdefault("state", model.generator.get_state())
+    model.generator.set_state(state)
+
+
+@pytest.mark.parametrize("seed", [two_seeds, same_seed, fork, back_and_forth, own_generator])
+@pytest.mark.filterwarnings("error:lazy start is not possible")
+def test_a_model_that_sets_random_generators_starts_lazily_with_the_same_values(seed):
+    compare(lambda: Seeded(seed))
+
+
+@pytest.mark.parametrize("seed, reason", [(unknown_call, "sets torch's default generator other than by"),
+                                          (state_of_an_own_generator, "reads the state of a generator of its own")])
+def test_where_that_cannot_be_recorded_the_model_is_built_as_it_is(seed, reason):
+    with pytest.warns(UserWarning, match=reason):
+        compare(lambda: Seeded(seed))
+
+
+@pytest.mark.filterwarnings("ignore:lazy start is not possible")
+@pytest.mark.parametrize("seed", [two_seeds, fork, unknown_call])
+def test_what_the_program_draws_after_the_start_is_what_it_draws_after_a_plain_one(seed):
+    torch.manual_seed(5)
+    Seeded(seed)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    pstar.initialize_engine(lambda: Seeded(seed), 0, toy.config(near_budget="min"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.filterwarnings("ignore:lazy start is not possible")
+def test_a_model_that_cannot_start_lazily_draws_from_python_and_numpy_once():
+    class Draws(Loss):
+        def __init__(self) -> None:
+            super().__init__()
+            nn.init.constant_(self.layers[0].bias, random.random() + numpy.random.rand())
+            self.other = self.layers[0].weight + 1    # a tensor that is neither parameter nor buffer
+
+    def draw() -> list[float]:
+        random.seed(1)
+        numpy.random.seed(1)
+        return [Draws().layers[0].bias[0].item(), random.random(), numpy.random.rand()]
+
+    expected = draw()
+    random.seed(1)
+    numpy.random.seed(1)
+    model, _ = toy.build(Draws)
+    assert [model.gather_state()[0]["layers.0.bias"][0].item(), random.random(), numpy.random.rand()] == expected
 
 
 def masked(grad: torch.Tensor) -> torch.Tensor:
