@@ -192,7 +192,12 @@ class Hooks:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self.chunks.parameters.idle_all)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_outermost)
+
+    def _end_outermost(self) -> None:
+        """A backward has ended: the program's, or one inside of it (reentrant checkpointing); modules run after that one."""
+        if torch._C._current_autograd_node() is None:
+            self.chunks.parameters.idle_all()
 
     def check_frozen(self) -> None:
         """Raises StateError if a parameter that was frozen when the engine started requires a gradient now."""

@@ -34,15 +34,17 @@ class ReadOnly:
 
     def __init__(self, params: dict[str, torch.nn.Parameter], schedule: Schedule):
         self._params, self._schedule = params, schedule
-        self._versions: dict[str, int] = {}    # name -> count of changes when it was bound first
+        self._versions: dict[str, int] = {}    # name -> count of changes at the start
         self._sums: dict[str, int] = {}        # name -> sum of its bits when it was bound, in the first step
+
+    def start(self) -> None:
+        """All parameters are in chunks now."""
+        self._versions = {name: param._version for name, param in self._params.items()}
 
     def begin(self, unit: UnitRecord) -> None:
         """A unit's parameters have become views of near."""
-        names = [slot.name for slot in unit.spec.slots]
-        for name in names:
-            self._versions.setdefault(name, self._params[name]._version)
         if self._schedule.num_steps <= 1:
+            names = [slot.name for slot in unit.spec.slots]
             self._sums |= zip(names, self._sum(names), strict=True)
 
     def forget(self, unit: UnitRecord) -> None:
@@ -62,13 +64,13 @@ class ReadOnly:
         """The unit's bytes in near are about to be dropped or overwritten. Raises StateError if the model changed them."""
         self.check_place(unit)
         for slot in unit.spec.slots:
-            name = slot.name
-            if self._params[name]._version != self._versions.get(name, self._params[name]._version):
-                self._refuse(name)
-        names = [slot.name for slot in unit.spec.slots if slot.name in self._sums]
-        for name, found in zip(names, self._sum(names), strict=True):
-            if found != self._sums.pop(name):
-                self._refuse(name)
+            if self._params[slot.name]._version != self._versions[slot.name]:
+                self._refuse(slot.name)
+        if self._sums:
+            names = [slot.name for slot in unit.spec.slots if slot.name in self._sums]
+            for name, found in zip(names, self._sum(names), strict=True):
+                if found != self._sums.pop(name):
+                    self._refuse(name)
 
     def _sum(self, names: list[str]) -> list[int]:
         """The sum of each parameter's bits, in integers that wrap around."""

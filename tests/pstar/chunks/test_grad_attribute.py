@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pstar
-from pstar.chunks.borrowed import Lender
+from pstar.chunks.borrowed import Idle, Lender
 from tests import toy
 
 PLACES = [{"near_budget": "min"}, {"near_budget": "100%"}, {"near_budget": "60%", "near_states": "fill"},
@@ -114,6 +115,32 @@ def test_with_everything_near_parameters_are_read_and_evaluated_between_backward
         assert norm != model.module.embed.weight.norm()
     expected = plain.gather_state()[0]
     assert all(torch.equal(value, expected[name]) for name, value in model.gather_state()[0].items())
+
+
+class Recomputed(toy.Toy):
+    """Reentrant checkpoints: each runs a backward of its own inside the program's."""
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = checkpoint(self.run, block, x, use_reentrant=True)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+    @staticmethod
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(block.up.weight, Idle), "torch.compile would compile this forward anew"
+        return block(x)
+
+
+@pytest.mark.parametrize("of_pytorch", [False, True])
+def test_with_everything_near_no_parameter_is_idle_while_backward_runs_modules(of_pytorch):
+    model, optimizer = toy.build(Recomputed, near_budget="100%")
+    for number in range(2):
+        loss = model(*toy.batch(number))
+        loss.backward() if of_pytorch else model.backward(loss)
+        with pytest.raises(pstar.StateError, match=REFUSED):
+            read_all(model)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("keys", PLACES[:2], ids=str)
