@@ -15,6 +15,7 @@ import torch
 from pstar.comm.collectives import Collectives
 from pstar.config import Config
 from pstar.errors import ConfigError
+from pstar.modules.scope import Outside, mode_of
 
 OF_EACH_RANK = ("disk_path", "profile")
 """Keys of the configuration that name files: they may differ."""
@@ -44,11 +45,16 @@ def check_same(module: torch.nn.Module, config: Config, collectives: Collectives
 
 
 def _described(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """The name and the form of every parameter and buffer."""
-    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in tensors:
-            frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
-            yield f"{kind} {name}", f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+    """The name and the form of every parameter and buffer; the form of what every rank has its own is not compared."""
+    for name, param in module.named_parameters():
+        form = "one of each rank" if mode_of(param) == Outside.LOCAL else _form(param)
+        yield f"parameter {name}", form + ("" if param.requires_grad else ", frozen")
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name}", _form(buffer)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
