@@ -107,10 +107,8 @@ class _Recorder(TorchDispatchMode):
         leaves, spec = tree_flatten(((), {}))
         self.ops.append(Op(run, leaves, spec, [], set(), set(), overwrites=False, random=True))
 
-    def _find_generators(self, leaves: list[Any]) -> None:
-        for leaf in leaves:
-            if isinstance(leaf, torch.Generator):
-                self.generator.uses(leaf)
+    def _draws_from(self, leaves: list[Any]) -> None:
+        self.generator.draws(next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None))
 
     def whole(self, function: Callable) -> Callable:
         """Wraps an initialisation that must be recorded as one operation, because it reads values."""
@@ -119,7 +117,7 @@ class _Recorder(TorchDispatchMode):
                 return function(tensor, *args, **kwargs)
             ref = self._ref(tensor)
             leaves, spec = tree_flatten(((ref, *args), kwargs))
-            self._find_generators(leaves)
+            self._draws_from(leaves)
             covers = ref.storage_bytes == math.prod(ref.size) * ref.dtype.itemsize
             reads = set() if covers else {ref.storage}
             self.ops.append(Op(function, leaves, spec, [ref], reads, {ref.storage}, covers, random=True))
@@ -160,7 +158,8 @@ class _Recorder(TorchDispatchMode):
             target.storage_bytes == math.prod(target.size) * target.dtype.itemsize)
         reads = inputs - ({target.storage} if whole else set())
         random = torch.Tag.nondeterministic_seeded in func.tags
-        self._find_generators(leaves)
+        if random:
+            self._draws_from(leaves)
         self.ops.append(Op(func, refs, spec, outputs, reads, {ref.storage for ref in outputs}, whole or not mutates, random))
         return result
 
@@ -289,7 +288,7 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
             stack.enter_context(mock.patch.object(init, name, recorder.whole(getattr(init, name))))
         with recorder:
             module = model_func()
-        recorder.generator.check()
+            recorder.generator.look()
     return module, Recipe(recorder.ops, recorder.kept, recorder.made)
 
 
