@@ -134,7 +134,7 @@ class Parameters:
         """Turns all parameters into idle placeholders: from now on their bytes are in chunks."""
         for unit in self.units.records:
             self._release_data(unit)
-        self.read_only.start()
+        self.read_only.start(self.units.records)
         self.idle_all()
 
     def lend_all(self) -> None:

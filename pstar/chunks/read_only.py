@@ -13,6 +13,9 @@ looked for in every step, also where all parameters stay near.
 A change that is not lost is no error: with one process, all parameters near, in fp32 or bf16.
 """
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 
 from pstar.chunks.unit import UnitRecord
@@ -22,6 +25,17 @@ from pstar.schedule.schedule import Schedule
 INSTEAD = ("compute with a changed copy of it, call model.load_state(weights) between two steps, or keep the parameter with "
            "PyTorch (pstar.exclude)")
 BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Place(NamedTuple):
+    """A parameter in its unit's buffer. (A tuple of what `check` needs: it runs for each parameter that leaves near.)"""
+
+    param: torch.nn.Parameter
+    offset: int
+    """In bytes."""
+    version: int
+    """torch's count of changes at the start."""
+    name: str
 
 
 class ReadOnly:
@@ -34,50 +48,50 @@ class ReadOnly:
 
     def __init__(self, params: dict[str, torch.nn.Parameter], schedule: Schedule):
         self._params, self._schedule = params, schedule
-        self._versions: dict[str, int] = {}    # name -> count of changes at the start
-        self._sums: dict[str, int] = {}        # name -> sum of its bits when it was bound, in the first step
+        self._places: dict[UnitRecord, list[Place]] = {}
+        self._sums: dict[str, int] = {}    # name -> sum of its bits when it was bound, in the first step
 
-    def start(self) -> None:
+    def start(self, units: Iterable[UnitRecord]) -> None:
         """All parameters are in chunks now."""
-        self._versions = {name: param._version for name, param in self._params.items()}
+        for unit in units:
+            held = [(self._params[slot.name], slot) for slot in unit.spec.slots if slot.numel]
+            self._places[unit] = [Place(param, slot.offset * param.itemsize, param._version, slot.name)
+                                  for param, slot in held]
 
     def begin(self, unit: UnitRecord) -> None:
         """A unit's parameters have become views of near."""
         if self._schedule.num_steps <= 1:
-            names = [slot.name for slot in unit.spec.slots]
-            self._sums |= zip(names, self._sum(names), strict=True)
+            self._sums |= self._sum(self._places[unit])
 
     def forget(self, unit: UnitRecord) -> None:
         """The engine is about to change the bytes itself: an update in near, or a checkpoint that is loaded."""
-        for slot in unit.spec.slots:
-            self._sums.pop(slot.name, None)
+        if self._sums:
+            for slot in unit.spec.slots:
+                self._sums.pop(slot.name, None)
 
     def check_place(self, unit: UnitRecord) -> None:
         """Raises StateError if a parameter of a bound unit is no view of the chunk any more."""
-        for slot in unit.spec.slots:
-            param = self._params[slot.name]
-            if slot.numel and param.data_ptr() != unit.address + slot.offset * param.itemsize:
-                raise StateError(f"the model replaced the data of parameter {slot.name}, which is in a chunk that does not "
+        address = unit.address
+        for param, offset, _, name in self._places[unit]:
+            if param.data_ptr() != address + offset:
+                raise StateError(f"the model replaced the data of parameter {name}, which is in a chunk that does not "
                                  f"follow: {INSTEAD}")
 
     def check(self, unit: UnitRecord) -> None:
         """The unit's bytes in near are about to be dropped or overwritten. Raises StateError if the model changed them."""
         self.check_place(unit)
-        for slot in unit.spec.slots:
-            if self._params[slot.name]._version != self._versions[slot.name]:
-                self._refuse(slot.name)
+        changed = [name for param, _, version, name in self._places[unit] if param._version != version]
         if self._sums:
-            names = [slot.name for slot in unit.spec.slots if slot.name in self._sums]
-            for name, found in zip(names, self._sum(names), strict=True):
-                if found != self._sums.pop(name):
-                    self._refuse(name)
+            places = [place for place in self._places[unit] if place.name in self._sums]
+            changed += [name for name, found in self._sum(places).items() if found != self._sums.pop(name)]
+        if changed:
+            raise StateError(
+                f"the model changed parameter {changed[0]} in place while it was in a chunk, and the change would be lost "
+                f"(nn.Embedding with max_norm does that, and weights that are normalised in forward): {INSTEAD}")
 
-    def _sum(self, names: list[str]) -> list[int]:
+    @staticmethod
+    def _sum(places: list[Place]) -> dict[str, int]:
         """The sum of each parameter's bits, in integers that wrap around."""
-        bits = [self._params[name].detach().view(BITS[self._params[name].itemsize]) for name in names]
-        return torch.stack([each.sum(dtype=each.dtype) for each in bits]).tolist() if bits else []
-
-    def _refuse(self, name: str) -> None:
-        raise StateError(
-            f"the model changed parameter {name} in place while it was in a chunk, and the change would be lost "
-            f"(nn.Embedding with max_norm does that, and weights that are normalised in forward): {INSTEAD}")
+        bits = [place.param.detach().view(BITS[place.param.itemsize]) for place in places]
+        sums = torch.stack([each.sum(dtype=each.dtype) for each in bits]).tolist() if bits else []
+        return dict(zip((place.name for place in places), sums, strict=True))
