@@ -10,7 +10,7 @@ from pstar.chunks.unit import Bytes
 from pstar.kernels import AdamOptions, adam_steps
 from pstar.layout.layout import Group
 from pstar.memory.block import Key
-from pstar.numerics.precision import MASTER, Precision
+from pstar.numerics.precision import MASTER, PARAM, Precision
 
 
 class Run(NamedTuple):
@@ -72,7 +72,8 @@ class GroupUpdates:
         num_threads: of the CPU kernel; None: torch.get_num_threads().
         """
         for unit in self._units[group.index]:
-            if MASTER in self.precision.states and unit.bytes is Bytes.BOUND:    # it overwrites the parameter
+            updated = None if MASTER in self.precision.states else buffers[PARAM, group.index].data_ptr()
+            if unit.bytes is Bytes.BOUND and updated != unit.address:    # the update overwrites near, or near is dropped
                 self._parameters.check_read_only(unit)
             self._parameters.read_only.forget(unit)
         mine = {kind: buffers[kind, group.index] for kind in self.precision.kinds}
