@@ -264,7 +264,7 @@ def update_for_ever(numel: int, pipe: Connection) -> None:
         optimizer.step()
 
 
-def beside_adam(base: Runner, size: dict[str, int], options: argparse.Namespace) -> str:
+def beside_adam(base: Runner, options: argparse.Namespace) -> str:
     """A sentence: how much slower everything near computes while the other core updates parameters."""
     ratios = []
     for _ in range(options.rounds):
@@ -303,7 +303,7 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     probes = [Runner("near", size, "pstar", {"default_chunk_size": layer}), Runner("no link", size, "pstar", small)]
     measure(probes, 2, options.steps, close=False)
     same_losses(probes)
-    shared = beside_adam(probes[0], size, options)
+    shared = beside_adam(probes[0], options)
     for probe in probes:
         probe.close()
     compute, moved = probes[0].rounds[-1]["seconds"], probes[1].rounds[-1]["bytes"]

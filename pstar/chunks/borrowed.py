@@ -243,17 +243,20 @@ def idle_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
     return Idle if kind is torch.nn.Parameter else type(f"Idle{kind.__name__}", (Idle, kind), {})
 
 
-def _lender(param: Idle) -> tuple[Lender, str]:
+def _find_lender(param: Idle) -> tuple[Lender | None, str]:
     found, name = param.__dict__.get("_pstar_lender", (lambda: None, "of an engine that is being built"))
-    lender = found()
+    return found(), name
+
+
+def _lender(param: Idle) -> tuple[Lender, str]:
+    lender, name = _find_lender(param)
     if lender is None:
         raise StateError(f"parameter {name} has no bytes: its engine was deleted")
     return lender, name
 
 
 def _check_grad(param: Idle) -> None:
-    found, name = param.__dict__.get("_pstar_lender", (lambda: None, ""))
-    lender = found()
+    lender, name = _find_lender(param)
     with torch._C.DisableTorchFunctionSubclass():
         if lender is not None and param.grad is None:
             lender.check_grad(name)

@@ -187,15 +187,16 @@ class Hooks:
         return take
 
     def _idle_after_backward(self) -> None:
-        """Parameters that stay near are Idle from the end of this backward until the next forward or update: only then is a
-        read of .grad seen (Lender.check_grad). Called for each gradient, also if the program calls loss.backward()."""
+        """Makes parameters that stay near Idle from the end of this backward until the next forward or update: then a read
+        of .grad is seen (Lender.check_grad). Called for each gradient, also if the program calls loss.backward()."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_outermost)
 
     def _end_outermost(self) -> None:
-        """A backward has ended: the program's, or one inside of it (reentrant checkpointing); modules run after that one."""
+        """Called when a backward ends. If it ran inside of another (reentrant checkpointing), modules run after it, and
+        parameters stay as they are."""
         if torch._C._current_autograd_node() is None:
             self.chunks.parameters.idle_all()
 

@@ -17,6 +17,7 @@ import torch
 from pstar.errors import StateError
 
 FIRST_MARK = 7_000_000_000_000_000
+"""Programs give smaller seeds."""
 
 
 class GeneratorCalls:

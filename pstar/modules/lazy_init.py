@@ -101,11 +101,8 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _set_generator(self, call: Callable[[], object]) -> None:
-        def run() -> None:
-            call()
-
         leaves, spec = tree_flatten(((), {}))
-        self.ops.append(Op(run, leaves, spec, [], set(), set(), overwrites=False, random=True))
+        self.ops.append(Op(call, leaves, spec, [], set(), set(), overwrites=False, random=True))
 
     def _draws_from(self, leaves: list[Any]) -> None:
         self.generator.draws(next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None))

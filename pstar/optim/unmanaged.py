@@ -84,7 +84,8 @@ class OutsideParams:
                 param.grad_dtype = self._grad_dtype
             self._buffers[name] = buffers
         same = [self._buffers[name] for name, mode in self.modes.items() if mode != Outside.LOCAL]
-        self.collectives.copy_from_rank_0(buffer for buffers in same for buffer in buffers.values())
+        self.collectives.copy_from_rank_0(buffer for buffers in same for kind, buffer in buffers.items()
+                                          if kind not in (EXP_AVG, EXP_AVG_SQ, SCALES))    # these begin with zeros
 
     def _precision_of(self, name: str) -> Precision:
         return self._without_states if name in self.frozen else self.precision

@@ -42,19 +42,23 @@ def another_optimizer(model: nn.Module) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-@pytest.mark.parametrize("of_pytorch", [False, True])
-@pytest.mark.parametrize("keys", PLACES, ids=str)
-@pytest.mark.parametrize("use", [clip_by_torch, clip_values, read_all, zero_by_module, set_to_none, another_optimizer])
-def test_between_backward_and_update_grad_is_refused(use, keys, of_pytorch):
+def steps_in_which_it_is_refused(model_func, num_steps: int, use, of_pytorch: bool, keys: dict) -> None:
     """of_pytorch: the program calls loss.backward(), as one process may."""
-    model, optimizer = toy.build(**keys)
-    for number in range(4):
+    model, optimizer = toy.build(model_func, **keys)
+    for number in range(num_steps):
         loss = model(*toy.batch(number))
         loss.backward() if of_pytorch else model.backward(loss)
         with pytest.raises(pstar.StateError, match=REFUSED):
             use(model)
         optimizer.step()
         assert read_all(model) == [None] * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("of_pytorch", [False, True])
+@pytest.mark.parametrize("keys", PLACES, ids=str)
+@pytest.mark.parametrize("use", [clip_by_torch, clip_values, read_all, zero_by_module, set_to_none, another_optimizer])
+def test_between_backward_and_update_grad_is_refused(use, keys, of_pytorch):
+    steps_in_which_it_is_refused(toy.Toy, 4, use, of_pytorch, keys)
 
 
 @pytest.mark.parametrize("keys", PLACES, ids=str)
@@ -134,13 +138,7 @@ class Recomputed(toy.Toy):
 
 @pytest.mark.parametrize("of_pytorch", [False, True])
 def test_with_everything_near_no_parameter_is_idle_while_backward_runs_modules(of_pytorch):
-    model, optimizer = toy.build(Recomputed, near_budget="100%")
-    for number in range(2):
-        loss = model(*toy.batch(number))
-        loss.backward() if of_pytorch else model.backward(loss)
-        with pytest.raises(pstar.StateError, match=REFUSED):
-            read_all(model)
-        optimizer.step()
+    steps_in_which_it_is_refused(Recomputed, 2, read_all, of_pytorch, {"near_budget": "100%"})
 
 
 @pytest.mark.parametrize("keys", PLACES[:2], ids=str)
