@@ -23,7 +23,7 @@ from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.kernels import prepare
 from pstar.layout.budget import Costs, default_near_bytes, frozen_bytes, model_data_bytes
-from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, GPU_ALIGN_ELEMS, Layout
+from pstar.layout.layout import CODE_BLOCK, Layout
 from pstar.memory.accelerator import free_bytes, is_accelerator, near_device
 from pstar.memory.block_store import BlockStore
 from pstar.memory.disk import DiskTier
@@ -43,7 +43,7 @@ from pstar.numerics.precision import PARAM
 from pstar.optim.chunked_adam import ChunkedAdam
 from pstar.optim.lr_schedule import follow_schedule
 from pstar.optim.unmanaged import OutsideParams
-from pstar.planner.plan import Plan, check_compiler
+from pstar.planner.plan import Plan, check_compiler, packing_of
 from pstar.planner.speeds import NO_CHOICE, choose_far_states
 from pstar.profile.recording import Profile
 from pstar.schedule.schedule import Schedule
@@ -161,7 +161,7 @@ class Engine(torch.nn.Module):
         watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
         evaluates = nullcontext() if training else self.schedule.paused()
         with evaluates, self._hooks.lender.forward(training), self._explained(), watched:
-            return self.module(*args, **kwargs)
+            return self._stages.of_this_step(self.module(*args, **kwargs))
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begins a micro-step, and with the first one a step."""
@@ -483,10 +483,8 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if collectives.rank == 0:
         for note in config.notes:
             print(f"pstar: {note}", file=sys.stderr)
-    default_near, align_elems = None, ALIGN_ELEMS
-    if is_accelerator(device):
-        default_near, align_elems = default_near_bytes(collectives.from_all(free_bytes(device))), GPU_ALIGN_ELEMS
-    plan = Plan(module, config, collectives.num_pieces, default_near, align_elems, far_page_bytes(device))
+    default_near = default_near_bytes(collectives.from_all(free_bytes(device))) if is_accelerator(device) else None
+    plan = Plan(module, config, collectives.num_pieces, default_near, packing_of(device), far_page_bytes(device))
     if plan.costs.in_codes and not any(group.coded for group in plan.layout.frozen):
         warnings.warn(f"frozen_bits is {config.frozen_bits}, but no matrix of this model is frozen: set requires_grad to "
                       "False in model_func, before the engine starts", stacklevel=2)

@@ -9,6 +9,7 @@ or if none passes on a GPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import subprocess
 import sys
@@ -72,8 +73,10 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     with tempfile.TemporaryDirectory(prefix="cuda_tests_") as folder:
         report = Path(folder, "report.xml")
+        found = files()
+        at_once = ("-n", str(len(found))) if importlib.util.find_spec("xdist") else ()    # one worker for each file
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "gpu and not deep", "-p", "no:cacheprovider",
-                   f"--junitxml={report}", *files()]
+                   *at_once, f"--junitxml={report}", *found]
         status = subprocess.run(command, cwd=REPO, env=finding_this_checkout() | {"TESTS_GPU": "1"}).returncode
         if not report.exists():
             return 1

@@ -51,9 +51,10 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     log = CollectiveLog(collectives, device)
     unsharding = Unsharding(parameters, store, collectives, log)
     norms = ParameterNorms(layout, list(params), collectives, device)
-    kind = KeptGradients if plan.keeps_gradients else Gradients
-    gradients = kind(parameters, store, collectives, log, norms, tiers, plan.grad_dtype,
-                     plan.accumulates, config.find_unused_parameters)
+    of_gradients = (parameters, store, collectives, log, norms, tiers, plan.grad_dtype, plan.accumulates,
+                    config.find_unused_parameters)
+    kept = KeptGradients(*of_gradients)
+    gradients = kept if plan.keeps_gradients else Gradients(*of_gradients)
     update_log = None if plan.log_budget is None else BlockLog(store, plan.log_budget)
     num_keys = 0 if plan.stays_near else config.prefetch
     prefetch = Prefetch(unsharding, store, room, tiers, num_keys, plan.grad_dtype, update_log)
@@ -62,4 +63,4 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
         store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR, fixed=group.frozen,
                      codes=codes if group.coded else None).zero_()
     resident = ResidentSteps(plan, unsharding, store, tiers)
-    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives, update_log, resident)
+    return Chunks(parameters, gradients, kept, unsharding, prefetch, room, tiers, store, collectives, update_log, resident)

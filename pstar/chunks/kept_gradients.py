@@ -1,4 +1,5 @@
-"""Gradients of one process whose model data all stay in near: autograd's own tensors, which no chunk copies.
+"""Gradients of one process whose model data all stay in near, always or in this step: autograd's own tensors, which no chunk
+copies.
 
 A gradient that will move must be in a chunk. Where nothing moves, the copy would cost a pass over memory, and the gradients'
 chunks would be idle during forward, when activations need the memory. Here the process takes param.grad as it is, keeps it

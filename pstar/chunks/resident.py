@@ -2,7 +2,7 @@
 
 A step follows its trace because blocks may have to leave. If all of them fit next to the largest peak of activations, none
 leaves, and the hooks of each module do needless work: on a GPU with them, 1.5 billion parameters trained at 0.68 of plain
-PyTorch's speed.
+PyTorch's speed. Nor does a gradient have to be in a chunk then: autograd's own is kept (kept_gradients.py).
 So a step is resident if a step of the same shapes has followed the same trace to its end, everything fits at that trace's
 peak, and all parameters are near. All units are pinned until a resident step ends, because autograd's graph refers to the
 parameters themselves. After an error the step stays resident: there may be a graph from before it.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from pstar.chunks.unit import Grads
 from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
 from pstar.layout.budget import near_data_bytes
@@ -42,8 +43,11 @@ class ResidentSteps:
         self._trained_elems = sum(group.piece_elems for group in plan.layout.trained)
         self._possible = (unsharding.units.one_rank and plan.near_memory is not None and plan.log_budget is None
                           and plan.config.profile is None and not plan.config.offload_activations)
+        self._may_keep = not plan.accumulates and plan.grad_dtype == plan.param_dtype
         self.active = False
         """Whether this step is resident."""
+        self.keeps_gradients = False
+        """Whether this step keeps autograd's own gradients. If it stops being resident, it still does until its end."""
         self.path = 0
         """A hash of the modules that this step has called with gradients, in their order."""
         self._step, self._shapes = -1, None
@@ -90,6 +94,8 @@ class ResidentSteps:
             self._pins.add(store.blocks[unit.key])
         unsharding.parameters.lend_all()
         store.schedule.leave_trace()
+        # After an evaluation a program may have called loss.backward(): its gradients are in chunks, so the others go there.
+        self.keeps_gradients = self._may_keep and all(unit.grads is Grads.NONE for unit in unsharding.units.records)
         self.active = True
 
     def _end(self) -> None:
@@ -102,6 +108,7 @@ class ResidentSteps:
         """To be called when the updates are done, before the schedule ends the step."""
         schedule = self._store.schedule
         trace = schedule.trace
+        self.keeps_gradients = False
         if self.active:
             self._end()
             if self.path != trace.path:

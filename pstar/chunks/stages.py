@@ -1,6 +1,11 @@
 """The stage of a training step: counts its micro-steps, and refuses an update before all gradients are there."""
 
+import weakref
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from pstar.chunks.borrowed import Lender
 from pstar.chunks.step import Chunks
@@ -33,6 +38,23 @@ class Stages:
         """stage: "forward", "backward", "adam", or "idle" (none of them)."""
         if self._profile is not None:
             self._profile.stage(stage)
+
+    def of_this_step(self, output: Any) -> Any:
+        """Returns what the model returned. Its backward raises StateError after the next update: autograd's graph refers to
+        parameters that the update has changed in place, in chunks, where torch does not see it."""
+        schedule = weakref.ref(self.chunks.schedule)    # the program may keep the tensor longer than the engine
+        number = self.chunks.schedule.num_steps
+
+        def check(grad: torch.Tensor) -> None:
+            now = schedule()
+            if now is not None and now.num_steps != number:
+                raise StateError("backward of a forward from before the last optimizer.step(), which has changed the "
+                                 "parameters since: call backward before it, or compute the loss again")
+
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.register_hook(check)
+        return output
 
     @property
     def is_last_micro_step(self) -> bool:

@@ -13,6 +13,7 @@ never on how fast a rank is: the ranks must agree about evictions.
 import torch
 
 from pstar.chunks.gradients import Gradients
+from pstar.chunks.kept_gradients import KeptGradients
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.prefetch import Prefetch
 from pstar.chunks.resident import ResidentSteps
@@ -34,6 +35,7 @@ class Chunks:
     Args:
         parameters: binds parameters to near buffers.
         gradients: collects and reduces gradients.
+        kept: keeps autograd's own gradients in resident steps.
         unsharding: copies parameters to near.
         prefetch: begins to copy what the trace names next.
         room: the bytes that chunks may take of near.
@@ -43,13 +45,19 @@ class Chunks:
         resident: tells whether all model data stay near in this step.
     """
 
-    def __init__(self, parameters: Parameters, gradients: Gradients, unsharding: Unsharding, prefetch: Prefetch,
-                 room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives, log: BlockLog | None,
-                 resident: ResidentSteps):
-        self.parameters, self.gradients, self.unsharding, self.prefetch = parameters, gradients, unsharding, prefetch
+    def __init__(self, parameters: Parameters, gradients: Gradients, kept: KeptGradients, unsharding: Unsharding,
+                 prefetch: Prefetch, room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives,
+                 log: BlockLog | None, resident: ResidentSteps):
+        self._gradients, self._kept = gradients, kept
+        self.parameters, self.unsharding, self.prefetch = parameters, unsharding, prefetch
         self.room, self.tiers, self.store, self.collectives, self.log = room, tiers, store, collectives, log
         self.schedule, self.units, self.resident = store.schedule, parameters.units, resident
         self.layout, self.params = parameters.units.layout, parameters.params
+
+    @property
+    def gradients(self) -> Gradients:
+        """Those of this step."""
+        return self._kept if self.resident.keeps_gradients else self._gradients
 
     # ------------------------------------------------------------- a module needs parameters
 

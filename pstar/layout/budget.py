@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pstar.layout.layout import ALIGN_ELEMS, CODE_BLOCK, Group, Layout, ModuleSpec, Unit, candidate_layouts
+from pstar.layout.layout import CODE_BLOCK, HOST_PACKING, Group, Layout, ModuleSpec, Packing, Unit, candidate_layouts
 
 AUTO_NEAR = 0.4
 """Share of a GPU's free memory that chunks may take with near_budget auto."""
@@ -127,14 +127,15 @@ def smallest_near_budget(layout: Layout, uses: Mapping[str, tuple[str, ...]], co
     return need, neediest
 
 
-def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs) -> int:
-    """The largest chunk with which two groups, one with its gradients, fit into the near budget."""
-    per_elem = 2 * costs.param * num_ranks + costs.grad * (num_ranks + (num_ranks > 1))
-    return near_budget // per_elem
+def largest_chunk_elems(near_budget: int, num_ranks: int, costs: Costs, near_groups: int = 0) -> int:
+    """The largest chunk with which two groups, one with its gradients, and the parameters of near_groups groups fit into the
+    near budget."""
+    two = 2 * costs.param * num_ranks + costs.grad * (num_ranks + (num_ranks > 1))
+    return near_budget // max(two, near_groups * costs.param * num_ranks)
 
 
 def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, near_budget: int | None, ownership: str,
-                 communication: str, align_elems: int = ALIGN_ELEMS) -> list[Layout]:
+                 communication: str, packing: Packing = HOST_PACKING) -> list[Layout]:
     """The layouts that chunk size auto chooses from. near_budget None sets no limit.
 
     At least four groups, so that one can travel while another works, and never more than 64 Mi elements a chunk.
@@ -143,9 +144,10 @@ def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, ne
     chunks_a_group = num_ranks if ownership == "whole" and communication == "group" else 1
     most = min(params // (4 * chunks_a_group), 64 * 2**20)
     if near_budget is not None:
-        most = min(most, largest_chunk_elems(near_budget, num_ranks, costs) * num_ranks // chunks_a_group)
+        largest = largest_chunk_elems(near_budget, num_ranks, costs, packing.near_groups)
+        most = min(most, largest * num_ranks // chunks_a_group)
     return candidate_layouts(modules, num_ranks, most, ownership, whole_blocks=costs.scales > 0, in_codes=costs.in_codes,
-                             align_elems=align_elems)
+                             align_elems=packing.align_elems)
 
 
 def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",

@@ -34,7 +34,7 @@ class GroupUpdates:
     """
 
     def __init__(self, chunks: Chunks, precision: Precision):
-        self.precision, self._gradients = precision, chunks.gradients
+        self.precision, self._chunks = precision, chunks
         self._parameters, self._units = chunks.parameters, chunks.units.of_group
         self._spans = {group.index: group.spans(chunks.collectives.piece) for group in chunks.layout.groups}
 
@@ -49,7 +49,7 @@ class GroupUpdates:
         begin = end = step = 0
         option: AdamOptions | None = None
         no_blocks = slice(0, 0)
-        if self.precision.state_bits == 8 or self._gradients.apart:
+        if self.precision.state_bits == 8 or self._chunks.gradients.apart:
             for span in self._spans[group.index]:
                 if span.name in used:
                     yield Run(span.part, span.blocks, steps[span.name], options[span.name])
@@ -77,7 +77,7 @@ class GroupUpdates:
                 self._parameters.check_read_only(unit)
             self._parameters.read_only.forget(unit)
         mine = {kind: buffers[kind, group.index] for kind in self.precision.kinds}
-        updates = [self.precision.update(self._gradients.part(group.index, run.part, buffers),
+        updates = [self.precision.update(self._chunks.gradients.part(group.index, run.part, buffers),
                                          self.precision.part_of(mine, run.part, run.blocks), step=run.step,
                                          options=run.options, grad_scale=grad_scale) for run in runs]
         return lambda: adam_steps(updates, num_threads=num_threads)

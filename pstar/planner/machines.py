@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pstar.errors import ConfigError
+from pstar.layout.layout import GPU_PACKING, HOST_PACKING, Packing
 from pstar.memory.tier import parse_bytes
 
 GIB = 2**30
@@ -110,6 +111,11 @@ class Machine:
         """This machine with other figures, by the keys of a machine file (see load_machine)."""
         own, speeds, reserves = _by_record(figures)
         return replace(self, **own, speeds=replace(self.speeds, **speeds), reserves=replace(self.reserves, **reserves))
+
+    @property
+    def packing(self) -> Packing:
+        """How a layout for this machine is chosen."""
+        return GPU_PACKING if self.reserves.host_page_bytes > 1 else HOST_PACKING
 
     @property
     def gpus_per_node(self) -> int:

@@ -22,7 +22,8 @@ from pstar.layout.budget import (
     smallest_near_budget,
     smallest_streaming_budget,
 )
-from pstar.layout.layout import ALIGN_ELEMS, Layout, ModuleSpec, align, least_waste, make_layout
+from pstar.layout.layout import GPU_PACKING, HOST_PACKING, Layout, ModuleSpec, Packing, align, least_waste, make_layout
+from pstar.memory.accelerator import is_accelerator
 from pstar.memory.disk import check_disk_path
 from pstar.memory.pinned import far_page_bytes
 from pstar.memory.tier import parse_bytes
@@ -55,6 +56,11 @@ def module_specs(module: torch.nn.Module, blocks: Mapping[str, torch.nn.Module] 
     return specs, uses
 
 
+def packing_of(device: torch.device) -> Packing:
+    """How a layout for near on this device is chosen."""
+    return GPU_PACKING if is_accelerator(device) else HOST_PACKING
+
+
 def check_compiler(compile: str | list[str], device: torch.device) -> None:
     """Raises ConfigError if blocks are to be compiled and the machine lacks what torch.compile needs for that device."""
     if compile == NO_BLOCKS:
@@ -76,15 +82,15 @@ class Plan:
         config: a checked configuration.
         num_ranks: p; with ownership node the ranks of a node, which share all chunks.
         default_near_bytes: the near budget if the configuration says auto; None means all model data.
-        align_elems: parameters begin at multiples of it in their chunk.
+        packing: of the kind of near's device.
         page_bytes: buffers of far are a multiple of it; 1: of any size.
 
     Raises ConfigError, and BudgetError if a budget is too small.
     """
 
     def __init__(self, module: torch.nn.Module, config: Config, num_ranks: int, default_near_bytes: int | None = None,
-                 align_elems: int = ALIGN_ELEMS, page_bytes: int = 1):
-        self.config, self._default_near_bytes, self._align_elems = config, default_near_bytes, align_elems
+                 packing: Packing = HOST_PACKING, page_bytes: int = 1):
+        self.config, self._default_near_bytes, self._packing = config, default_near_bytes, packing
         self.precision = Precision(config.precision, state_bits=config.optimizer.params.state_bits)
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
                            self.precision.scale_bytes, config.frozen_bits, page_bytes)
@@ -133,7 +139,7 @@ class Plan:
                 f"{-(-100 * least // near_data_bytes(smallest, self.costs))}% of the model data, or min; "
                 "pstar.tile_linears cuts a large nn.Linear into smaller modules"
             )
-        chosen = least_waste(fitting)
+        chosen = least_waste(fitting, group_cost_elems=self._packing.group_cost_elems)
         budget = least if config.near_budget == "min" else self._near_bytes(chosen)
         return chosen, budget, next(need for layout, need, _ in needs if layout is chosen)
 
@@ -256,16 +262,21 @@ class Plan:
         """The layout of the configured chunk size, or layouts to choose from."""
         config = self.config
         if config.default_chunk_size != "auto":
-            whole = sum(align(size, self._align_elems) for spec in specs for _, size in spec.parameters)
+            align_elems = self._packing.align_elems
+            whole = sum(align(size, align_elems) for spec in specs for _, size in spec.parameters)
             chunk = min(config.default_chunk_size, max(whole, 1))    # a larger chunk is padding
             return [make_layout(specs, chunk, num_ranks, self._ownership, self.costs.scales > 0, self.costs.in_codes,
-                                self._align_elems)]
+                                align_elems)]
         near = None
         if config.near_budget not in ("auto", "min"):
             whole = sum(size * (self.costs.param if name in spec.frozen else self.costs.total)
                         for spec in specs for name, size in spec.parameters)
             near = parse_bytes(config.near_budget, whole)
-        return auto_layouts(specs, num_ranks, self.costs, near, self._ownership, config.communication, self._align_elems)
+        elif self._packing.near_groups and config.near_budget == "auto":
+            near = self._default_near_bytes
+        if self._packing.near_groups and config.near_memory != "auto":    # activations are not known yet
+            near = self._parse_near_memory() if near is None else min(near, self._parse_near_memory())
+        return auto_layouts(specs, num_ranks, self.costs, near, self._ownership, config.communication, self._packing)
 
 
 def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str | Path | Config | None" = None,
@@ -282,4 +293,5 @@ def plan_engine(model_func: Callable[[], torch.nn.Module], config: "dict | str |
     module = build(model_func)[0]
     if config.use_cpu_embedding:
         compute_embeddings_far(module, torch.device("cpu"))
-    return Plan(module, config, num_ranks, page_bytes=far_page_bytes(torch.device(device)))
+    return Plan(module, config, num_ranks, packing=packing_of(torch.device(device)),
+                page_bytes=far_page_bytes(torch.device(device)))

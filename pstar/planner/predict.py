@@ -26,7 +26,7 @@ from pstar.layout.budget import (
     smallest_far_budget,
     smallest_near_budget,
 )
-from pstar.layout.layout import CODE_BLOCK, Layout, least_waste, make_layout
+from pstar.layout.layout import CODE_BLOCK, HOST_PACKING, Layout, Packing, least_waste, make_layout
 from pstar.planner.adam_choice import AdamChoice, Speeds, adam_traffic_bytes, choose_adam
 from pstar.planner.disk_traffic import disk_traffic
 from pstar.planner.gpt_shape import GptShape
@@ -168,7 +168,8 @@ class Prediction:
         return tokens / self.seconds["step"] if self.seconds else 0.0
 
 
-def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: int, job: Job) -> tuple[Layout, int, str]:
+def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: int, job: Job,
+                  packing: Packing = HOST_PACKING) -> tuple[Layout, int, str]:
     """(layout, the least near bytes it needs, the module that needs them), as pstar.planner.plan.Plan chooses it.
 
     If no layout fits into near_budget, the one that needs least.
@@ -176,9 +177,9 @@ def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: in
     modules = shape.modules()
     if job.chunk_elems != "auto":
         layouts = [make_layout(modules, min(job.chunk_elems, shape.num_params), num_ranks, job.ownership, costs.scales > 0,
-                               costs.in_codes)]
+                               costs.in_codes, packing.align_elems)]
     else:
-        layouts = auto_layouts(modules, num_ranks, costs, near_budget, job.ownership, job.communication)
+        layouts = auto_layouts(modules, num_ranks, costs, near_budget, job.ownership, job.communication, packing)
     uses = shape.uses()
     needs: dict[int, tuple[int, str]] = {}
 
@@ -188,7 +189,8 @@ def choose_layout(shape: GptShape, costs: Costs, num_ranks: int, near_budget: in
             needs[layout.chunk_elems] = smallest_near_budget(layout, uses, costs, job.communication)
         return needs[layout.chunk_elems][0]
 
-    best = least_waste(layouts, lambda layout: need(layout) <= near_budget) or min(layouts, key=need)
+    best = least_waste(layouts, lambda layout: need(layout) <= near_budget, packing.group_cost_elems)
+    best = best or min(layouts, key=need)
     return best, *needs[best.chunk_elems]
 
 
@@ -204,7 +206,7 @@ def predict(shape: GptShape, machine: Machine, job: Job | None = None, modes: tu
         raise ConfigError(f"seq_len is {job.seq_len}, the model has {shape.positions} positions; give at most that")
     activations, away, back = job.activations_of(shape)
     near_budget = machine.usable_gpu_bytes - activations
-    layout, need, _ = choose_layout(shape, costs, machine.num_gpus, max(near_budget, 0), job)
+    layout, need, _ = choose_layout(shape, costs, machine.num_gpus, max(near_budget, 0), job, machine.packing)
     far_room, disk_room = machine.usable_host_bytes, machine.usable_disk_bytes
     chunk_room = far_room - away    # the engine offloads only into room of far that chunks never need
     near_state_groups = choose_near_states(job.near_states, layout, near_budget, costs, job.communication, need,

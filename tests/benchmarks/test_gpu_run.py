@@ -193,7 +193,7 @@ def test_the_steps_cover_all_parts_and_sizes():
 def test_all_files_with_tests_that_need_a_gpu_are_found():
     found = cuda_tests.files()
     assert set(found) == {"tests/pstar/kernels/test_adam_cuda.py", "tests/pstar/memory/test_activation_peak.py",
-                          "tests/chapters/test_gpu_bits.py"}
+                          "tests/pstar/test_engine_on_gpu.py", "tests/chapters/test_gpu_bits.py"}
     assert all((REPO / file).exists() for file in found)
 
 

@@ -130,6 +130,56 @@ def test_two_lengths_in_turn_and_an_evaluation_change_no_bit(keys):
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
+def grads_in_chunks(model: pstar.Engine) -> int:
+    return sum(key[0] == "grad" and block.copies != {} for key, block in model._store.blocks.items())
+
+
+@pytest.mark.parametrize("keys, kept", [({}, True), ({"bf16": {"enabled": True}}, True),
+                                        ({"gradient_accumulation_steps": 2}, False)], ids=str)
+def test_a_resident_step_keeps_autograds_gradients_unless_micro_steps_are_summed(keys, kept):
+    model, optimizer = build(**keys)
+    micros = keys.get("gradient_accumulation_steps", 1)
+    peaks = []
+    for number in range(6):
+        for micro in range(micros):
+            loss = model(*toy.batch(number + 10 * micro))
+            model.backward(loss)
+        resident = model._chunks.resident.active
+        assert (grads_in_chunks(model) == 0) is (resident and kept)
+        peaks.append(model.near.used_bytes)
+        optimizer.step()
+        assert grads_in_chunks(model) == 0 and not model._chunks.resident.keeps_gradients
+    assert resident
+    assert peaks[-1] <= peaks[2] and model.near.idle_bytes <= peaks[2] - model.near.used_bytes, "near keeps no second room"
+
+
+def test_a_gradient_from_before_the_first_training_forward_of_a_step_is_not_lost():
+    found = []
+    for keys in (ROOMY, {}):
+        model, optimizer = toy.build(**keys)
+        steps(model, optimizer, 4)
+        model.eval()
+        model(*toy.batch(5)).backward()
+        model.train()
+        model.backward(model(*toy.batch(6)))
+        optimizer.step()
+        found.append((optimizer.grad_norm, steps(model, optimizer, 2, 7)[0]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("keys", [ROOMY, {}, {"near_budget": "min"}], ids=str)
+def test_a_graph_from_before_the_update_is_refused_also_after_an_evaluation(keys):
+    model, optimizer = toy.build(**keys)
+    steps(model, optimizer, 4)
+    late = model(*toy.batch(5))
+    model.backward(model(*toy.batch(4)))
+    optimizer.step()
+    with torch.no_grad():
+        model(*toy.batch(6))
+    with pytest.raises(pstar.StateError, match=r"from before the last optimizer\.step"):
+        late.backward()
+
+
 class Skips(toy.Toy):
     """A Toy that leaves blocks out, or calls one twice, as its attribute `order` says."""
 

@@ -11,17 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pstar.engine
 from pstar.layout.budget import Costs, auto_layouts
 from pstar.layout.layout import (
     ALIGN_ELEMS,
     CODE_BLOCK,
     GPU_ALIGN_ELEMS,
+    GPU_PACKING,
     GROUP_COST_ELEMS,
+    HOST_PACKING,
     ModuleSpec,
+    Packing,
     least_waste,
     make_layout,
 )
+from pstar.planner import plan
 from tests import toy
 from tests.pstar.layout.test_layout import gpt2, modules_strategy
 
@@ -59,7 +62,8 @@ def test_what_it_costs(layers, width, vocab, context, num_ranks) -> None:
     cost = {}
     for align_elems in (ALIGN_ELEMS, GPU_ALIGN_ELEMS):
         modules = gpt2(layers, width, vocab, context)
-        layout = least_waste(auto_layouts(modules, num_ranks, Costs(4, 4, 8), None, "whole", "group", align_elems))
+        packing = Packing(align_elems)
+        layout = least_waste(auto_layouts(modules, num_ranks, Costs(4, 4, 8), None, "whole", "group", packing))
         cost[align_elems] = layout.total_elems + GROUP_COST_ELEMS * len(layout.groups)
     assert cost[GPU_ALIGN_ELEMS] <= 1.003 * cost[ALIGN_ELEMS]
 
@@ -68,7 +72,7 @@ def test_what_it_costs(layers, width, vocab, context, num_ranks) -> None:
 def wide(request, monkeypatch: pytest.MonkeyPatch):
     """A function that builds the engine, True: as it is on a GPU."""
     def build(aligned: bool):
-        monkeypatch.setattr(pstar.engine, "ALIGN_ELEMS", GPU_ALIGN_ELEMS if aligned else ALIGN_ELEMS)
+        monkeypatch.setattr(plan, "HOST_PACKING", GPU_PACKING if aligned else HOST_PACKING)
         return toy.build(toy.Untied, **request.param)
 
     micros = request.param.get("gradient_accumulation_steps", 1)
@@ -93,7 +97,7 @@ def test_losses_and_checkpoints_are_those_of_the_usual_alignment(wide, tmp_path)
 
 
 def test_parameters_in_use_have_the_addresses_of_separate_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pstar.engine, "ALIGN_ELEMS", GPU_ALIGN_ELEMS)
+    monkeypatch.setattr(plan, "HOST_PACKING", GPU_PACKING)
     model, _ = toy.build(toy.Untied, near_budget="50%", default_chunk_size=12_000, bf16={"enabled": True})
     offsets = []
 

@@ -159,7 +159,7 @@ def test_the_command_says_what_is_frozen(capsys):
     assert cli.main(["plan", "--model", "medium", "--trainable", "lora:16", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["trained_parameters"] == 6_291_456 and answer["model"]["lora_rank"] == 16
-    assert 2 * 354_823_168 <= answer["frozen_bytes"] < 1.02 * 2 * 354_823_168
+    assert 2 * 354_823_168 <= answer["frozen_bytes"] < 1.03 * 2 * 354_823_168
     assert cli.main(["plan", "--model", "medium"]) == 0
     assert "frozen" not in capsys.readouterr().out
 
