@@ -78,6 +78,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pstar-25": {"near_budget": "25%"},
     "pstar-25-no-prefetch": {"near_budget": "25%", "prefetch": 0},
     "pstar-25-early": {"near_budget": "25%", "speculative_update": True},
+    "pstar-25-overlap": {"near_budget": "25%", "overlap_update": True},
     "pstar-25-stream": {"near_budget": "25%", "far_states": "stream"},
 }
 """Names of pstar with keys of its configuration; the budget counts the bytes of all model data."""

@@ -1,6 +1,6 @@
 """The bytes that each tier must hold, and the optimizer states that also fit into near: pure functions of numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pstar.layout.layout import CODE_BLOCK, HOST_PACKING, Group, Layout, ModuleSpec, Packing, Unit, candidate_layouts
@@ -151,42 +151,52 @@ def auto_layouts(modules: Sequence[ModuleSpec], num_ranks: int, costs: Costs, ne
 
 
 def groups_with_near_states(layout: Layout, near_budget: int, costs: Costs, communication: str = "group",
-                        kept_free: int | None = None) -> list[int]:
+                            kept_free: int | None = None, grads_wait: bool = False) -> list[int]:
     """The groups whose optimizer states may be in near, so that their update is computed there: the first ones that fit.
 
     With states in near a group's gradients need not be copied to far, nor its parameters back.
 
-    kept_free: None: states only get the margin, the part of the budget that is left when all parameters (gathered) and the
-        gradients are near at once (PatrickStar, section 8.2): no parameter is copied more often for it. Else states get all
-        but so many bytes: then the parameters of other groups are copied in backward too, from far to near, a direction in
-        which the link is idle then.
+    kept_free: None: states only get the margin, the part of the budget that is left when all parameters (gathered) are near
+        at once, and the gradients that are there at the same time (PatrickStar, section 8.2): no parameter is copied more
+        often for it. Gradients of other groups leave near when they are complete, and their parameters with them; those of
+        two groups may be there at once. Else states get all but so many bytes: then the parameters of other groups are
+        copied in backward too, from far to near, a direction in which the link is idle then.
+    grads_wait: all gradients are in near at the end of backward.
     """
     single = layout.num_ranks == 1
     if kept_free is not None:
-        margin, bytes_of = near_budget - kept_free, costs.piece_bytes
-    elif single:
-        margin = near_budget - costs.param * layout.total_elems - costs.grad * layout.trained_elems
-        bytes_of = costs.state_bytes
-    else:
+        return _first_that_fit(layout, near_budget - kept_free, costs.piece_bytes)
+    margin = near_budget - costs.param * layout.total_elems
+    if not single:
         gradients = max(_grad_bytes(unit, layout, costs) for unit in layout.units(communication))
-        margin = near_budget - costs.param * layout.total_elems - gradients
-        bytes_of = costs.piece_bytes
-    near = []
+        return _first_that_fit(layout, margin - gradients, costs.piece_bytes)
+    # What fits next to all gradients fits in any case: with the whole budget, all groups.
+    all_there = _first_that_fit(layout, margin - costs.grad * layout.trained_elems, costs.state_bytes)
+    if grads_wait:
+        return all_there
+    two = sum(sorted(costs.grad * group.elems for group in layout.trained)[-2:])
+    return max(all_there, _first_that_fit(layout, margin - two, lambda group: costs.state_bytes(group)
+                                          + costs.grad * group.elems), key=len)
+
+
+def _first_that_fit(layout: Layout, num_bytes: int, bytes_of: Callable[[Group], int]) -> list[int]:
+    found = []
     for group in layout.trained:
-        if bytes_of(group) <= margin:
-            margin -= bytes_of(group)
-            near.append(group.index)
-    return near
+        if bytes_of(group) <= num_bytes:
+            num_bytes -= bytes_of(group)
+            found.append(group.index)
+    return found
 
 
 def choose_near_states(near_states: str, layout: Layout, near_budget: int, costs: Costs, communication: str, least_near: int,
-             prefetch: int) -> list[int]:
+                       prefetch: int, grads_wait: bool = False) -> list[int]:
     """groups_with_near_states for a value of the configuration's near_states, margin or fill.
 
     least_near: the layout's smallest_near_budget. With fill these bytes are kept free, plus those of copies under way: the
     parameters of `prefetch` units, and one unit's gradients that leave near while the next unit's arrive.
+    grads_wait: gradients are not complete before the end of backward (find_unused_parameters).
     """
-    margin = groups_with_near_states(layout, near_budget, costs, communication)
+    margin = groups_with_near_states(layout, near_budget, costs, communication, grads_wait=grads_wait)
     if near_states == "margin":
         return margin
     units = layout.units(communication)

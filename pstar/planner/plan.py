@@ -239,7 +239,7 @@ class Plan:
         """The groups whose optimizer states are in near, if chunks have `room` bytes there."""
         layout, costs = self.layout, self.costs
         near = choose_near_states(self.config.near_states, layout, room, costs, self.config.communication, self.least_near,
-                                  self.config.prefetch)
+                                  self.config.prefetch, self.config.find_unused_parameters)
         if self.config.far_states == "stream" and len(near) < len(layout.trained):
             # States in near never leave it: one streamed group must fit in addition to them.
             left = room - smallest_streaming_budget(layout, costs)

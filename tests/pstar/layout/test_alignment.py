@@ -19,6 +19,7 @@ from pstar.layout.layout import (
     GPU_PACKING,
     GROUP_COST_ELEMS,
     HOST_PACKING,
+    Layout,
     ModuleSpec,
     Packing,
     least_waste,
@@ -28,6 +29,7 @@ from pstar.planner import plan
 from tests import toy
 from tests.pstar.layout.test_layout import gpt2, modules_strategy
 
+BF16 = Costs(2, 2, 10)
 CONFIGS = [
     {"near_budget": "min", "default_chunk_size": 5_000},
     {"near_budget": "30%", "optimizer": {"type": "AdamW", "params": {"state_bits": 8}}},
@@ -66,6 +68,25 @@ def test_what_it_costs(layers, width, vocab, context, num_ranks) -> None:
         layout = least_waste(auto_layouts(modules, num_ranks, Costs(4, 4, 8), None, "whole", "group", packing))
         cost[align_elems] = layout.total_elems + GROUP_COST_ELEMS * len(layout.groups)
     assert cost[GPU_ALIGN_ELEMS] <= 1.003 * cost[ALIGN_ELEMS]
+
+
+def chosen(layers: int, width: int, near: int, packing: Packing) -> Layout:
+    layouts = auto_layouts(gpt2(layers, width, 21128), 1, BF16, near, "whole", "group", packing)
+    return least_waste(layouts, group_cost_elems=packing.group_cost_elems)
+
+
+@pytest.mark.parametrize("layers, width", [(12, 768), (24, 1024), (24, 1600), (48, 1600)])
+def test_a_gpu_has_fewer_groups_for_a_little_padding(layers, width) -> None:
+    """Python starts the copies and the update of each group; on an H200 that took longer than to compute its layers."""
+    whole = BF16.total * sum(size for module in gpt2(layers, width, 21128) for _, size in module.parameters)
+    host, gpu = (chosen(layers, width, whole // 4, packing) for packing in (HOST_PACKING, GPU_PACKING))
+    assert len(gpu.groups) < 0.45 * len(host.groups) and gpu.utilisation > 0.95
+    assert BF16.param * gpu.chunk_elems * GPU_PACKING.near_groups <= whole // 4
+
+
+def test_a_model_of_some_billions_pays_no_padding_for_it() -> None:
+    host, gpu = (chosen(36, 4096, 20 * 2**30, packing) for packing in (HOST_PACKING, GPU_PACKING))
+    assert gpu.total_elems < 1.002 * host.total_elems
 
 
 @pytest.fixture(params=CONFIGS, ids=str)

@@ -107,6 +107,28 @@ def test_with_all_model_data_as_budget_every_group_is_updated_near():
         assert groups_with_near_states(layout, 4 * layout.total_elems, Costs(4, 4, 8)) == []
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(20, 110), st.booleans(), st.sampled_from([Costs(4, 4, 8), Costs(2, 2, 10), Costs(2, 4, 10)]))
+def test_the_margin_holds_states_next_to_all_parameters_and_the_gradients_of_that_moment(percent, grads_wait, costs):
+    """And it holds no fewer of them than next to all gradients."""
+    layout = make_layout(gpt2(4, 64, 1000, 64), 20_000)
+    near = layout.total_elems * costs.total * percent // 100
+    groups = [layout.groups[index] for index in groups_with_near_states(layout, near, costs, grads_wait=grads_wait)]
+    left = near - costs.param * layout.total_elems
+    states = sum(costs.state_bytes(group) for group in groups)
+    others = sorted(costs.grad * group.elems for group in layout.trained if group not in groups)
+    at_once = sum(others) if grads_wait else sum(others[-2:])
+    if groups:
+        assert states + sum(costs.grad * group.elems for group in groups) + at_once <= left
+    all_gradients = costs.grad * layout.trained_elems
+    room, fewest = left - all_gradients, 0
+    for group in layout.trained:
+        if costs.state_bytes(group) <= room:
+            room, fewest = room - costs.state_bytes(group), fewest + 1
+    assert len(groups) == fewest if grads_wait else len(groups) >= fewest
+    assert len(groups) == len(layout.groups) if percent >= 100 else True
+
+
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_a_chunk_size_that_cannot_be(chunk):
     with pytest.raises(ConfigError, match="chunk size"):

@@ -15,6 +15,7 @@ from pstar import cli
 from pstar.config import load_config
 from pstar.errors import BudgetError, ConfigError
 from pstar.layout.budget import Costs, model_data_bytes, near_states_for_capacity, smallest_far_budget, smallest_near_budget
+from pstar.layout.layout import GPU_PACKING, HOST_PACKING
 from pstar.numerics.precision import Precision
 from pstar.planner.adam_choice import Speeds, adam_traffic_bytes, choose_adam, stream_bytes
 from pstar.planner.gpt_shape import MODELS, GptShape, find_model
@@ -92,14 +93,15 @@ def test_bytes_a_parameter_are_the_engines(precision, accumulates, state_bits):
 @pytest.mark.each
 @pytest.mark.parametrize("num_ranks", [1, 8])
 @pytest.mark.parametrize("name", ["gpt2", "xl"])
-def test_the_chunk_size_is_the_one_that_the_engine_chooses(name, num_ranks):
+@pytest.mark.parametrize("packing", [HOST_PACKING, GPU_PACKING], ids=["host", "GPU"])
+def test_the_chunk_size_is_the_one_that_the_engine_chooses(packing, name, num_ranks):
     shape = MODELS[name]
     with torch.device("meta"):
         model = model_of(shape)
     for share in (0.3, 1.2):
         budget = int(share * 14 * shape.num_params)
-        plan = Plan(model, load_config({"bf16": {"enabled": True}, "near_budget": budget}), num_ranks)
-        layout, need, _ = choose_layout(shape, costs_of("bf16"), num_ranks, budget, Job())
+        plan = Plan(model, load_config({"bf16": {"enabled": True}, "near_budget": budget}), num_ranks, packing=packing)
+        layout, need, _ = choose_layout(shape, costs_of("bf16"), num_ranks, budget, Job(), packing)
         assert layout == plan.layout and need <= budget
 
 
@@ -172,7 +174,7 @@ def test_hybrid_takes_the_planned_bytes(near_states, micro_steps):
         assert plan.moved[kind] == engine.ledger.step_bytes[kind] > 0
 
 
-@pytest.mark.parametrize("share, mode", [(1.0, "near"), (0.92, "hybrid"), (0.55, "far")])
+@pytest.mark.parametrize("share, mode", [(1.0, "near"), (0.92, "hybrid"), (0.46, "far")])
 def test_8_bit_states_take_the_bytes_that_the_plan_says(share, mode):
     job = replace(JOB, state_bits=8)
     layout = choose_layout(TINY, job.costs, 1, 10**9, job)[0]

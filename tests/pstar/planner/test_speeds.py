@@ -221,10 +221,12 @@ def test_some_of_these_placements_do_stream(measured):
 # ---------------------------------------------------------------- the measurement
 
 
-def measure(precision: str = "fp32", link: float | None = None, elems: int = 5_000, asynchronous: bool = True) -> Speeds:
+def measure(precision: str = "fp32", link: float | None = None, elems: int = 5_000, asynchronous: bool = True,
+            far_elems: int = 5_000) -> Speeds:
     kind, links = Precision(precision), Links(asynchronous, link)
     try:
-        return speeds.measure_speeds(kind, kind.grad_dtype(False), costs_of(precision), links, torch.device("cpu"), elems)
+        return speeds.measure_speeds(kind, kind.grad_dtype(False), costs_of(precision), links, torch.device("cpu"), elems,
+                                     far_elems)
     finally:
         links.close()    # with its threads
 
@@ -264,6 +266,16 @@ def test_scratch_is_small_however_large_the_groups():
     for precision in ("fp32", "bf16", "fp16"):
         assert (costs_of(precision).total + 2) * speeds.MOST_ADAM_ELEMS <= 2**28
     assert 4 * speeds.MOST_COPY_BYTES <= 2**28
+
+
+@pytest.mark.parametrize("far_elems, num_updates", [(4_999, 1), (5_000, 1), (15_500, 3), (10**9, 12)])
+def test_the_hosts_adam_goes_around_what_is_far_or_more_than_a_cache_holds(far_elems, num_updates, monkeypatch):
+    seen = []
+    monkeypatch.setattr(speeds, "MOST_ADAM_BYTES", 12 * 16 * 5_000)
+    monkeypatch.setattr(speeds, "adam_steps", lambda updates: seen.append(updates[0]))
+    monkeypatch.setattr(speeds, "_median_s", lambda run: [run() for _ in range(24)] and 1.0)
+    measure(far_elems=far_elems)
+    assert len(set(map(id, seen[:num_updates]))) == len(set(map(id, seen))) == num_updates
 
 
 def test_the_start_leaves_tiers_and_ledger_as_they_are(monkeypatch):
