@@ -161,7 +161,7 @@ class Engine(torch.nn.Module):
         watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
         evaluates = nullcontext() if training else self.schedule.paused()
         with evaluates, self._hooks.lender.forward(training), self._explained(), watched:
-            return self._stages.of_this_step(self.module(*args, **kwargs))
+            return self._stages.refuse_late_backward(self.module(*args, **kwargs))
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begins a micro-step, and with the first one a step."""

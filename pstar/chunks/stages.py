@@ -39,8 +39,8 @@ class Stages:
         if self._profile is not None:
             self._profile.stage(stage)
 
-    def of_this_step(self, output: Any) -> Any:
-        """Returns what the model returned. Its backward raises StateError after the next update: autograd's graph refers to
+    def refuse_late_backward(self, output: Any) -> Any:
+        """Returns what the model returned. A backward of it after the next update raises StateError: the graph refers to
         parameters that the update has changed in place, in chunks, where torch does not see it."""
         schedule = weakref.ref(self.chunks.schedule)    # the program may keep the tensor longer than the engine
         number = self.chunks.schedule.num_steps

@@ -63,6 +63,17 @@ def test_a_borrowed_parameter_gives_the_bits_of_plain_pytorch(pattern, near, pre
     assert model.near.peak_bytes <= model.near.budget_bytes
 
 
+@pytest.mark.filterwarnings("ignore:lazy start is not possible")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_borrowed_parameter_in_resident_steps_gives_the_bits_of_plain_pytorch(pattern):
+    """All parameters are plain tensors there, and nobody asks for their bytes."""
+    model_func, loss_of = PATTERNS[pattern]
+    model = toy.compare(model_func, lambda model, step: loss_of(model, rows(step)), 7, near_budget="100%", near_memory="1GiB",
+                        default_chunk_size=300)
+    if pattern != "a borrow in every other step":
+        assert model.ledger.step_bytes.total() == 0
+
+
 @pytest.mark.parametrize("pattern", quick_only(
     [pattern for pattern in PATTERNS if pattern != FLOATING_BUFFERS], "F.linear(h, self.embed.weight)",
     "another block's weight, checkpointed", "an autograd.Function that saves a parameter", "two forwards in a step"))
