@@ -163,6 +163,7 @@ class Engine(torch.nn.Module):
         with evaluates, self._hooks.lender.forward(training), self._explained(), watched:
             return self._stages.refuse_late_backward(self.module(*args, **kwargs))
 
+    @torch.compiler.disable    # torch.compile(engine) is for the module's code
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begins a micro-step, and with the first one a step."""
         shapes = self._signature(args, kwargs)

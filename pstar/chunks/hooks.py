@@ -211,8 +211,8 @@ class Hooks:
                 "model_func; or save a checkpoint, and start again without freezing it")
 
     def check_used(self, name: str) -> None:
-        """Raises StateError for a gradient of a parameter that no forward has acquired in this step. Where all parameters stay
-        near, they are plain tensors: modules that borrow them need not ask."""
+        """Raises StateError for a gradient of a parameter that no forward has acquired in this step. Where all parameters
+        stay near, they are plain tensors: modules that borrow them need not ask."""
         if not (self.stay or self.chunks.resident.active or name in self.lender.used):
             raise StateError(f"parameter {name} got a gradient, but its module did not run and no operation that asks for a "
                              "parameter's bytes read it: scripted functions and functions of extensions do not ask, give "

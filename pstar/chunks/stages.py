@@ -39,6 +39,7 @@ class Stages:
         if self._profile is not None:
             self._profile.stage(stage)
 
+    @torch.compiler.disable
     def refuse_late_backward(self, output: Any) -> Any:
         """Returns what the model returned. A backward of it after the next update raises StateError: the graph refers to
         parameters that the update has changed in place, in chunks, where torch does not see it."""

@@ -140,6 +140,7 @@ class Chunks:
                 for unit in self.units.records:
                     self._need(unit)
 
+    @torch.compiler.disable
     def lend_all(self) -> None:
         """As bind_all, and no parameter is Idle: a forward in which all of them stay near."""
         self.bind_all()

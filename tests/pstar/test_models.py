@@ -201,6 +201,20 @@ def test_a_model_that_reads_its_values_in_init_starts_without_lazy_init_and_warn
         assert pstar.plan_engine(Looking).layout.num_params > 0, "it can be planned as well"
 
 
+def test_a_compiled_engine_trains_on_where_all_model_data_fit_next_to_the_activations() -> None:
+    """Its fourth step is the first resident one. torch.compile does not trace the engine's code, which moves parameters."""
+    torch._dynamo.reset()
+    model, optimizer = toy.build(near_memory="1GiB")
+    called = torch.compile(model, backend="aot_eager")
+    losses = []
+    for step in range(6):
+        loss = called(*toy.batch(step))
+        model.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == toy.oracle(6)[0] and model.ledger.step_bytes.total() == 0
+
+
 @pytest.mark.parametrize("what", ["block.compile()", "torch.compile(block)", "torch.compile(engine)"])
 def test_torch_compile_gives_the_same_bits_and_compiles_the_code_between_the_hooks(what: str) -> None:
     """With the backend aot_eager, whose graphs have autograd of their own but the kernels of plain PyTorch."""

@@ -68,8 +68,8 @@ def test_a_borrowed_parameter_gives_the_bits_of_plain_pytorch(pattern, near, pre
 def test_a_borrowed_parameter_in_resident_steps_gives_the_bits_of_plain_pytorch(pattern):
     """All parameters are plain tensors there, and nobody asks for their bytes."""
     model_func, loss_of = PATTERNS[pattern]
-    model = toy.compare(model_func, lambda model, step: loss_of(model, rows(step)), 7, near_budget="100%", near_memory="1GiB",
-                        default_chunk_size=300)
+    keys = {"near_budget": "100%", "near_memory": "1GiB", "default_chunk_size": 300}
+    model = toy.compare(model_func, lambda model, step: loss_of(model, rows(step)), 7, **keys)
     if pattern != "a borrow in every other step":
         assert model.ledger.step_bytes.total() == 0
 
