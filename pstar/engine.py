@@ -171,7 +171,7 @@ class Engine(torch.nn.Module):
             self.schedule.begin_step(shapes)
             self.ledger.begin_step()
             self._stages.begin_step(self.schedule.num_steps)
-        self._chunks.resident.begin_forward(shapes)
+        self._chunks.begin_forward(shapes)
         self.schedule.touch(("inputs", shapes))
         self._stages.begin("forward")
         if self._watch is not None and self.schedule.recording:

@@ -10,6 +10,8 @@ unit ends when the next unit is complete (gradients.py). When they begin and end
 never on how fast a rank is: the ranks must agree about evictions.
 """
 
+from collections.abc import Hashable
+
 import torch
 
 from pstar.chunks.gradients import Gradients
@@ -48,16 +50,24 @@ class Chunks:
     def __init__(self, parameters: Parameters, gradients: Gradients, kept: KeptGradients, unsharding: Unsharding,
                  prefetch: Prefetch, room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives,
                  log: BlockLog | None, resident: ResidentSteps):
-        self._gradients, self._kept = gradients, kept
-        self.parameters, self.unsharding, self.prefetch = parameters, unsharding, prefetch
+        self.parameters, self.gradients, self.unsharding, self.prefetch = parameters, gradients, unsharding, prefetch
+        self._in_chunks, self._kept = gradients, kept
         self.room, self.tiers, self.store, self.collectives, self.log = room, tiers, store, collectives, log
         self.schedule, self.units, self.resident = store.schedule, parameters.units, resident
         self.layout, self.params = parameters.units.layout, parameters.params
 
-    @property
-    def gradients(self) -> Gradients:
-        """Those of this step."""
-        return self._kept if self.resident.keeps_gradients else self._gradients
+    # ------------------------------------------------------------- a step
+
+    def begin_forward(self, shapes: Hashable) -> None:
+        """To be called before each training forward, with the shapes of its inputs."""
+        self.resident.begin_forward(shapes)
+        if self.resident.keeps_gradients:
+            self.gradients = self._kept
+
+    def end_step(self) -> None:
+        """To be called when the updates are done, before the schedule ends the step."""
+        self.gradients = self._in_chunks
+        self.resident.end_step()
 
     # ------------------------------------------------------------- a module needs parameters
 

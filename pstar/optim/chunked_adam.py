@@ -172,7 +172,7 @@ class ChunkedAdam(torch.optim.Optimizer):
             self._apply(clip / self.loss_scale, used)
         self.zero_grad()
         self.chunks.prefetch.next_step()
-        self.chunks.resident.end_step()
+        self.chunks.end_step()
         recorded = self.store.schedule.end_step()
         self.store.ledger.end_step()
         for tier in (NEAR, FAR):
