@@ -138,9 +138,10 @@ class Config:
     disk_budget: int | str = "auto"
     """Bytes of that disk: 100GiB, or auto (all that is free)."""
     near_states: str = "margin"
-    """Groups whose optimizer states are in near. margin: as many as fit in addition to all parameters and gradients
-    (PatrickStar). fill: as many as fit in addition to what a few modules need; parameters of other groups are then copied in
-    backward too, in the opposite direction to their gradients: faster if a step waits for the link."""
+    """Groups whose optimizer states are in near. margin: as many as fit in addition to all parameters and the gradients that
+    are there at the same time (PatrickStar). fill: as many as fit in addition to what a few modules need; parameters of
+    other groups are then copied in backward too, in the opposite direction to their gradients: faster if a step waits for
+    the link."""
     far_states: str = "auto"
     """Where groups with states in far are updated. host: in far, by the CPU. stream: in near; their states are copied there
     and back. auto: the faster one, by speeds that are measured at the start; host without a GPU and with a disk_path."""

@@ -53,6 +53,30 @@ def pack(modules: Sequence[Sequence[tuple[str, int]]], chunk_elems: int) -> list
     return [*large, *((chunk_elems, places) for places in chunks)]
 
 
+def live_near(sizes: Sequence[int], near_bytes: int) -> list[int]:
+    """The chunks whose model data are all near and never move: the first ones whose moments fit there, in addition to all
+    parameters and to the gradients that are near at the same time. Those of other chunks go far when they are complete, so
+    that two of them are near at most.
+
+    Args:
+        sizes: elements of each chunk, in fp32.
+    """
+
+    def first_that_fit(room: int, bytes_an_element: int) -> list[int]:
+        found = []
+        for index, elems in enumerate(sizes):
+            if bytes_an_element * elems <= room:
+                room -= bytes_an_element * elems
+                found.append(index)
+        return found
+
+    margin, gradients = near_bytes - 4 * sum(sizes), 4 * sum(sizes)
+    two = 4 * sum(sorted(sizes)[-2:])
+    # Moments take 8 bytes an element, and gradients 4. With room for everything, all chunks live near.
+    next_to_all, next_to_two = first_that_fit(margin - gradients, 8), first_that_fit(margin - two, 12)
+    return next_to_two if len(next_to_two) > len(next_to_all) else next_to_all
+
+
 # ---- the schedule: which chunk is evicted ----------------------------------------------------------------------------
 
 

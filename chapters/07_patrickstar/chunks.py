@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from chunk_plan import Schedule, pack
+from chunk_plan import Schedule, live_near, pack
 from torch import Tensor, nn
 
 KINDS = ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -139,13 +139,12 @@ class Chunks:
             modules.append([(name, numel) for name, numel in own.items() if name not in placed])
             placed |= own.keys()
         layout = pack(modules, chunk_elems)
-        margin = near_bytes - 2 * 4 * sum(elems for elems, _ in layout)  # left by all parameters and gradients
+        at_home_near = live_near([elems for elems, _ in layout], near_bytes)
         self.chunks: list[Chunk] = []
         slots = {}
-        for elems, places in layout:
-            lives_near = 2 * 4 * elems <= margin  # near has room for its moments as well: never moves
-            margin -= 2 * 4 * elems * lives_near
-            chunk = Chunk(len(self.chunks), elems, lives_near, device)
+        for index, (elems, places) in enumerate(layout):
+            lives_near = index in at_home_near
+            chunk = Chunk(index, elems, lives_near, device)
             self.chunks.append(chunk)
             self.near.take(len(KINDS) * chunk.num_bytes * lives_near)
             for name, offset in places.items():

@@ -58,8 +58,8 @@ class Settings(BaseSettings):
     near_memory: str = flag("auto", "Device memory for chunks and activations, as 12GiB; chunks get what activations leave.")
     disk_path: str | None = flag(None, "A folder on a local disk for chunks beyond --far-budget.", shown="none")
     prefetch: int = flag(2, "Moments of the traced step to look ahead; 0 copies each chunk when it is needed.")
-    near_states: str = flag("margin", "Optimizer states on the device: as many as fit in addition to all parameters and "
-                            "gradients, or fill it; then backward copies parameters too.", choices=("margin", "fill"))
+    near_states: str = flag("margin", "Optimizer states on the device: as many as fit in addition to all parameters, or "
+                            "fill it; then backward copies parameters too.", choices=("margin", "fill"))
     far_states: str = flag("auto", "Where optimizer states that are far are updated: by the host, or streamed through the "
                            "device; auto: the faster one, measured.", choices=("auto", "host", "stream"))
     state_bits: int = flag(32, "Bits of each of Adam's moments: 32, or 8: 6 bytes a parameter less, slightly different "

@@ -72,7 +72,7 @@ def variants(size: dict[str, int], disk: str, device: str) -> list[Variant]:
                 "host memory has the least that works, the disk the rest"),
         Variant(f"near {ROOM}", {"near_budget": ROOM}, "room for states: hybrid Adam updates some groups near"),
         Variant(f"near {ROOM}, near_states margin", {"near_budget": ROOM, "near_states": "margin"},
-                "states near only in addition to all parameters and gradients"),
+                "states near only in addition to all parameters"),
         Variant(f"near {ROOM}, use_hybrid_adam false", {"near_budget": ROOM} | host, "every update is computed by the host"),
     ), *([stream] if device != "cpu" else [])]
 

@@ -62,5 +62,5 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     for group in layout.groups:
         store.create(("param", group.index), group.piece_elems, plan.param_dtype, FAR, fixed=group.frozen,
                      codes=codes if group.coded else None).zero_()
-    resident = ResidentSteps(plan, unsharding, store, tiers)
-    return Chunks(parameters, gradients, kept, unsharding, prefetch, room, tiers, store, collectives, update_log, resident)
+    resident = ResidentSteps(plan, unsharding, store, tiers, kept)
+    return Chunks(parameters, gradients, unsharding, prefetch, room, tiers, store, collectives, update_log, resident)

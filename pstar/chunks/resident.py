@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from pstar.chunks.gradients import Gradients
 from pstar.chunks.unit import Grads
 from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
@@ -35,19 +36,21 @@ class ResidentSteps:
         unsharding: binds the parameters.
         store: its schedule has the traces.
         tiers: tell whether all optimizer states are near.
+        kept: keep autograd's own gradients.
     """
 
-    def __init__(self, plan: Plan, unsharding: Unsharding, store: BlockStore, tiers: UpdateTiers):
+    def __init__(self, plan: Plan, unsharding: Unsharding, store: BlockStore, tiers: UpdateTiers, kept: Gradients):
         self._unsharding, self._store, self._tiers = unsharding, store, tiers
+        self.kept = None if plan.accumulates or plan.grad_dtype != plan.param_dtype else kept
+        """Take the gradients of resident steps. None: chunks do, because they are summed or have another dtype."""
         self._near_memory, self._whole_bytes = plan.near_memory or 0, near_data_bytes(plan.layout, plan.costs)
         self._trained_elems = sum(group.piece_elems for group in plan.layout.trained)
         self._possible = (unsharding.units.one_rank and plan.near_memory is not None and plan.log_budget is None
                           and plan.config.profile is None and not plan.config.offload_activations)
-        self._may_keep = not plan.accumulates and plan.grad_dtype == plan.param_dtype
         self.active = False
         """Whether this step is resident."""
         self.keeps_gradients = False
-        """Whether this step keeps autograd's own gradients. If it stops being resident, it still does until its end."""
+        """Whether the gradients of this step are `kept`. If it stops being resident, they still are until its end."""
         self.path = 0
         """A hash of the modules that this step has called with gradients, in their order."""
         self._step, self._shapes = -1, None
@@ -95,7 +98,8 @@ class ResidentSteps:
         unsharding.parameters.lend_all()
         store.schedule.leave_trace()
         # After an evaluation a program may have called loss.backward(): its gradients are in chunks, so the others go there.
-        self.keeps_gradients = self._may_keep and all(unit.grads is Grads.NONE for unit in unsharding.units.records)
+        no_gradients = all(unit.grads is Grads.NONE for unit in unsharding.units.records)
+        self.keeps_gradients = self.kept is not None and no_gradients
         self.active = True
 
     def _end(self) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Hashable
 import torch
 
 from pstar.chunks.gradients import Gradients
-from pstar.chunks.kept_gradients import KeptGradients
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.prefetch import Prefetch
 from pstar.chunks.resident import ResidentSteps
@@ -37,7 +36,6 @@ class Chunks:
     Args:
         parameters: binds parameters to near buffers.
         gradients: collects and reduces gradients.
-        kept: keeps autograd's own gradients in resident steps.
         unsharding: copies parameters to near.
         prefetch: begins to copy what the trace names next.
         room: the bytes that chunks may take of near.
@@ -47,11 +45,11 @@ class Chunks:
         resident: tells whether all model data stay near in this step.
     """
 
-    def __init__(self, parameters: Parameters, gradients: Gradients, kept: KeptGradients, unsharding: Unsharding,
-                 prefetch: Prefetch, room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives,
-                 log: BlockLog | None, resident: ResidentSteps):
+    def __init__(self, parameters: Parameters, gradients: Gradients, unsharding: Unsharding, prefetch: Prefetch,
+                 room: NearRoom, tiers: UpdateTiers, store: BlockStore, collectives: Collectives, log: BlockLog | None,
+                 resident: ResidentSteps):
         self.parameters, self.gradients, self.unsharding, self.prefetch = parameters, gradients, unsharding, prefetch
-        self._in_chunks, self._kept = gradients, kept
+        self._in_chunks = gradients
         self.room, self.tiers, self.store, self.collectives, self.log = room, tiers, store, collectives, log
         self.schedule, self.units, self.resident = store.schedule, parameters.units, resident
         self.layout, self.params = parameters.units.layout, parameters.params
@@ -62,7 +60,7 @@ class Chunks:
         """To be called before each training forward, with the shapes of its inputs."""
         self.resident.begin_forward(shapes)
         if self.resident.keeps_gradients:
-            self.gradients = self._kept
+            self.gradients = self.resident.kept
 
     def end_step(self) -> None:
         """To be called when the updates are done, before the schedule ends the step."""

@@ -55,8 +55,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--offload-activations", action=argparse.BooleanOptionalAction, default=False,
                         help="keep activations in host memory until backward (default: off)")
     parser.add_argument("--near-states", choices=("margin", "fill"), default="margin",
-                        help="optimizer states on the GPU: in addition to all parameters and gradients, or instead of "
-                        "some (default: margin)")
+                        help="optimizer states on the GPU: in addition to all parameters, or instead of some "
+                        "(default: margin)")
     parser.add_argument("--chunk-size", default="auto", help="elements of a chunk, or auto: least waste (default: auto)")
     parser.add_argument("--measure", action="store_true", help="take the speeds of link, GPU memory and host Adam from this "
                         "machine, measured now, instead of the table's")

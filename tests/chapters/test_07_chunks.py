@@ -165,15 +165,16 @@ def assert_as_pstar(near: str, accumulate: int, chunk_elems: int, loads: bool = 
 @pytest.mark.each
 @pytest.mark.parametrize("chunk_elems", [CHUNK, 2000, 7000])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("near", ["min", "25%", "50%", "100%"])
+@pytest.mark.parametrize("near", ["min", "25%", "30%", "100%"])
 def test_the_same_bits_and_loads_as_pstar(near: str, accumulate: int, chunk_elems: int) -> None:
     moved = assert_as_pstar(near, accumulate, chunk_elems)
     assert (moved == 0) == (near == "100%")
 
 
-def test_with_some_chunks_at_home_near_the_bits_are_pstar_s() -> None:
+@pytest.mark.parametrize("near", ["50%", "75%"])
+def test_with_some_chunks_at_home_near_the_bits_are_pstar_s(near: str) -> None:
     """Loads are not compared: in pstar such chunks are far until the first step, here they begin near."""
-    assert assert_as_pstar("75%", 1, CHUNK, loads=False) > 0
+    assert assert_as_pstar(near, 1, CHUNK, loads=False) > 0
 
 
 # ---- numbers never depend on where bytes are ----------------------------------------------------------------------------
