@@ -36,13 +36,13 @@ class ResidentSteps:
         unsharding: binds the parameters.
         store: its schedule has the traces.
         tiers: tell whether all optimizer states are near.
-        kept: keep autograd's own gradients.
+        kept: keeps autograd's own gradients.
     """
 
     def __init__(self, plan: Plan, unsharding: Unsharding, store: BlockStore, tiers: UpdateTiers, kept: Gradients):
         self._unsharding, self._store, self._tiers = unsharding, store, tiers
         self.kept = None if plan.accumulates or plan.grad_dtype != plan.param_dtype else kept
-        """Take the gradients of resident steps. None: chunks do, because they are summed or have another dtype."""
+        """Has the gradients of resident steps. None: chunks have them, because they are summed or have another dtype."""
         self._near_memory, self._whole_bytes = plan.near_memory or 0, near_data_bytes(plan.layout, plan.costs)
         self._trained_elems = sum(group.piece_elems for group in plan.layout.trained)
         self._possible = (unsharding.units.one_rank and plan.near_memory is not None and plan.log_budget is None
