@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from pstar.chunks.gradients import Gradients
-from pstar.chunks.unit import Grads
 from pstar.chunks.unshard import Unsharding
 from pstar.chunks.update_tiers import UpdateTiers
 from pstar.layout.budget import near_data_bytes
@@ -98,8 +97,7 @@ class ResidentSteps:
         unsharding.parameters.lend_all()
         store.schedule.leave_trace()
         # After an evaluation a program may have called loss.backward(): its gradients are in chunks, so the others go there.
-        no_gradients = all(unit.grads is Grads.NONE for unit in unsharding.units.records)
-        self.keeps_gradients = self.kept is not None and no_gradients
+        self.keeps_gradients = self.kept is not None and not self.kept.waiting()
         self.active = True
 
     def _end(self) -> None:

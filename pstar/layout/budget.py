@@ -232,12 +232,7 @@ def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: in
     """
     largest = max((group.piece_elems for group in layout.trained), default=0)
     margin = near_budget - max(working_bytes, (costs.param + costs.grad) * largest)
-    near = []
-    for group in layout.trained:
-        if costs.state_bytes(group) <= margin:
-            margin -= costs.state_bytes(group)
-            near.append(group.index)
-    return near
+    return _first_that_fit(layout, margin, costs.state_bytes)
 
 
 def smallest_far_budget(layout: Layout, near_state_groups: Sequence[int], costs: Costs, accumulates: bool,

@@ -267,15 +267,17 @@ class Plan:
             chunk = min(config.default_chunk_size, max(whole, 1))    # a larger chunk is padding
             return [make_layout(specs, chunk, num_ranks, self._ownership, self.costs.scales > 0, self.costs.in_codes,
                                 align_elems)]
-        near = None
+        limits = []
         if config.near_budget not in ("auto", "min"):
             whole = sum(size * (self.costs.param if name in spec.frozen else self.costs.total)
                         for spec in specs for name, size in spec.parameters)
-            near = parse_bytes(config.near_budget, whole)
-        elif self._packing.near_groups and config.near_budget == "auto":
-            near = self._default_near_bytes
-        if self._packing.near_groups and config.near_memory != "auto":    # activations are not known yet
-            near = self._parse_near_memory() if near is None else min(near, self._parse_near_memory())
+            limits.append(parse_bytes(config.near_budget, whole))
+        if self._packing.near_groups:
+            if config.near_budget == "auto" and self._default_near_bytes is not None:
+                limits.append(self._default_near_bytes)
+            if config.near_memory != "auto":    # activations are not known yet
+                limits.append(self._parse_near_memory())
+        near = min(limits, default=None)
         return auto_layouts(specs, num_ranks, self.costs, near, self._ownership, config.communication, self._packing)
 
 

@@ -143,7 +143,7 @@ def measure_here(precision: str, state_bits: int = 32) -> Speeds:
     grad_dtype = layout.grad_dtype(accumulates=False)
     costs = Costs(layout.param_dtype.itemsize, grad_dtype.itemsize, layout.state_bytes, layout.scale_bytes)
     try:
-        return measure_speeds(layout, grad_dtype, costs, links, device, MOST_ADAM_ELEMS, MOST_ADAM_BYTES)
+        return measure_speeds(layout, grad_dtype, costs, links, device, MOST_ADAM_ELEMS, MOST_ADAM_BYTES // costs.total)
     finally:
         links.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -57,10 +57,10 @@ def batch(number: int) -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def oracle(num_micros: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
+def oracle(num_micros: int = 1, model_func: Callable[[], nn.Module] = Model) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(losses, weights on the host) of plain PyTorch on the GPU."""
     torch.manual_seed(0)
-    model = Model().cuda()
+    model = model_func().cuda()
     optimizer, losses = toy.adamw(model.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY), []
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -185,17 +185,7 @@ def test_hooks_of_gradients_and_parameters_with_pytorch() -> None:
         model.blocks[0].up.weight.register_hook(lambda grad: 2 * grad)
         return model
 
-    torch.manual_seed(0)
-    plain, losses = doubled().cuda(), []
-    its_optimizer = toy.adamw(plain.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        its_optimizer.zero_grad()
-        loss = plain(*batch(10 * step))
-        loss.backward()
-        clip_grad_norm_(plain.parameters(), toy.CLIP)
-        its_optimizer.step()
-        losses.append(loss.item())
+    losses, _ = oracle(model_func=doubled)
     for keys in ({"near_budget": "min", **SMALL}, {"near_memory": "1GiB"}, {"near_budget": "100%"}):
         model, optimizer = toy.build(doubled, **keys)
         assert train(model, optimizer) == losses
