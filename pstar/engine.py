@@ -38,7 +38,8 @@ from pstar.modules.inputs import cast_inputs, shape_of
 from pstar.modules.lazy_init import Recipe, build, storage_key, swap
 from pstar.modules.not_finite import FirstNotFinite
 from pstar.modules.scope import mode_of
-from pstar.numerics.loss_scaler import LossScaler
+from pstar.modules.sixteen_bits import explain_mixed_dtypes, keep_statistics_wide
+from pstar.numerics.loss_scaler import scaler_for
 from pstar.numerics.precision import PARAM
 from pstar.optim.chunked_adam import ChunkedAdam
 from pstar.optim.lr_schedule import follow_schedule
@@ -98,7 +99,7 @@ class Engine(torch.nn.Module):
         defaults = {key: value for key, value in vars(settings.params).items() if key in HYPER_PARAMETERS}
         self._optimizer = ChunkedAdam(
             param_groups, dict(self.module.named_parameters()), self._chunks, self._outside, self._stages,
-            self._plan.precision, make_scaler(self.config), settings.type == "AdamW", self.config.gradient_clipping,
+            self._plan.precision, scaler_for(self.config.fp16), settings.type == "AdamW", self.config.gradient_clipping,
             defaults, self.disk is not None, self.config.overlap_update)
         if recipe is None:
             for name, param in self._chunks.params.items():
@@ -107,6 +108,8 @@ class Engine(torch.nn.Module):
             self._materialise(recipe)
         self._outside.adopt()
         self._chunks.parameters.release_all()
+        if self._plan.precision.name != "fp32":
+            keep_statistics_wide(self.module)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
         self._chunks.collectives.copy_from_rank_0(self.module.buffers())
@@ -211,6 +214,9 @@ class Engine(torch.nn.Module):
                 raise BudgetError(f"host memory is full, with {format_bytes(self.far.used_bytes)} of chunks in far: "
                                   f"{SAVE_HOST_MEMORY}, a smaller micro-batch or activation checkpointing "
                                   f"({str(error).splitlines()[0]})") from error
+            if self._plan.param_dtype != torch.float32 and (
+                    why := explain_mixed_dtypes(self.module, self._plan.param_dtype, error)):
+                raise ConfigError(why) from error
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -433,17 +439,6 @@ def _check_host_memory(plan: Plan, collectives: Collectives) -> None:
         if free is not None and sum(needs) > free:
             raise BudgetError(f"host memory: {len(needs)} process(es) on {host} need {format_bytes(sum(needs))} for {what}, "
                               f"{format_bytes(free)} are free: {SAVE_HOST_MEMORY}")
-
-
-def make_scaler(config: Config) -> LossScaler:
-    """The configured loss scale; without fp16 it is 1 and stays 1."""
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return LossScaler()
-    if fp16.loss_scale > 0:
-        return LossScaler(fp16.loss_scale)
-    return LossScaler(max(2.0**fp16.initial_scale_power, fp16.min_loss_scale), True, fp16.loss_scale_window, fp16.hysteresis,
-                      fp16.consecutive_hysteresis, fp16.min_loss_scale)
 
 
 def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int = 0,

@@ -99,19 +99,21 @@ class Gradients:
         self.collectives.progress()
         if unit.grads is not Grads.ARRIVING:
             if unit.grads is not Grads.NONE:
-                raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several "
-                                 "ranks a layer that is used twice needs checkpoint(..., use_reentrant=False), or the "
-                                 "configuration \"find_unused_parameters\": true")
+                self._refuse_late(unit, name)
             unit.move(Grads.ARRIVING)
         store, parameters, sums_far = self.store, self.parameters, key is not unit.grad_key
+        if sums_far and name in unit.leaving:    # sums of sums would be other bits than one sum, as a group near has it
+            self._add_far(unit)
         if key in store:
             data = store.ensure(key, NEAR)
         else:
+            if sums_far:
+                self._keep_room_far(unit.spec.elems)
             data = self._create_near(unit, key, parameters.dtype if sums_far else self.dtype)
         place, stored = parameters.view(name, data), unit.arrived
         if sums_far:
             stored = unit.leaving
-            store_squared(place, grad, name in stored, implementation="torch")    # _add_far squares the sum
+            store_squared(place, grad, False, implementation="torch")    # _add_far squares the sum
         else:
             self.norms.store(name, place, grad, name in stored, None)
         store.mark_written(key, NEAR)
@@ -124,6 +126,16 @@ class Gradients:
                 self.ready.append(unit.spec.group)
         elif complete and last_micro_step and not self.reduce_late:
             self._complete(unit)
+
+    @staticmethod
+    def _refuse_late(unit: UnitRecord, name: str) -> None:
+        """Raises StateError for a gradient that arrives after its group was reduced."""
+        if name in unit.summed:
+            raise StateError(f"{name} got a second gradient in one backward, after its group was reduced: on several ranks "
+                             "a layer that is used twice needs checkpoint(..., use_reentrant=False), or the configuration "
+                             "\"find_unused_parameters\": true")
+        raise StateError(f"{name} got a gradient in another backward of this step, after its group was reduced: on several "
+                         "ranks give the number of backwards before each step() as gradient_accumulation_steps")
 
     def _create_near(self, unit: UnitRecord, key: Key, dtype: torch.dtype) -> torch.Tensor:
         """Creates the block that collects a unit's gradients, (elems,). Ranks also sum what is between the slots: zeros."""
@@ -139,6 +151,20 @@ class Gradients:
             params = self.parameters.params
             unit.num_trainable = sum(params[slot.name].requires_grad for slot in unit.spec.slots)
         return unit.num_trainable
+
+    def _keep_room_far(self, num_elems: int) -> None:
+        """Adds the gradients of incomplete units to their sums if far could not take them and num_elems more: without a disk
+        the least far has room for those of one unit."""
+        store = self.store
+        far = store.tiers[FAR]
+        if DISK in store.tiers or far.budget_bytes is None:
+            return
+        partial = [unit for unit in self.units.records if unit.leaving]
+        blocks = [store.blocks["micro_grad", unit.spec.index] for unit in partial]
+        num_elems += sum(block.numel for block in blocks if FAR not in block.copies)
+        if partial and not far.has_room(num_elems * self.parameters.dtype.itemsize):
+            for unit in partial:
+                self._add_far(unit)
 
     def _add_far(self, unit: UnitRecord) -> None:
         """Sends a unit's gradients of this micro-step to far, and adds them to their fp32 sums there, in the background."""

@@ -67,6 +67,7 @@ class ResidentSteps:
         elif self.active and shapes != self._shapes and not self._graphs:
             self._end()    # the rest of the step has no trace
             schedule.forget()
+            self.keeps_gradients = self.keeps_gradients and self.kept.waiting()
         if self.active:
             self._unsharding.parameters.lend_all()
         self._graphs += 1

@@ -59,8 +59,7 @@ class Chunks:
     def begin_forward(self, shapes: Hashable) -> None:
         """To be called before each training forward, with the shapes of its inputs."""
         self.resident.begin_forward(shapes)
-        if self.resident.keeps_gradients:
-            self.gradients = self.resident.kept
+        self.gradients = self.resident.kept if self.resident.keeps_gradients else self._in_chunks
 
     def end_step(self) -> None:
         """To be called when the updates are done, before the schedule ends the step."""

@@ -217,8 +217,11 @@ def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
 
 
 def smallest_far_budget_with_disk(layout: Layout, costs: Costs) -> int:
-    """Bytes that far needs if there is a disk: all model data of the largest group."""
-    return max(costs.far_bytes(*costs.buffer_bytes(group)) for group in layout.groups)
+    """Bytes that far needs if there is a disk: all model data of the largest group, or the two largest buffers, if those are
+    more (of a large frozen group on its way to near, and of a trained one that leaves near for it)."""
+    buffers = [costs.buffer_bytes(group) for group in layout.groups]
+    two = sorted(costs.far_bytes(each) for group in buffers for each in group)[-2:]
+    return max(sum(two), *(costs.far_bytes(*group) for group in buffers))
 
 
 def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:
@@ -228,7 +231,7 @@ def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: in
     group's gradients and parameters, which its update needs in addition to the states, must fit as well.
 
     Args:
-        working_bytes: the layout's smallest_near_budget.
+        working_bytes: the layout's smallest_near_budget; where states are streamed at least its smallest_streaming_budget.
     """
     largest = max((group.piece_elems for group in layout.trained), default=0)
     margin = near_budget - max(working_bytes, (costs.param + costs.grad) * largest)

@@ -8,7 +8,7 @@ import torch
 from pstar.errors import StateError
 from pstar.kernels import BlockCodes
 from pstar.memory.copy_queue import Handle
-from pstar.memory.tier import NEAR
+from pstar.memory.tier import FAR, NEAR
 
 Key = tuple[str, int]
 """(kind, group), for example ("param", 3)."""
@@ -31,6 +31,8 @@ class Block:
     came: dict[str, int] = field(default_factory=dict)
     """When each copy was made, on the store's clock."""
     pins: int = 0
+    far_pins: int = 0
+    """How many of the pins are of work that uses the far copy although the block may be near too."""
     pending: list[Handle] = field(default_factory=list)
     """Copies under way that read or write one of the copies."""
     shared: bool = False
@@ -70,15 +72,18 @@ class Pins:
     """Several blocks, pinned until the end of a with statement."""
 
     def __init__(self) -> None:
-        self._blocks: list[Block] = []
+        self._blocks: list[tuple[Block, bool]] = []
 
     def __enter__(self) -> "Pins":
         return self
 
-    def add(self, block: Block) -> None:
+    def add(self, block: Block, tier: str = NEAR) -> None:
+        """Pins a block for work in a tier: in near its near copy is what the work uses, if there is one."""
         block.pins += 1
-        self._blocks.append(block)
+        block.far_pins += tier == FAR
+        self._blocks.append((block, tier == FAR))
 
     def __exit__(self, *_: object) -> None:
-        for block in self._blocks:
+        for block, far in self._blocks:
             block.pins -= 1
+            block.far_pins -= far

@@ -111,7 +111,7 @@ class BlockStore:
         buffers, before, handle = {}, [], None
         with Pins() as pins:    # none of these blocks is evicted for another one
             for key in keys:
-                pins.add(self._block(key))
+                pins.add(self._block(key), tier)
             for key in keys:
                 block = self._bring(key, tier)
                 buffers[key] = block.copies[tier]
@@ -301,7 +301,7 @@ class BlockStore:
             return True
         key = self.schedule.victim(self._candidate(block, tier) for block in self._evictable(tier, next_use))
         if key is None:
-            return False
+            return tier == FAR and DISK in self.tiers and self._drop_duplicate(pinned=True)
         if tier == NEAR:
             self.send_far(key)
         else:
@@ -334,12 +334,14 @@ class BlockStore:
         clean, num_bytes = len(block.copies) > 1, block.bytes_in(tier)
         return Candidate(block.key, num_bytes, 0 if clean else num_bytes, block.came[tier])
 
-    def _drop_duplicate(self) -> bool:
+    def _drop_duplicate(self, pinned: bool = False) -> bool:
         """Drops one far copy of a block that is also in near (a clean block becomes dirty, no bytes are lost).
 
+        pinned: also of a block whose near copy is in use: no other one can leave far.
         A fixed block stays clean: it is written to disk first, once for the whole run. Without a disk its far copy stays.
         """
-        both = [block for block in self.blocks.values() if NEAR in block.copies and FAR in block.copies and not block.pins]
+        both = [block for block in self.blocks.values() if NEAR in block.copies and FAR in block.copies
+                and (not block.pins or (pinned and not block.far_pins))]
         stays = {block.key for block in both if block.fixed and DISK not in block.copies}
         for block in sorted(both, key=lambda block: block.key in stays):
             if block.key in stays:

@@ -9,6 +9,7 @@ A dynamic scale searches for the largest one that works, by DeepSpeed's rules:
     overflow with overflows_left = 1        scale / 2, not below the minimum
 """
 
+from pstar.config import Fp16Config
 from pstar.errors import StateError
 
 FACTOR = 2.0
@@ -88,3 +89,13 @@ class LossScaler:
         if self.dynamic:
             self.scale, self.good_steps = float(state["loss_scale"]), int(state["good_steps"])
             self.overflows_left = min(int(state["forgiving"]), self.hysteresis)
+
+
+def scaler_for(fp16: Fp16Config) -> LossScaler:
+    """The configured loss scale; without fp16 it is 1 and stays 1."""
+    if not fp16.enabled:
+        return LossScaler()
+    if fp16.loss_scale > 0:
+        return LossScaler(fp16.loss_scale)
+    return LossScaler(max(2.0**fp16.initial_scale_power, fp16.min_loss_scale), True, fp16.loss_scale_window, fp16.hysteresis,
+                      fp16.consecutive_hysteresis, fp16.min_loss_scale)

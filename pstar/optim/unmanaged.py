@@ -20,6 +20,12 @@ SUM_ELEMS = 2**19
 """Elements a collective sums at once; bounded by the staging area of shared memory."""
 
 
+def _widen(param: torch.nn.Parameter) -> None:
+    """From a step's first micro-step on, its gradient is in fp32: those of the other micro-steps are added in fp32."""
+    if param.grad.dtype != torch.float32:
+        param.grad = param.grad.float()
+
+
 class OutsideParams:
     """Values, gradients and states of these parameters. Every rank must have the same names in the same order.
 
@@ -80,8 +86,10 @@ class OutsideParams:
             buffers = precision.part_of(buffers, slice(None), slice(None))
             precision.write_master(values, buffers)
             param.data = buffers[PARAM].view(self.shapes[name])
-            if param.dtype != self._grad_dtype:
-                param.grad_dtype = self._grad_dtype
+            if param.requires_grad and param.dtype != self._grad_dtype:
+                # With a grad_dtype of fp32 autograd would sum several uses in fp32: other bits than those of chunks.
+                param.grad_dtype = None
+                param.register_post_accumulate_grad_hook(_widen)
             self._buffers[name] = buffers
         same = [self._buffers[name] for name, mode in self.modes.items() if mode != Outside.LOCAL]
         self.collectives.copy_from_rank_0(buffer for buffers in same for kind, buffer in buffers.items()

@@ -111,7 +111,7 @@ class Plan:
         if config.disk_path is not None:
             check_disk_path(Path(config.disk_path))
         self.disk_budget = None if config.disk_budget == "auto" else parse_bytes(config.disk_budget, whole)
-        self.least_far = self._fit_far(uses, num_ranks)
+        self.least_far = self._fit_far(num_ranks)
         """Bytes that far holds in any case on each rank, when all gradients have arrived."""
         self._check_log()
         if config.far_budget == "min":
@@ -160,7 +160,7 @@ class Plan:
         except ConfigError as error:
             raise ConfigError(f"near_memory is {config.near_memory!r}; give bytes, as 12GiB, or auto") from error
 
-    def _fit_far(self, uses: Uses, num_ranks: int) -> int:
+    def _fit_far(self, num_ranks: int) -> int:
         """The least bytes that far needs. Where far alone is too small, states take the place of parameters near.
 
         Parameters that leave near travel then in every step. Raises BudgetError where that is not enough either.
@@ -174,8 +174,7 @@ class Plan:
         if self.far_budget is None or self.far_budget >= least:
             return least
         if self._states_near:
-            working = smallest_near_budget(layout, uses, costs, config.communication)[0]
-            homes = near_states_for_capacity(layout, self.near_budget, working, costs)
+            homes = near_states_for_capacity(layout, self.near_budget, self.least_near, costs)
             least_full = smallest_far_budget(layout, homes, costs, grads_stay, grads_wait_far=True)
             if least_full < least:
                 self.near_state_groups, least = homes, least_full

@@ -234,6 +234,27 @@ def test_a_micro_step_of_another_length_loses_no_gradient(first_backward):
         assert both[0] == both[1]
 
 
+@pytest.mark.parametrize("dropped", [True, False], ids=["gradients dropped", "gradients kept"])
+def test_another_length_after_the_first_backward_of_a_resident_step_finds_room_for_its_gradients(dropped):
+    """Until it is traced, chunks and gradients get little of near."""
+    keys = {"near_memory": "3MiB", "gradient_clipping": 0.0}
+    model, optimizer = build(**keys)
+    plain, its_optimizer = toy.build(**keys | {"near_memory": "auto"})
+    both = []
+    for engine, updates in ((model, optimizer), (plain, its_optimizer)):
+        losses, resident = steps(engine, updates, 4)
+        assert resident[-1] is (engine is model)
+        engine.backward(engine(*toy.batch(4)))
+        if dropped:
+            updates.zero_grad()
+        loss = engine(*toy.batch(4, 30))
+        assert not engine._chunks.resident.active
+        engine.backward(loss)
+        updates.step()
+        both.append([*losses, loss.item(), *steps(engine, updates, 3, 5)[0]])
+    assert both[0] == both[1]
+
+
 def test_after_an_error_in_a_resident_step_training_goes_on():
     model, optimizer = build()
     expected, weights, _ = toy.oracle(6)

@@ -79,6 +79,17 @@ def test_parameters_that_only_some_ranks_use(ranks, ownership):
     assert results[0][3]["step.layers.2.weight"] == STEPS - 1 and results[0][3]["step.head.bias"] == STEPS
 
 
+def two_backwards_case(rank: int, num_ranks: int):
+    model, _ = toy.build()
+    for number in range(2):
+        model.backward(model(*toy.share(number, rank, num_ranks)))
+
+
+def test_a_second_backward_before_the_update_is_told_of_accumulation(ranks):
+    with pytest.raises(RankFailure, match="got a gradient in another backward of this step, .*gradient_accumulation_steps"):
+        ranks(2).run(two_backwards_case)
+
+
 def test_without_the_key_different_orders_end_in_one_line_with_rank_and_unit(ranks):
     keys = {"near_budget": "100%", "default_chunk_size": 2_500}
     with pytest.raises(RankFailure, match=r"rank 1 is in a reduction of unit \d+ .* where rank 0 is in a reduction of unit"):

@@ -26,6 +26,24 @@ def test_far_embeddings_change_no_bit(keys: dict) -> None:
     assert far_near < near, "the largest table is not near any more"
 
 
+class TwoLookups(toy.Untied):
+    """Uses one table twice in a forward."""
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs, targets) + 0.3 * super().forward(targets, inputs)
+
+
+@pytest.mark.parametrize("bits", ["bf16", "fp16"])
+def test_two_gradients_of_a_far_table_are_summed_as_those_of_a_chunk(bits: str) -> None:
+    keys = {bits: {"enabled": True}, "gradient_accumulation_steps": 3}
+    runs = []
+    for far in (False, True):
+        model, optimizer = toy.build(TwoLookups, use_cpu_embedding=far, **keys)
+        runs.append((toy.train(model, optimizer, 4, num_micros=3), model.gather_state()[0]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+
+
 def test_a_plan_leaves_far_embeddings_out_of_the_chunks() -> None:
     far, near = (pstar.plan_engine(toy.Untied, {"use_cpu_embedding": value}) for value in (True, False))
     assert near.layout.num_params - far.layout.num_params == (toy.VOCAB + toy.LENGTH) * toy.WIDTH
