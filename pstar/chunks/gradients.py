@@ -267,6 +267,7 @@ class Gradients:
             if spec.owner == self.collectives.rank:
                 tier, piece = store.peek(key)
                 store.copy(piece, store.peek(unit.grad_key)[1], NEAR, tier)
+                store.mark_written(key, tier)    # it may have been on disk since the group's first chunk was reduced
                 self.take_norms(spec.group)
         else:
             self.take_norms(spec.group)

@@ -216,12 +216,15 @@ def smallest_streaming_budget(layout: Layout, costs: Costs) -> int:
     return max(costs.piece_bytes(group) for group in layout.groups)
 
 
-def smallest_far_budget_with_disk(layout: Layout, costs: Costs) -> int:
+def smallest_far_budget_with_disk(layout: Layout, costs: Costs, communication: str = "group") -> int:
     """Bytes that far needs if there is a disk: all model data of the largest group, or the two largest buffers, if those are
-    more (of a large frozen group on its way to near, and of a trained one that leaves near for it)."""
-    buffers = [costs.buffer_bytes(group) for group in layout.groups]
-    two = sorted(costs.far_bytes(each) for group in buffers for each in group)[-2:]
-    return max(sum(two), *(costs.far_bytes(*group) for group in buffers))
+    more: one on its way to near, and one that leaves near for it. With several ranks that may be a unit's gradients that
+    wait for their reduction."""
+    groups = [costs.buffer_bytes(group) for group in layout.groups]
+    waiting = [costs.grad * unit.elems for unit in layout.units(communication)
+               if layout.num_ranks > 1 and not layout.groups[unit.group].frozen]
+    two = sorted(costs.far_bytes(each) for each in [*waiting, *(each for group in groups for each in group)])[-2:]
+    return max(sum(two), *(costs.far_bytes(*group) for group in groups))
 
 
 def near_states_for_capacity(layout: Layout, near_budget: int, working_bytes: int, costs: Costs) -> list[int]:

@@ -168,7 +168,7 @@ class Plan:
         config, layout, costs = self.config, self.layout, self.costs
         grads_stay = self.accumulates or config.find_unused_parameters
         if config.disk_path is not None:
-            least = smallest_far_budget_with_disk(layout, costs)
+            least = smallest_far_budget_with_disk(layout, costs, config.communication)
         else:
             least = smallest_far_budget(layout, self.near_state_groups, costs, grads_stay)
         if self.far_budget is None or self.far_budget >= least:

@@ -9,6 +9,8 @@ import random
 import pytest
 import torch
 
+from pstar.chunks.gradients import Gradients
+from pstar.memory.tier import FAR
 from tests import toy
 from tests.cover import quick_only
 from tests.pstar.test_engine_ranks import STEPS, case, ddp_case
@@ -18,13 +20,13 @@ POLICIES = ("next_use", "lru", "fifo")
 PREFETCH = (0, 2)
 STATES = ("host", "stream")
 OVERLAP = (False, True)
-FAR = ("auto", "26%")    # beside a disk; a rank's own pieces are half of the model data
+FAR_BUDGETS = ("auto", "26%")    # beside a disk; a rank's own pieces are half of the model data
 KINDS = ({}, {"communication": "chunk"}, {"ownership": "sharded"})
 
 
 def combinations(num: int) -> list[dict]:
     found = []
-    everything = itertools.product(NEAR, POLICIES, PREFETCH, STATES, OVERLAP, FAR, KINDS)
+    everything = itertools.product(NEAR, POLICIES, PREFETCH, STATES, OVERLAP, FAR_BUDGETS, KINDS)
     for near, policy, prefetch, states, overlap, far, kind in random.Random(1).sample(list(everything), num):
         found.append(kind | {"near_budget": near, "eviction_policy": policy, "prefetch": prefetch, "far_states": states,
                              "overlap_update": overlap, "far_budget": far, "default_chunk_size": 5_000})
@@ -44,6 +46,41 @@ def test_sixty_placements_at_two_ranks(ranks, ddp, part, tmp_path):
         assert got["losses"] == ddp["losses"] and got["norm"] == ddp["norm"], keys
         assert all(torch.equal(value, got["weights"][name]) for name, value in ddp["weights"].items()), keys
         assert got["traced"] == 1 and got["near"][0] <= got["near"][1], keys
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["group", "chunk", "sharded"])
+@pytest.mark.parametrize("near", ["min", "100%"])
+def test_the_least_far_budget_beside_a_disk_changes_no_bit(ranks, ddp, near, kind, tmp_path):
+    """A group's gradients may be written to disk between the reductions of two of its chunks."""
+    for more in ({}, {"far_states": "stream"}, {"near_memory": "1GiB"}):
+        keys = kind | more | {"near_budget": near, "far_budget": "min", "disk_path": str(tmp_path),
+                              "default_chunk_size": 3_000}
+        got = ranks(2).run(case, keys)[0]
+        assert got["losses"] == ddp["losses"] and got["norm"] == ddp["norm"], keys
+        assert all(torch.equal(value, got["weights"][name]) for name, value in ddp["weights"].items()), keys
+
+
+def to_disk_case(rank: int, num_ranks: int, keys: dict):
+    """As `case`, but a group's gradients are written to disk after the reduction of each of its chunks."""
+    finish, evicted = Gradients.finish_reduction, []
+
+    def finish_and_evict(self, reduction) -> None:
+        finish(self, reduction)
+        block = self.store.blocks.get(("grad", reduction.unit.spec.group))
+        while block is not None and FAR in block.copies and self.store._evict(FAR):
+            evicted.append(block.key)
+
+    Gradients.finish_reduction = finish_and_evict
+    try:
+        return case(rank, num_ranks, keys) | {"evicted": evicted}
+    finally:
+        Gradients.finish_reduction = finish
+
+
+def test_gradients_on_disk_between_the_reductions_of_two_chunks_are_not_lost(ranks, ddp, tmp_path):
+    keys = {"communication": "chunk", "near_budget": "min", "disk_path": str(tmp_path), "default_chunk_size": 11_000}
+    got = ranks(2).run(to_disk_case, keys)[0]
+    assert got["evicted"] and got["losses"] == ddp["losses"] and got["norm"] == ddp["norm"]
 
 
 @pytest.mark.each
