@@ -137,7 +137,7 @@ class Chunked:
         self.backward, self.step = self.model.backward, self.optimizer.step
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.model(*args)
+        return self.model(*(arg.to(self.model.device) for arg in args))
 
     def save_and_go_on(self) -> None:
         """Saves a checkpoint and loads it in a new engine; like a program, keeps what a checkpoint does not hold."""

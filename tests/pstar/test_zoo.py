@@ -199,6 +199,18 @@ def plain_run(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return toy.plain_run(model_func, lambda model, step: loss_of(model(**inputs(step))), STEPS)
 
 
+def train(model: pstar.Engine, optimizer: torch.optim.Optimizer, inputs: Callable[[int], dict]) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = loss_of(model(**inputs(step)))
+        model.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 # One for each thing that a model may do: shared embeddings, tied ones, experts, cells of C++, a start that is not lazy,
 # norms with buffers, skips across levels, layers left out. The others combine them.
 QUICK = (("T5", "min"), ("Llama, tied", "auto"), ("Mixtral", "45%"), ("Mamba", "min"), ("LSTM", "45%"), ("U-Net", "min"),
@@ -216,18 +228,19 @@ def test_an_architecture_trains_as_in_plain_pytorch(name, near):
         model, optimizer = toy.build(model_func, near_budget=near)
     said = [str(warning.message) for warning in caught if "lazy start" in str(warning.message)]
     assert [STARTS_PLAINLY[name] in line for line in said] == [True] if name in STARTS_PLAINLY else not said
-    found = []
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        loss = loss_of(model(**inputs(step)))
-        model.backward(loss)
-        optimizer.step()
-        found.append(loss.item())
-    assert found == losses
+    assert train(model, optimizer, inputs) == losses
     state, _ = model.gather_state()
     for key, value in weights.items():
         assert torch.equal(state[key], value), key
+
+
+@pytest.mark.filterwarnings("ignore:lazy start")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.deep] * (name != "ResNet")) for name in ZOO])
+def test_an_architecture_trains_in_16_bit_wherever_its_chunks_are(name):
+    model_func, inputs = ZOO[name]
+    for bits in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}):
+        near, far = (train(*toy.build(model_func, near_budget=near, **bits), inputs) for near in ("100%", "min"))
+        assert near == far, bits
 
 
 def test_a_model_that_cannot_start_lazily_can_be_planned():

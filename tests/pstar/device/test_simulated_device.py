@@ -73,6 +73,7 @@ PROGRAMS = (
     Program("updates during backward, all streams late", ("tests/pstar/optim/test_speculative.py",), 9,
             select="2-2-min-fp32 or between"),
     Program("memory, all streams late", MEMORY, 40, marks=""),
+    Program("random programs, all streams late", ("tests/pstar/test_programs.py",), 3, select="twenty"),
     Program("placement, all streams late", PLACEMENT, 30, select="never_changes_a_number", marks=""),
     Program("placement, the default stream late", PLACEMENT, 15, "default", STREAMS, ""),
     Program("placement, other streams late", PLACEMENT, 15, "others", STREAMS, ""),
