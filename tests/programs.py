@@ -41,6 +41,7 @@ class Program:
     """What a loop does: the events of each step, and the settings that change numbers."""
 
     seed: int
+    num_ranks: int = 1
     steps: list[set[str]] = field(init=False)
     micro_steps: int = field(init=False)
     settings: dict[str, Any] = field(init=False)
@@ -65,11 +66,21 @@ class Program:
             self.settings["optimizer"]["params"]["state_bits"] = 8
         elif self.precision == "4-bit frozen":
             self.settings["frozen_bits"] = 4
+        if self.num_ranks > 1:
+            for events in self.steps:    # refused there: a gradient after its reduction, an error in all backwards at once
+                events -= {"failed backward", "two backwards"}
+            self.settings["find_unused_parameters"] = draw.random() < 0.2
+
+    def model(self) -> Model:
+        model = Model(self.seed)
+        if self.num_ranks > 1 and not self.settings["find_unused_parameters"]:
+            model.uses = [("checkpoint" if use == "reentrant" else use, number) for use, number in model.uses]
+        return model
 
 
-def placement_of(seed: int, folder: Path) -> dict[str, Any]:
+def placement_of(program: Program, folder: Path) -> dict[str, Any]:
     """Keys of the configuration that change no number."""
-    draw = random.Random(13 * seed + 5)
+    draw = random.Random(13 * program.seed + 5)
     keys: dict[str, Any] = {
         "near_budget": draw.choice(["min", "min", "40%", "50%", "60%", "75%", "90%", "100%", "auto"]),
         "default_chunk_size": draw.choice([100, 200, 300, 500, 1000, "auto"]), "prefetch": draw.choice([0, 1, 2, 5]),
@@ -80,16 +91,19 @@ def placement_of(seed: int, folder: Path) -> dict[str, Any]:
                                ("eviction_policy", 0.2, ["lru", "fifo"]), ("simulated_link", 0.2, [1e6, 1e8])):
         if draw.random() < share:
             keys[key] = draw.choice(values)
-    if draw.random() < 0.3 and keys["far_states"] != "stream":
-        keys |= {"speculative_update": True, "speculative_log": draw.choice(["auto", 14_000])}
-    elif draw.random() < 0.2:
+    unused = program.settings.get("find_unused_parameters", draw.random() < 0.15)
+    if unused:
         keys["find_unused_parameters"] = True
+    elif draw.random() < 0.3 and keys["far_states"] != "stream":
+        keys |= {"speculative_update": True, "speculative_log": draw.choice(["auto", 14_000])}
     if draw.random() < 0.15:
         keys |= {"disk_path": str(folder), "far_budget": draw.choice(["min", "60%", "auto"])}
     elif draw.random() < 0.1:
         keys["far_budget"] = draw.choice(["min", "80%"])
-    if draw.random() < 0.2 and Program(seed).precision != "4-bit frozen":    # an embedding outside of chunks has no codes
+    if draw.random() < 0.2 and program.precision != "4-bit frozen":    # an embedding outside of chunks has no codes
         keys["use_cpu_embedding"] = True
+    if program.num_ranks > 1:
+        keys |= draw.choice([{}, {"communication": "chunk"}, {"ownership": "sharded"}, {"ownership": "node"}])
     return keys
 
 
@@ -100,7 +114,7 @@ class Plain:
     """A model and its Adam behind the calls of an engine."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.module = program, made(program.seed)
+        self.program, self.module = program, made(program)
         self.optimizer = pstar.HybridAdam(self.module.parameters(), implementation="torch", lr=LR, weight_decay=WEIGHT_DECAY,
                                           adamw_mode=program.adam == "AdamW")
         self.train = self.module.train
@@ -132,7 +146,7 @@ class Chunked:
 
     def _start(self) -> None:
         torch.manual_seed(0)
-        self.model, self.optimizer = pstar.initialize_engine(lambda: Model(self.program.seed), 0, self.keys)
+        self.model, self.optimizer = pstar.initialize_engine(self.program.model, 0, self.keys)
         self.module, self.train = self.model.module, self.model.train
         self.backward, self.step = self.model.backward, self.optimizer.step
 
@@ -160,21 +174,24 @@ class Chunked:
         return self.model.gather_state()[0]
 
 
-def made(seed: int) -> Model:
+def made(program: Program) -> Model:
     torch.manual_seed(0)
-    return Model(seed)
+    return program.model()
 
 
 Run = Plain | Chunked
 
 
 class Loop:
-    """A training loop of a program; run() returns all numbers that it saw, and the final weights."""
+    """A training loop of a program; run() returns all numbers that it saw, and the final weights.
 
-    def __init__(self, run: Run) -> None:
-        self.on, self.program = run, run.program
+    rank: decides which data it trains on.
+    """
+
+    def __init__(self, run: Run, rank: int = 0) -> None:
+        self.on, self.program, self.rank = run, run.program, rank
         self.seen: list[tuple[str, float]] = []
-        self.could_train = [name for name, param in made(run.program.seed).named_parameters() if param.requires_grad]
+        self.could_train = [name for name, param in made(run.program).named_parameters() if param.requires_grad]
         self.frozen: set[str] = set()
 
     def run(self) -> tuple[list[tuple[str, float]], Weights]:
@@ -210,7 +227,7 @@ class Loop:
         if "late zero_grad" not in events:
             self.on.optimizer.zero_grad()
         if "dropped loss" in events:
-            self.see("dropped", self.on(*data(3000 + number)).item())
+            self.see("dropped", self.on(*self._data(3000 + number)).item())
         if "failed forward" in events:
             self._fail_forward(4000 + number)
         if "other lr" in events:
@@ -219,21 +236,21 @@ class Loop:
             self._set(weight_decay=WEIGHT_DECAY / 2 * number)
         if "thrown away" in events:
             for micro in range(self.program.micro_steps):
-                self.on.backward(self.on(*data(5000 + number + micro)))
+                self.on.backward(self.on(*self._data(5000 + number + micro)))
             self.on.optimizer.zero_grad()
         torch.manual_seed(100 + number)
 
     def _micro_steps(self, number: int, events: set[str]) -> None:
         size = (4, 7) if "other length" in events else (3, 5)
         for micro in range(self.program.micro_steps):
-            batch = data(10 * number + micro, *size)[: 1 if "no targets" in events else 2]
+            batch = self._data(10 * number + micro, *size)[: 1 if "no targets" in events else 2]
             if "failed backward" in events and micro == 0:
                 self._fail_backward(batch)
                 self.on.optimizer.zero_grad()
             torch.manual_seed(200 + number)
             loss = self.on(*batch)
             if "two forwards" in events:
-                loss = loss + 0.5 * self.on(*data(6000 + 10 * number + micro))
+                loss = loss + 0.5 * self.on(*self._data(6000 + 10 * number + micro))
             if "late zero_grad" in events and micro == 0:
                 self.on.optimizer.zero_grad()
             if "evaluation before backward" in events:
@@ -244,9 +261,12 @@ class Loop:
             if "evaluation after backward" in events:
                 self._evaluate(8000 + number)
         if "two backwards" in events and self.program.micro_steps == 1:
-            loss = self.on(*data(9000 + number, *((3, 5) if number % 2 else (4, 7)))) / 4
+            loss = self.on(*self._data(9000 + number, *((3, 5) if number % 2 else (4, 7)))) / 4
             self.see("second loss", loss.item())
             self.on.backward(loss)
+
+    def _data(self, number: int, *size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return data(number + 100_000 * self.rank, *size)
 
     def see(self, what: str, value: float) -> None:
         self.seen.append((what, value))
@@ -258,13 +278,13 @@ class Loop:
     def _evaluate(self, number: int, mode: Any = None) -> None:
         self.on.train(False)
         with mode or torch.no_grad():
-            self.see("evaluation", self.on(*data(number)).item())
+            self.see("evaluation", self.on(*self._data(number)).item())
         self.on.train(True)
 
     def _fail_forward(self, number: int) -> None:
         handle = self.on.module.head.register_forward_pre_hook(_fail)
         try:
-            self.on(*data(number))
+            self.on(*self._data(number))
         except ZeroDivisionError:
             self.see("failed forward", number)
         handle.remove()
