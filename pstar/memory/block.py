@@ -32,7 +32,7 @@ class Block:
     """When each copy was made, on the store's clock."""
     pins: int = 0
     far_pins: int = 0
-    """How many of the pins are of work that uses the far copy although the block may be near too."""
+    """Pins of work that uses the far copy, although the block may be near too."""
     pending: list[Handle] = field(default_factory=list)
     """Copies under way that read or write one of the copies."""
     shared: bool = False
@@ -78,7 +78,7 @@ class Pins:
         return self
 
     def add(self, block: Block, tier: str = NEAR) -> None:
-        """Pins a block for work in a tier: in near its near copy is what the work uses, if there is one."""
+        """Pins a block for work in a tier. Work in near uses the near copy, if there is one."""
         block.pins += 1
         block.far_pins += tier == FAR
         self._blocks.append((block, tier == FAR))

@@ -97,8 +97,6 @@ class Plan:
         specs, uses = module_specs(module, find_blocks(module, config.compile))
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
         """least_near: bytes of near with which every module can run. Chunks need them in any case."""
-        if config.far_states == "stream":
-            self._make_room_to_stream()
         self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory()
         self.near_state_groups = self.choose_near_states(self.near_budget) if self._states_near else []
         whole = model_data_bytes(self.layout, self.costs)
@@ -121,21 +119,20 @@ class Plan:
     def _fit_near(self, specs: list[ModuleSpec], uses: Uses, num_ranks: int) -> tuple[Layout, int, int]:
         """(the layout that wastes least of those that fit, its near budget, the least near budget that it could have).
 
-        Raises BudgetError, which names the module that needs most, where no layout fits.
+        Raises BudgetError, which names what needs most, where no layout fits.
         """
         config = self.config
-        # (layout, the least near bytes it needs, the module that needs them)
-        needs = [(layout, *smallest_near_budget(layout, uses, self.costs, config.communication))
-                 for layout in self._candidates(specs, num_ranks)]
-        smallest, least, module_name = min(needs, key=lambda item: item[1])
+        # (layout, the least near bytes it needs, what needs them)
+        needs = [(layout, *self._least_near(layout, uses)) for layout in self._candidates(specs, num_ranks)]
+        smallest, least, what = min(needs, key=lambda item: item[1])
         if config.near_budget == "min":
             fitting = [layout for layout, need, _ in needs if need == least]
         else:
             fitting = [layout for layout, need, _ in needs if need <= self._near_bytes(layout)]
         if not fitting:
             raise BudgetError(
-                f"near budget {config.near_budget} ({self._near_bytes(smallest)} bytes) is too small: module "
-                f"'{module_name}' and its gradients need {least} on {num_ranks} process(es): give at least {least}, that is "
+                f"near budget {config.near_budget} ({self._near_bytes(smallest)} bytes) is too small: {what} {least} on "
+                f"{num_ranks} process(es): give at least {least}, that is "
                 f"{-(-100 * least // near_data_bytes(smallest, self.costs))}% of the model data, or min; "
                 "pstar.tile_linears cuts a large nn.Linear into smaller modules"
             )
@@ -143,15 +140,13 @@ class Plan:
         budget = least if config.near_budget == "min" else self._near_bytes(chosen)
         return chosen, budget, next(need for layout, need, _ in needs if layout is chosen)
 
-    def _make_room_to_stream(self) -> None:
-        """Makes room for the streamed update of one group. Raises BudgetError where the near budget is smaller."""
-        config, streaming = self.config, smallest_streaming_budget(self.layout, self.costs)
-        if config.near_budget == "min":
-            self.near_budget = max(self.near_budget, streaming)
-        if self.near_budget < streaming:
-            raise BudgetError(f"near budget {config.near_budget} ({self.near_budget} bytes) is too small for far_states "
-                              f"stream: the update of one group needs {streaming}; give that, or a smaller chunk size")
-        self.least_near = max(self.least_near, streaming)
+    def _least_near(self, layout: Layout, uses: Uses) -> tuple[int, str]:
+        """(bytes of near that a layout needs, what needs them)."""
+        least, module_name = smallest_near_budget(layout, uses, self.costs, self.config.communication)
+        streaming = smallest_streaming_budget(layout, self.costs) if self.config.far_states == "stream" else 0
+        if streaming > least:
+            return streaming, "far_states is stream, and the update of one group needs"
+        return least, f"module '{module_name}' and its gradients need"
 
     def _parse_near_memory(self) -> int:
         config = self.config

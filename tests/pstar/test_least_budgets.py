@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pstar
+from pstar.layout.budget import smallest_streaming_budget
 from tests import toy
 
 STEPS = 4
@@ -21,6 +22,14 @@ def test_states_are_streamed_through_the_least_far_budget_with_a_disk(near, tmp_
                                  default_chunk_size=3_000)
     assert toy.train(model, optimizer, STEPS) == losses
     assert all(torch.equal(model.gather_state()[0][name], weight) for name, weight in weights.items())
+
+
+def test_the_chosen_chunk_size_leaves_room_to_stream_a_group():
+    keys = {"far_states": "stream", "near_budget": "25%"}
+    plan = pstar.plan_engine(toy.Untied, keys)
+    assert smallest_streaming_budget(plan.layout, plan.costs) == plan.least_near <= plan.near_budget
+    with pytest.raises(pstar.BudgetError, match="near budget 15% .*far_states is stream, and the update of one group"):
+        pstar.plan_engine(toy.Untied, keys | {"near_budget": "15%"})
 
 
 class LargeFrozen(nn.Module):
