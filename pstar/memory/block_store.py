@@ -179,7 +179,7 @@ class BlockStore:
         with Pins() as pins:
             for key in keys:
                 places[key] = self.peek(key)
-                pins.add(self.blocks[key])
+                pins.add(self.blocks[key], places[key][0])
             yield places
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, source_tier: str, target_tier: str) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-_MIXED = re.compile(r"dtype|scalar type|type .* should be the same")
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "half|float16"}
+_WIDER = r"(?<!b)float(?!16)|double"
+"""How torch's errors name these dtypes, in lower case."""
 
 
 def keep_statistics_wide(module: torch.nn.Module) -> None:
@@ -29,6 +31,8 @@ def keep_statistics_wide(module: torch.nn.Module) -> None:
 
 def _with_wide_weights(norm: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def wide(*args: Any, **kwargs: Any) -> Any:
+        if norm.running_mean is None:
+            return forward(*args, **kwargs)
         dtype, attributes = norm.running_mean.dtype, vars(norm)
         cast = {name: param.to(dtype) for name, param in norm.named_parameters(recurse=False) if param.dtype != dtype}
         attributes.update(cast)    # found before the module's parameters of these names
@@ -48,7 +52,8 @@ def explain_mixed_dtypes(module: torch.nn.Module, dtype: torch.dtype, error: Bas
         module: the model, whose parameters and inputs have this dtype.
         error: what its forward raised.
     """
-    if not isinstance(error, RuntimeError) or not _MIXED.search(str(error)):
+    said = str(error).lower()
+    if not isinstance(error, RuntimeError) or not (re.search(_NAMES[dtype], said) and re.search(_WIDER, said)):
         return None
     name, short = _innermost(module, error.__traceback__), str(dtype).removeprefix("torch.")
     return (f"{name} mixes dtypes ({str(error).splitlines()[0]}): parameters and inputs are {short}, but buffers and "

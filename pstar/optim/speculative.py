@@ -166,7 +166,7 @@ class Speculation:
         chunks.unsharding.drop_gathered(group)
         with Pins() as pins:
             for key in self._keys(group):
-                pins.add(store.blocks[key])
+                pins.add(store.blocks[key], FAR)
             chunks.prefetch()
         self.log.forget(group)
         chunks.gradients.drop(group)

@@ -81,3 +81,13 @@ def test_other_errors_stay_what_they_are():
     model, _ = pstar.initialize_engine(Shifted, 0, BITS[0])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(3, 5))
+    model, _ = pstar.initialize_engine(lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), 0, BITS[0])
+    with pytest.raises(RuntimeError, match="^Expected tensor for argument #1 'indices' .* scalar types: Long"):
+        model(torch.ones(3))
+
+
+def test_a_norm_may_give_up_its_statistics_later():
+    model, _ = pstar.initialize_engine(Normed, 0, BITS[0])
+    norm = model.module.batch_norm
+    norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
+    model.backward(model(rows(0)))
