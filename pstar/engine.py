@@ -214,8 +214,7 @@ class Engine(torch.nn.Module):
                 raise BudgetError(f"host memory is full, with {format_bytes(self.far.used_bytes)} of chunks in far: "
                                   f"{SAVE_HOST_MEMORY}, a smaller micro-batch or activation checkpointing "
                                   f"({str(error).splitlines()[0]})") from error
-            if self._plan.param_dtype != torch.float32 and (
-                    why := explain_mixed_dtypes(self.module, self._plan.param_dtype, error)):
+            if why := explain_mixed_dtypes(self.module, self._plan.param_dtype, error):
                 raise ConfigError(why) from error
             raise
 

@@ -102,7 +102,7 @@ class Gradients:
                 self._refuse_late(unit, name)
             unit.move(Grads.ARRIVING)
         store, parameters, sums_far = self.store, self.parameters, key is not unit.grad_key
-        if sums_far and name in unit.leaving:    # sums of sums would be other bits than one sum, as a group near has it
+        if sums_far and name in unit.leaving:    # one after the other, as in near: a sum of sums has other bits
             self._add_far(unit)
         if key in store:
             data = store.ensure(key, NEAR)

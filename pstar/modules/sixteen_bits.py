@@ -1,7 +1,7 @@
 """16 bits: norms whose running statistics stay fp32, and the error where a model mixes dtypes.
 
-Parameters and inputs are cast to 16 bits. Buffers keep their dtype: a rotary frequency or a running mean loses in 16 bits
-what training needs (and each step changes a mean by less than a bf16 can show).
+Parameters and inputs are cast to 16 bits. Buffers keep their dtype: 16 bits are too few for a rotary frequency, and for a
+running mean, which a step often changes by less than bf16 can show.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ def _with_wide_weights(norm: torch.nn.Module, forward: Callable[..., Any]) -> Ca
 
 
 def explain_mixed_dtypes(module: torch.nn.Module, dtype: torch.dtype, error: BaseException) -> str | None:
-    """The line that says where a model mixed two dtypes and what to do; None if the error is another one.
+    """The line that says where a model mixed two dtypes and what to do; None if the error is another one, or in fp32.
 
     Args:
         module: the model, whose parameters and inputs have this dtype.
         error: what its forward raised.
     """
+    if dtype not in _NAMES or not isinstance(error, RuntimeError):
+        return None
     said = str(error).lower()
-    if not isinstance(error, RuntimeError) or not (re.search(_NAMES[dtype], said) and re.search(_WIDER, said)):
+    if not (re.search(_NAMES[dtype], said) and re.search(_WIDER, said)):
         return None
     name, short = _innermost(module, error.__traceback__), str(dtype).removeprefix("torch.")
     return (f"{name} mixes dtypes ({str(error).splitlines()[0]}): parameters and inputs are {short}, but buffers and "

@@ -8,6 +8,8 @@ training; later nothing may fail.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,43 +23,51 @@ from tests.programs import Chunked, Loop, Plain, Program, first_difference, plac
 SIMPLE = {"near_budget": "100%", "prefetch": 0, "default_chunk_size": 400}
 
 
-@pytest.fixture(autouse=True)
-def _same_kernels():
+@contextmanager
+def same_kernels() -> Iterator[None]:
     """In an evaluation torch's attention computes by another kernel, unless its module has hooks as in some placements."""
     torch.backends.mha.set_fastpath_enabled(False)
-    yield
-    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
-def outcome(seed: int, folder: Path) -> str:
-    """equal, refused, or the first difference."""
-    program = Program(seed)
+def outcome(program: Program, folder: Path, rank: int = 0) -> str:
+    """equal, refused, or the first difference on this rank."""
     keys = placement_of(program, folder)
+    (folder / "oracle").mkdir(parents=True, exist_ok=True)
     try:
         chunked = Chunked(program, keys, folder)
     except (pstar.BudgetError, pstar.ConfigError) as error:
         assert "too small" in str(error) and "\n" not in str(error), error
         return "refused"
-    plain = program.precision == "fp32" and chunked.model.device.type == "cpu"
+    plain = program.precision == "fp32" and program.num_ranks == 1 and chunked.model.device.type == "cpu"
     oracle = Plain(program) if plain else Chunked(program, SIMPLE, folder / "oracle")
-    expected = Loop(oracle).run()
+    expected = Loop(oracle, rank).run()
     try:
-        found = Loop(chunked).run()
+        found = Loop(chunked, rank).run()
     except pstar.BudgetError as error:    # the first step measures the activations
-        assert "near_memory" in keys and "near_memory" in str(error), f"seed {seed}: {error}"
+        assert "near_memory" in keys and "near_memory" in str(error), f"seed {program.seed}: {error}"
         return "refused"
     return first_difference(expected, found) or "equal"
 
 
-def check(seeds: range, folder: Path) -> Counter[str]:
-    """The outcomes of these seeds, each equal or refused."""
-    outcomes = {}
-    for seed in seeds:
-        (folder / str(seed) / "oracle").mkdir(parents=True)
-        outcomes[seed] = outcome(seed, folder / str(seed))
+def outcomes_of(seeds: range, folder: Path, rank: int = 0, num_ranks: int = 1) -> dict[int, str]:
+    """Seed to outcome."""
+    with same_kernels():
+        return {seed: outcome(Program(seed, num_ranks), folder / str(seed), rank) for seed in seeds}
+
+
+def judge(outcomes: dict[int, str]) -> Counter[str]:
+    """Counts the outcomes, each of which must be equal or refused."""
     wrong = {seed: each for seed, each in outcomes.items() if each not in ("equal", "refused")}
     assert not wrong, wrong
     return Counter(outcomes.values())
+
+
+def check(seeds: range, folder: Path) -> Counter[str]:
+    return judge(outcomes_of(seeds, folder))
 
 
 @pytest.mark.parametrize("first", [0, 20, 40])

@@ -6,47 +6,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
-import pstar
-from tests.programs import Chunked, Loop, Program, first_difference, placement_of
-from tests.pstar.test_programs import SIMPLE
+from tests.pstar.test_programs import judge, outcomes_of
 
 
-def case(rank: int, num_ranks: int, seeds: range, folder: str) -> dict[int, str]:
-    """Seed to equal, refused, or the first difference on this rank."""
-    torch.backends.mha.set_fastpath_enabled(False)    # as in test_programs.py
-    try:
-        return {seed: outcome(seed, rank, num_ranks, Path(folder) / str(seed)) for seed in seeds}
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
-def outcome(seed: int, rank: int, num_ranks: int, folder: Path) -> str:
-    program = Program(seed, num_ranks)
-    keys = placement_of(program, folder)
-    (folder / "oracle").mkdir(parents=True, exist_ok=True)
-    try:
-        chunked = Chunked(program, keys, folder)
-    except (pstar.BudgetError, pstar.ConfigError) as error:
-        assert "too small" in str(error) and "\n" not in str(error), error
-        return "refused"
-    expected = Loop(Chunked(program, SIMPLE, folder / "oracle"), rank).run()
-    try:
-        found = Loop(chunked, rank).run()
-    except pstar.BudgetError as error:    # the first step measures the activations
-        assert "near_memory" in keys and "near_memory" in str(error), f"seed {seed}: {error}"
-        return "refused"
-    return first_difference(expected, found) or "equal"
+def case(rank: int, num_ranks: int, seeds: range, folder: Path) -> dict[int, str]:
+    return outcomes_of(seeds, folder, rank, num_ranks)
 
 
 def check(ranks, num_ranks: int, seeds: range, folder: Path) -> Counter[str]:
-    """The outcomes of these seeds, the same on all ranks, each equal or refused."""
-    results = ranks(num_ranks).run(case, seeds, str(folder), timeout=120)
+    """Counts the outcomes of these seeds, which are the same on all ranks."""
+    results = ranks(num_ranks).run(case, seeds, folder, timeout=120)
     assert all(result == results[0] for result in results), results
-    wrong = {seed: each for seed, each in results[0].items() if each not in ("equal", "refused")}
-    assert not wrong, wrong
-    return Counter(results[0].values())
+    return judge(results[0])
 
 
 def test_fifteen_random_programs_on_two_ranks(ranks, tmp_path):

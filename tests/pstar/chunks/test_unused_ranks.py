@@ -85,7 +85,7 @@ def two_backwards_case(rank: int, num_ranks: int):
         model.backward(model(*toy.share(number, rank, num_ranks)))
 
 
-def test_a_second_backward_before_the_update_is_told_of_accumulation(ranks):
+def test_the_error_for_a_second_backward_before_the_update_names_accumulation(ranks):
     with pytest.raises(RankFailure, match="got a gradient in another backward of this step, .*gradient_accumulation_steps"):
         ranks(2).run(two_backwards_case)
 
