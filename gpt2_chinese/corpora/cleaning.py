@@ -72,8 +72,8 @@ def seen_number(digest: bytes) -> int:
 
 
 def is_validation(digest: bytes, share: float) -> bool:
-    """True for about `share` (0 to 1) of all texts; the rule of data/split.py, a function of the text alone."""
-    return int.from_bytes(digest[:8], "big") % 10_000 < share * 10_000
+    """True for about `share` (0 to 1) of all texts; a function of the text alone. digest: its content_hash."""
+    return int.from_bytes(digest[:8], "big") % 10_000 < round(share * 10_000, 6)  # 0.9 % is 0.9 / 100, rounded
 
 
 class Seen:

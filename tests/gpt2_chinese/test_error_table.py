@@ -291,8 +291,8 @@ WRONG_COMMANDS = {  # programs other than the chapters: a command line and its o
     "pstar: no command": ("-m pstar.cli", "the following arguments are required: command"),
     "pstar: an unknown one": ("-m pstar.cli fly", "invalid choice: 'fly'"),
     "pstar: no file": ("-m pstar.cli config none.json", "none.json"),
-    "split: nothing there": (f"{ROOT}/data/split.py none.json --train a --valid b", "none.json cannot be read as JSON"),
-    "split: no JSON": (f"{ROOT}/data/split.py vocab.txt --train a --valid b", "vocab.txt cannot be read as JSON"),
+    "split: nothing there": (f"{ROOT}/data/split.py none.json --train a --valid b", "cannot read none.json: No such file"),
+    "split: no JSON": (f"{ROOT}/data/split.py vocab.txt --train a --valid b", "vocab.txt: item 1 is no string"),
     "split: not UTF-8": (f"{ROOT}/data/split.py {sys.executable} --train a --valid b", "is not UTF-8 text: save it as"),
     "split: one folder": (f"{ROOT}/data/split.py corpus.json --train a --valid ./a", "--train and --valid are both a"),
     "split: over itself": (f"{ROOT}/data/split.py corpus.json --train . --valid b", "overwritten by its own part"),
@@ -301,12 +301,12 @@ WRONG_COMMANDS = {  # programs other than the chapters: a command line and its o
 }  # fmt: skip
 
 
-def test_split_names_the_item_that_is_no_text(folder: Path) -> None:
+def test_split_names_the_item_that_is_no_text_and_writes_no_file(folder: Path) -> None:
     (folder / "half.json").write_text(r'["whole", "\ud83d"]')
-    command = [sys.executable, str(ROOT / "data" / "split.py"), "half.json", "--train", "a", "--valid", "b"]
+    command = [sys.executable, str(ROOT / "data" / "split.py"), "corpus.json", "half.json", "--train", "a", "--valid", "b"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANGS_S)
-    line = "error: half.json: item 2 has half a surrogate pair, which is no character: remove it\n"
-    assert (done.returncode, done.stderr) == (2, line) and not list((folder / "a").iterdir())
+    line = "error: half.json: item 2 has a \\ud800 to \\udfff alone, which is half a character: '\\ud83d'\n"
+    assert (done.returncode, done.stderr) == (2, line) and not (folder / "a").exists()
 
 
 @pytest.mark.parametrize("case", WRONG_COMMANDS)
