@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from durable.files import replacing
 from gpt2_chinese.errors import UserError
+from gpt2_chinese.files import read_text
 from gpt2_chinese.generate.sampling import Sampling, generator_of
 
 if TYPE_CHECKING:
@@ -135,12 +136,9 @@ def read_prompts(path: Path | str) -> list[str]:
     """The prompts of a file: one a line, or, if the first line begins with a brace, JSON lines with "prompt".
 
     Raises:
-        UserError: no such file, no prompt in it, or a line without a prompt, with its number.
+        UserError: no such file, no UTF-8 text, no prompt in it, or a line without a prompt, with its number.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    lines = read_text(Path(path), f"--prompt-file {path}").splitlines()
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"--prompt-file {path} holds no prompt: give one a line")

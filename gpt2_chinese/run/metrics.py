@@ -109,13 +109,13 @@ def evaluation_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rows_before(metrics: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl before a step; a last line cut short by a kill is left out."""
+    """The rows of metrics.jsonl before a step. A line that a kill cut short or a disk damaged is left out."""
     rows = []
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if row.get("step", step) < step:
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] < step:
             rows.append(row)
     return rows

@@ -241,7 +241,7 @@ WRONG = {
     "batch": (["--batch-size", "0"], "--batch-size 0 is out of range"),
     "temperature": (["--temperature", "nan"], "--temperature nan is out of range"),
     "two kinds": (["--prompt", "x", "--prompt-file", "y"], "--prompt and --prompt-file: give one of them"),
-    "no file": (["--prompt-file", "nowhere"], "--prompt-file nowhere cannot be read: No such file or directory"),
+    "no file": (["--prompt-file", "nowhere"], "cannot read --prompt-file nowhere: it does not exist"),
     "talk": (["--interactive", "--prompt", "x"], "--interactive asks for prompts"),
     "stream": (["--json", "--stream"], "--json and --stream both write to the terminal"),
     "output": (["--output", "no/such/folder/x"], "--output no/such/folder/x cannot be written"),

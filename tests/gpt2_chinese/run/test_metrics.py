@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+from gpt2_chinese.run.metrics import rows_before
 from tests.limits import HANGS_S
 
 SAYS_ITS_PEAK = "import torch; from gpt2_chinese.run.metrics import peak_bytes; print(peak_bytes(torch.device('cpu')))"
@@ -22,3 +24,13 @@ def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
         for code in (SAYS_ITS_PEAK, STARTS_IT)
     )
     assert 2**26 < alone < 2**30 and abs(started - alone) < 0.1 * alone
+
+
+def test_damaged_lines_are_left_out_of_a_resumed_run(tmp_path: Path) -> None:
+    """A kill cuts the last line short; after a loss of power a block of the file may hold anything."""
+    good = [b'{"step": 1, "loss": 8.0}', b'{"step": 2, "loss": 7.5}', b'{"step": 3, "loss": 7.0}']
+    file = tmp_path / "metrics.jsonl"
+    damaged = [b"\xff\xfe\x00", b"17", b'{"step": "1"}', b'{"loss": 8.0}', b"[]"]
+    file.write_bytes(b"\n".join([good[0], *damaged, *good[1:], b'{"st']))
+    assert [row["step"] for row in rows_before(file, 3)] == [1, 2]
+    assert rows_before(tmp_path / "none.jsonl", 3) == []
