@@ -349,6 +349,8 @@ def _unknown(key: Any, value: Any, types: dict[str, Any], prefix: str) -> str:
     while key in known(prefix) and isinstance(value, dict) and value:
         prefix, types = f"{prefix}{key}.", {}
         key, value = next(iter(value.items()))
+    if key in known(prefix):
+        return f"'{prefix}{key}' must be a JSON object, found {_short(value)}"
     names = sorted(types.keys() | known(prefix))
     similar = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
     hint = f"; did you mean '{prefix}{similar[0]}'?" if similar else f"; known keys: {', '.join(types or names)}"

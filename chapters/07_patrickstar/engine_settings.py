@@ -213,6 +213,6 @@ class Settings(BaseSettings):
             plan()
         except pstar.PstarError as error:
             budgets = f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: "
-            if str(error).startswith("compile "):
-                raise UserError(f"--{error}") from error
-            raise UserError(f"{'' if str(error).startswith(('--', 'near_memory')) else budgets}{error}") from error
+            if str(error).startswith(("compile ", "near_memory ")):
+                raise UserError(f"--{str(error).replace('_', '-', 1)}") from error
+            raise UserError(f"{'' if str(error).startswith('--') else budgets}{error}") from error

@@ -97,7 +97,7 @@ class Plan:
         specs, uses = module_specs(module, find_blocks(module, config.compile))
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
         """least_near: bytes of near with which every module can run. Chunks need them in any case."""
-        self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory()
+        self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory(self.least_near)
         self.near_state_groups = self.choose_near_states(self.near_budget) if self._states_near else []
         whole = model_data_bytes(self.layout, self.costs)
         all_near = len(self.near_state_groups) == len(self.layout.trained)
@@ -148,12 +148,16 @@ class Plan:
             return streaming, "far_states is stream, and the update of one group needs"
         return least, f"module '{module_name}' and its gradients need"
 
-    def _parse_near_memory(self) -> int:
-        config = self.config
+    def _parse_near_memory(self, least_near: int = 0) -> int:
+        given = self.config.near_memory
         try:
-            return parse_bytes(config.near_memory, 0)
+            near_memory = parse_bytes(given, 0)
         except ConfigError as error:
-            raise ConfigError(f"near_memory is {config.near_memory!r}; give bytes, as 12GiB, or auto") from error
+            raise ConfigError(f"near_memory is {given!r}; give bytes, as 12GiB, or auto") from error
+        if near_memory < least_near:
+            raise BudgetError(f"near_memory {given} is too small: chunks alone need {least_near} bytes: give as much and "
+                              "what activations take, or auto")
+        return near_memory
 
     def _fit_far(self, num_ranks: int) -> int:
         """The least bytes that far needs. Where far alone is too small, states take the place of parameters near.

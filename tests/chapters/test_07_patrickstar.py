@@ -162,6 +162,8 @@ def test_a_near_budget_too_small_is_one_line_before_a_process_starts(tmp_path: P
     (("--near-budget", "25 parsecs"), "'25 parsecs' is no amount of memory; write for example 25%, 64MiB or 2GiB"),
     (("--far-budget", "-1"), "--far-budget"),
     (("--far-budget", "100KiB", "--near-budget", "min"), "far budget 100KiB (102400 bytes) is too small: the chunks of one"),
+    (("--near-memory", "100KiB"), "error: --near-memory 100KiB is too small: chunks alone need "),
+    (("--near-memory", "all"), "error: --near-memory is 'all'; give bytes, as 12GiB, or auto"),
     (("--chunk-size", "big"), "--chunk-size big is not a number of elements"),
     (("--policy", "random"), "--policy"),
     (("--near-bugdet", "1MiB"), "--near-budget"),

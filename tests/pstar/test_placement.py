@@ -275,6 +275,9 @@ def test_states_in_the_margin_spare_the_link_what_their_groups_would_move(keys):
 
 
 def test_a_near_memory_too_small_names_an_amount_that_suffices():
+    """Too small for the chunks alone, it is refused before training; activations are known after the first step."""
+    with pytest.raises(pstar.BudgetError, match="near_memory 30KiB is too small: chunks alone need .* bytes: give as much"):
+        toy.build(near_memory="30KiB", default_chunk_size=5_000)
     model, optimizer = toy.build(near_memory="300KiB", default_chunk_size=5_000)
     with pytest.raises(pstar.BudgetError, match="near_memory 300 KiB is too small: .* give at least") as error:
         toy.train(model, optimizer, 1)

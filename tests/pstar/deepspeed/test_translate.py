@@ -73,6 +73,7 @@ def test_torchs_adamw_brings_its_own_weight_decay() -> None:
 @pytest.mark.parametrize("values, line", [
     ({"zero_optimization": {"stages": 3}}, "'zero_optimization.stages'; did you mean 'zero_optimization.stage'?"),
     ({"zero_optimisation": {"stage": 3}}, "unknown key 'zero_optimisation'; did you mean 'zero_optimization'?"),
+    ({"zero_optimization": 3}, "'zero_optimization' must be a JSON object, found 3"),
     ({"client": {"opts": {"with_mem_cash": True}}}, "did you mean 'client.opts.with_mem_cache'?"),
     ({"zero_optimization": {"stage": 4}}, "'zero_optimization.stage' is 4: Give a stage from 0 to 3."),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "to nvme without nvme_path: give the folder"),
