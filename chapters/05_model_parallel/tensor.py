@@ -34,6 +34,8 @@ import torch.nn.functional as F
 from places import Place
 from torch import Tensor, nn
 
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
+
 
 class TensorGroup:
     """The t ranks that share each layer. Each rank has one such object.
@@ -72,7 +74,7 @@ class TensorGroup:
         """(B, T, ...), a partial sum on each rank -> (B, T/t, ...), the sum."""
         parts = torch.stack(x.chunk(self.num_ranks, dim=1))
         own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=self.group)
+        reduce_scatter(own, parts.flatten(0, 1), group=self.group)
         self.note(name, x.nbytes, rounds=1)
         return own
 

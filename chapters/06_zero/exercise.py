@@ -51,8 +51,9 @@ class ShardedOptimizer:
     Attributes:
         optimizer: the result of make_optimizer. The grader checks the size of its state.
 
-    Hint: p must divide the length of the flat vector, so pad it. dist.reduce_scatter_tensor(own, flat) sums, so divide by
-    p first. dist.all_gather_into_tensor(flat, own) returns the new weights. Change weights inside torch.no_grad().
+    Hint: p must divide the length of the flat vector, so pad it. dist.reduce_scatter_single(own, flat) sums, so divide by
+    p first. dist.all_gather_single(flat, own) returns the new weights. Before torch 2.13 these two are reduce_scatter_tensor
+    and all_gather_into_tensor. Change weights inside torch.no_grad().
     """
 
     def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:

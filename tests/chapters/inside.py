@@ -14,6 +14,7 @@ import math
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,7 +81,8 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
     variables = {"RANK": ranks.rank, "LOCAL_RANK": ranks.rank, "WORLD_SIZE": ranks.num_ranks}
     folder = str(program.parent)
     try:
-        with mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), \
+        with warnings.catch_warnings(action="error", category=FutureWarning), \
+             mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), \
              mock.patch.object(sys, "argv", [str(program), *flags]), \
              mock.patch.object(torch.optim.AdamW, "step", noting), \
              mock.patch.object(torch.amp.GradScaler, "update", watching), \

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.limits import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
+WARNING = re.compile("(Deprecation|Future|User)Warning: ")
 VALID = ROOT / "data" / "valid" / "comments.json"  # evaluating all shipped texts takes as long as ten steps
 
 
@@ -96,7 +98,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], status: int = 0, forks: bool = False) -> str:
-    """Runs a command; returns stdout and stderr together, asserts the exit status.
+    """Runs a command; returns stdout and stderr together, asserts the exit status. A run that succeeds has no warnings.
 
     Args:
         forks: the Python programs that the command starts are forked from a process that has torch loaded.
@@ -104,6 +106,7 @@ def run(command: list[str], status: int = 0, forks: bool = False) -> str:
     given = handing_over(environment()) if forks else environment()
     done = subprocess.run(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}"
+    assert status or not WARNING.search(done.stdout), done.stdout
     return done.stdout
 
 
@@ -111,6 +114,7 @@ def fork(command: list[str], status: int = 0) -> str:
     """As `run`, for a Python program, in a process forked from one that has torch loaded."""
     found, said = run_forked(command, environment())
     assert found == status, f"status {found}\n{said}"
+    assert status or not WARNING.search(said), said
     return said
 
 

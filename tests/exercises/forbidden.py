@@ -14,6 +14,7 @@ from tests.exercises.exercise import Wrong
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather", "all_gather_into_tensor",
                "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "all_gather_object",
                "broadcast_object_list", "gather_object")  # fmt: skip
+SINCE_2_13 = ("all_gather_single", "reduce_scatter_single")
 
 
 def _refuse(name: str) -> Callable:
@@ -26,5 +27,6 @@ def _refuse(name: str) -> Callable:
 @contextlib.contextmanager
 def only_point_to_point() -> Iterator[None]:
     """Allows only dist.send, recv, isend, irecv, batch_isend_irecv and barrier."""
-    with mock.patch.multiple(dist, **{name: _refuse(name) for name in COLLECTIVES}):
+    names = (*COLLECTIVES, *(name for name in SINCE_2_13 if hasattr(dist, name)))
+    with mock.patch.multiple(dist, **{name: _refuse(name) for name in names}):
         yield
