@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ NO_BYTES = frozenset([
 # Attributes that read the bytes; all others (shape, dtype, grad, ...) do not.
 BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
+MODULE = "torch.nn.modules.module"    # the module whose code calls forward
 VMAP = "torch._functorch.vmap"    # the module whose code unpacks the arguments of torch.vmap
 
 ACCESS = frozenset({"__get__", "__set__", "__delete__"})
@@ -100,6 +102,8 @@ class Lender:
         """Whether the program is in the engine's forward, or between a training forward and the end of its backward."""
         self.used: set[str] = set()
         """The parameters that a forward has acquired since the step began."""
+        self._asked: set[tuple[str, int, int]] = set()
+        """Of operations that asked since the last forward began: a parameter, and each call around it with its place."""
         self._thread: int | None = None    # of the outermost module that runs
         self._refused: str | None = None
         self._running, self._saving = running, saving
@@ -110,6 +114,7 @@ class Lender:
     def _run(self, func: Callable, names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
         """func(*args, **kwargs) with the bytes of the parameters in names. Raises StateError outside of a step, BudgetError
         if near has no room for them."""
+        self._note(names)
         if self.stay or self.chunks.resident.active:
             if not self.chunks.gradients.waiting():
                 self.chunks.lend_all()
@@ -134,6 +139,20 @@ class Lender:
             with torch._C.DisableTorchFunctionSubclass():
                 self.chunks.release(tuple(acquired))
 
+    def _note(self, names: tuple[str, ...]) -> None:
+        """Keeps for asked_within that an operation asks for these parameters, and which calls it is part of."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_globals.get("__name__") != MODULE:
+            self._asked.update((name, id(frame), frame.f_lasti) for name in names)
+            frame = frame.f_back
+
+    def asked_within(self, name: str, frame: FrameType) -> bool:
+        """Whether an operation asked for this parameter within the call that `frame` makes now.
+
+        So an autograd.Function that computes with a parameter may save it. A function in C++ that saves one has not asked.
+        """
+        return (name, id(frame), frame.f_lasti) in self._asked
+
     def is_open(self) -> bool:
         """Whether parameters are lent now: in a forward, and until the backward of a training forward is over."""
         return self.open or bool(self._running)
@@ -142,6 +161,7 @@ class Lender:
     def forward(self, training: bool) -> Iterator[None]:
         """The model's forward runs inside. After a training forward, parameters are lent until its backward is over."""
         before, self.open, self._refused = self.open, True, None
+        self._asked.clear()
         try:
             yield
         except RuntimeError as error:    # TorchScript drops the message of errors raised inside

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from durable.calls import name_next
 from pstar.comm import shared_memory
+from pstar.comm.member_group import new_member_group
 from pstar.comm.node_groups import NodeGroups
 from pstar.comm.rail import Rail, all_gather_flat, reduce_scatter_flat
 from pstar.comm.replicas import Replicas
@@ -87,8 +88,8 @@ class Collectives:
         self.host_group = self.group
         if not self.alone and dist.get_backend(self.group) != "gloo":
             # Other ranks make no engine in this group, and so no such call: the members alone must suffice.
-            members = dist.get_process_group_ranks(self.group) if self.group else None
-            self.host_group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
+            self.host_group = (dist.new_group(backend="gloo") if self.group is None
+                               else new_member_group(dist.get_process_group_ranks(self.group)))
         self.piece, self.num_pieces, self.replica, self.num_nodes = self.rank, self.num_ranks, 0, 1
         self._memory: SharedMemory | TwoLevels | None = None
         self._by_node: Replicas | NodeGroups | None = None
@@ -129,7 +130,7 @@ class Collectives:
         self.piece, self.num_pieces = ranks.index(self.rank), len(ranks)
         everyone = dist.get_process_group_ranks(self.group)
         inside = [everyone[rank] for rank in ranks]
-        self._pieces_group = dist.new_group(inside, backend="gloo", use_local_synchronization=True)
+        self._pieces_group = new_member_group(inside)
         if isinstance(self._memory, Replicas):
             self._by_node = self._memory
         else:

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pstar.comm.member_group import new_member_group
 from pstar.comm.rail import all_gather_flat, reduce_scatter_flat
 from pstar.memory import accelerator
 from pstar.memory.tier import BETWEEN_NODES, MOVES, SUM, Ledger
@@ -57,7 +58,7 @@ class NodeGroups:
         self._place = list(inside).index(dist.get_rank())
         # torch alone keeps the groups: a reference here would keep their threads alive after destroy_process_group.
         self._inside, self._between = (
-            weakref.ref(dist.new_group(sorted(members), timeout, backend, use_local_synchronization=True))
+            weakref.ref(new_member_group(members, timeout, backend))
             for members in (inside, between))
         ledger.kinds = (*MOVES, SUM, BETWEEN_NODES)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from durable.calls import name_next
+from pstar.comm.member_group import new_member_group
 
 # torch 2.13 renamed them and warns of the old names; 2.11 has only those.
 all_gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -58,7 +59,7 @@ class Rail:
         self.subject = -1
         """Number of the next exchange's unit, -1 for none; it names the exchange in the report of a hang."""
         # torch alone keeps the group: a reference here would keep its threads alive after destroy_process_group.
-        self._made = weakref.ref(dist.new_group(in_group, timeout, "gloo", use_local_synchronization=True))
+        self._made = weakref.ref(new_member_group(in_group, timeout))
 
     def all_gather(self, piece: torch.Tensor) -> Crossing:
         """Every node receives the pieces, (S,), of all."""

@@ -116,8 +116,8 @@ DURABLE_ROWS = {
 KNOWS_RANKS = ("gpt2_chinese/distributed/flight_recorder.py", "gpt2_chinese/distributed/ranks.py",
                "gpt2_chinese/distributed/torchrun.py", "gpt2_chinese/distributed/torchrun_launcher.py",
                "gpt2_chinese/distributed/meeting.py", "gpt2_chinese/checkpoint/sharded.py", "pstar/comm/collectives.py",
-               "pstar/comm/rail.py", "pstar/comm/node_groups.py", "pstar/checkpoint/sharded.py",
-               "durable/distributed_checkpoint.py")
+               "pstar/comm/rail.py", "pstar/comm/node_groups.py", "pstar/comm/member_group.py",
+               "pstar/checkpoint/sharded.py", "durable/distributed_checkpoint.py")
 # The same for Horovod: 03 and 04 share the ranks that horovodrun starts, as the others share those of torchrun.py.
 KNOWS_HOROVOD = ("gpt2_chinese/distributed/horovod_launcher.py", "gpt2_chinese/distributed/horovod_ranks.py")
 

@@ -336,6 +336,21 @@ class Extension(torch.autograd.Function):
         return grad @ weight, grad.T @ x
 
 
+class SavesNothing(Extension):
+    """The same, but saves the other factor alone."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, = ctx.saved_tensors
+        return torch.zeros_like(x), grad.T @ x
+
+
 class DoesNotAsk(Deep):
     def __init__(self, read: str) -> None:
         super().__init__()
@@ -354,7 +369,9 @@ NOT_ASKING = {
                               + torch.vmap(torch.sum, 1)(model.embed.weight).sum(), "is given parameter embed.weight"),
     "a scripted product": (lambda model, h: scripted_linear(h, model.head.weight), r"of shape \(16, 24\) \(head.weight\)"),
     "a scripted square": (lambda model, h: scripted_squares(model.layers[0].weight) + h, "read parameter layers.0.weight"),
-    "an extension": (lambda model, h: Extension.apply(h, model.head.weight), "parameter head.weight got a gradient, but"),
+    "an extension": (lambda model, h: Extension.apply(h, model.head.weight), "read parameter head.weight without asking"),
+    "an extension that saves nothing": (lambda model, h: SavesNothing.apply(h, model.head.weight),
+                                        "parameter head.weight got a gradient, but"),
 }  # fmt: skip
 
 
