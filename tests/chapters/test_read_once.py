@@ -92,6 +92,7 @@ def test_a_launcher_tells_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(sealed_folder, "_found_whole", {})
+    monkeypatch.setattr(verdicts, "_shared", [])  # an earlier test may have named a folder
     assert find.newest_complete(tmp_path) == tmp_path / "step_000001"
     verdicts.hand_over()
     read = mock.Mock(side_effect=AssertionError("a rank reads a file again"))
