@@ -214,5 +214,5 @@ class Settings(BaseSettings):
         except pstar.PstarError as error:
             budgets = f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: "
             if str(error).startswith(("compile ", "near_memory ")):
-                raise UserError(f"--{str(error).replace('_', '-', 1)}") from error
+                raise UserError(f"--{str(error).replace('near_memory', 'near-memory', 1)}") from error
             raise UserError(f"{'' if str(error).startswith('--') else budgets}{error}") from error
