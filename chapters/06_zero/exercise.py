@@ -51,9 +51,8 @@ class ShardedOptimizer:
     Attributes:
         optimizer: the result of make_optimizer. The grader checks the size of its state.
 
-    Hint: p must divide the length of the flat vector, so pad it. dist.reduce_scatter_single(own, flat) sums, so divide by
-    p first. dist.all_gather_single(flat, own) returns the new weights. Before torch 2.13 these two are reduce_scatter_tensor
-    and all_gather_into_tensor. Change weights inside torch.no_grad().
+    Hint: pad the flat vector so that p divides it. dist.reduce_scatter_single(own, flat) sums, so divide by p first. Then
+    dist.all_gather_single(flat, own), inside torch.no_grad(). (torch < 2.13: reduce_scatter_tensor, all_gather_into_tensor)
     """
 
     def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
