@@ -213,6 +213,6 @@ class Settings(BaseSettings):
             plan()
         except pstar.PstarError as error:
             budgets = f"--near-budget {self.near_budget}, --far-budget {self.far_budget}: "
-            if str(error).startswith(("compile ", "near_memory ")):
-                raise UserError(f"--{str(error).replace('near_memory', 'near-memory', 1)}") from error
+            if (key := str(error).partition(" ")[0]) in SAME_AS:
+                raise UserError(f"{dashed(SAME_AS[key])}{str(error).removeprefix(key)}") from error
             raise UserError(f"{'' if str(error).startswith('--') else budgets}{error}") from error

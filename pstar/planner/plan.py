@@ -95,9 +95,12 @@ class Plan:
         self.costs = Costs(self.param_dtype.itemsize, self.grad_dtype.itemsize, self.precision.state_bytes,
                            self.precision.scale_bytes, config.frozen_bits, page_bytes)
         specs, uses = module_specs(module, find_blocks(module, config.compile))
+        self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory()
         self.layout, self.near_budget, self.least_near = self._fit_near(specs, uses, num_ranks)
         """least_near: bytes of near with which every module can run. Chunks need them in any case."""
-        self.near_memory = None if config.near_memory == "auto" else self._parse_near_memory(self.least_near)
+        if self.near_memory is not None and self.near_memory < self.least_near:
+            raise BudgetError(f"near_memory {config.near_memory} is too small: chunks alone need {self.least_near} bytes: "
+                              "give as much and what activations take, or auto")
         self.near_state_groups = self.choose_near_states(self.near_budget) if self._states_near else []
         whole = model_data_bytes(self.layout, self.costs)
         all_near = len(self.near_state_groups) == len(self.layout.trained)
@@ -148,16 +151,12 @@ class Plan:
             return streaming, "far_states is stream, and the update of one group needs"
         return least, f"module '{module_name}' and its gradients need"
 
-    def _parse_near_memory(self, least_near: int = 0) -> int:
+    def _parse_near_memory(self) -> int:
         given = self.config.near_memory
         try:
-            near_memory = parse_bytes(given, 0)
+            return parse_bytes(given, 0)
         except ConfigError as error:
             raise ConfigError(f"near_memory is {given!r}; give bytes, as 12GiB, or auto") from error
-        if near_memory < least_near:
-            raise BudgetError(f"near_memory {given} is too small: chunks alone need {least_near} bytes: give as much and "
-                              "what activations take, or auto")
-        return near_memory
 
     def _fit_far(self, num_ranks: int) -> int:
         """The least bytes that far needs. Where far alone is too small, states take the place of parameters near.
@@ -273,8 +272,8 @@ class Plan:
         if self._packing.near_groups:
             if config.near_budget == "auto" and self._default_near_bytes is not None:
                 limits.append(self._default_near_bytes)
-            if config.near_memory != "auto":    # activations are not known yet
-                limits.append(self._parse_near_memory())
+            if self.near_memory is not None:    # activations are not known yet
+                limits.append(self.near_memory)
         near = min(limits, default=None)
         return auto_layouts(specs, num_ranks, self.costs, near, self._ownership, config.communication, self._packing)
 
