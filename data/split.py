@@ -10,11 +10,8 @@ leaking yesterday's validation text into today's training set. All files are rea
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs before the package is installed, too
 
 from durable.files import replacing
 from gpt2_chinese.corpora.cleaning import content_hash, is_validation

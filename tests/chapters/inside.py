@@ -90,7 +90,7 @@ def run_here(name: str, flags: list[str], ranks: Ranks) -> Report:
              mock.patch.object(Run, "_print_samples", lambda *_: None), \
              mock.patch.object(os, "fsync", lambda _: None), \
              mock.patch.object(torchrun, "launch", lambda settings, *_: _at_home(settings, ranks)):  # fmt: skip
-            warnings.filterwarnings("error", "`torch", FutureWarning)  # the chapter calls a function by its old name
+            warnings.filterwarnings("error", "`torch", FutureWarning)  # that a function has a new name
             sys.path.insert(0, folder)
             runpy.run_path(str(program), run_name="__main__")
     finally:
