@@ -1,8 +1,8 @@
 """Builds Horovod 0.28.1 from its source distribution against the torch of the running interpreter, and installs it.
 
 There are no published binaries of Horovod: each machine compiles it, against one torch and one Python. Its last release, of
-2023, sets C++14, but torch's headers need C++17 since 2.1: this script changes that in the unpacked source. The wheel is
-kept in the user's cache folder, so it is compiled once. Errors end with one line and status 2.
+2023, sets C++14, but torch's headers need C++17 since 2.1 and C++20 since 2.14: this script changes that in the unpacked
+source. The wheel is kept in the user's cache folder, so it is compiled once. Errors end with one line and status 2.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 # (file of the unpacked source, text, its replacement)
 PATCHES = (
-    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD $ENV{HOROVOD_CXX_STANDARD})"),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD $ENV{HOROVOD_CXX_STANDARD})"),
+    # otherwise a torch for CUDA makes it look for CUDA's compiler, although the build is for CPUs
+    ("cmake/Modules/FindPytorch.cmake", "(torch.version.cuda is not None)", "('$ENV{HOROVOD_GPU_OPERATIONS}' == 'NCCL')"),
     # Python 3.12 has no distutils
     ("horovod/torch/CMakeLists.txt", "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
      "import sysconfig; print(sysconfig.get_paths()['include'])"),
@@ -78,14 +80,25 @@ def main() -> None:
 # -- versions and tools -------------------------------------------------------------------------------------------------
 
 
-def torch_version() -> tuple[str, bool]:
-    """(version, has CUDA) of the installed torch, read from its version.py: importing torch takes seconds."""
+def torch_folder() -> Path:
+    """The folder of the installed torch. Its files are read, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError(f"{sys.executable} has no torch: start a chapter's train.sh, which sets the environment up")
-    text = (Path(spec.origin).parent / "version.py").read_text()
+    return Path(spec.origin).parent
+
+
+def torch_version() -> tuple[str, bool]:
+    """(version, has CUDA) of the installed torch."""
+    text = (torch_folder() / "version.py").read_text()
     version = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE).group(1)
     return version, bool(re.search(r"^cuda\b.*= ['\"]\d", text, re.MULTILINE))
+
+
+def cxx_standard() -> str:
+    """The C++ standard that torch's own build of extensions chooses, "17" or "20": its headers may need it."""
+    text = (torch_folder() / "utils" / "cpp_extension.py").read_text()
+    return max(re.findall(r"-std=c\+\+(\d\d)\b", text), default="17")
 
 
 def local_version() -> str:
@@ -94,9 +107,23 @@ def local_version() -> str:
     operations = ["gloo"]
     if shutil.which("mpicxx"):
         operations.append("mpi")
-    if cuda and shutil.which("nvcc") and nccl_home() is not None:
+    if cuda and cuda_home() is not None and nccl_home() is not None:
         operations.append("nccl")
     return re.sub(r"[^A-Za-z0-9.]+", ".", ".".join([f"torch{version}", *operations]))
+
+
+def cuda_home() -> Path | None:
+    """The folder of CUDA's compiler and headers: CUDA_HOME, CUDA_PATH, the one above nvcc, or /usr/local/cuda.
+
+    An nvcc on the PATH may be a script that calls another one, so the folder above it need not be CUDA's.
+    """
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc")
+    for home in [Path(given)] if given else [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr/local/cuda")]:
+        header = "include/cuda_runtime.h"  # conda has it below targets/
+        if (home / "bin" / "nvcc").exists() and ((home / header).exists() or any(home.glob(f"targets/*/{header}"))):
+            return home
+    return None
 
 
 def nccl_home() -> Path | None:
@@ -275,12 +302,18 @@ def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if "mpi" in operations else "HOROVOD_WITHOUT_MPI": "1",
         "HOROVOD_LOCAL_VERSION": local,
+        "HOROVOD_CXX_STANDARD": cxx_standard(),
         "HOROVOD_CMAKE": str(Path(sys.executable).with_name("cmake")),
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the old projects that Horovod contains
         "MAKEFLAGS": jobs,
     }
     if "nccl" in operations:
         chosen |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_HOME": str(linkable_nccl(scratch))}
+        # torch, an old CMake module of Horovod and CMake itself each look for CUDA by a variable of their own
+        cuda = cuda_home()
+        chosen |= {"CUDA_HOME": str(cuda), "CUDAToolkit_ROOT": str(cuda), "CUDACXX": str(cuda / "bin" / "nvcc")}
+    else:
+        chosen["HOROVOD_GPU_OPERATIONS"] = ""
     return {**os.environ, **chosen}
 
 

@@ -47,8 +47,8 @@ def join(device: torch.device) -> HorovodRanks:
     """
     if device.type == "cuda" and not hvd.nccl_built():
         raise UserError(
-            "this Horovod was built without NCCL: give --device cpu, or make nvcc and NCCL's headers known "
-            "(HOROVOD_NCCL_HOME) and run bash scripts/build_horovod.sh"
+            "this Horovod was built without NCCL: give --device cpu, or make CUDA (CUDA_HOME) and NCCL "
+            "(HOROVOD_NCCL_HOME) known and run bash scripts/build_horovod.sh"
         )
     hvd.init()
     sys.excepthook = _end_rank

@@ -43,19 +43,55 @@ def test_the_wheel_is_named_after_torch_python_and_platform(script, monkeypatch)
     assert script.find_wheel(local).name == "horovod-0.28.1+x.whl"
 
 
+def toolkit(folder: Path, header: str = "include/cuda_runtime.h") -> Path:
+    """A folder that looks like CUDA's."""
+    for name in ("bin/nvcc", header):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    return folder
+
+
 def test_mpi_and_nccl_are_built_in_where_they_are(script, monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "nccl" / "include").mkdir(parents=True)
     (tmp_path / "nccl" / "include" / "nccl.h").write_text("")
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "nccl"))
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda")))
     monkeypatch.setattr(script.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(script, "torch_version", lambda: ("2.13.0", True))
     local = script.local_version()
     assert local == "torch2.13.0.gloo.mpi.nccl"
     environment = script.build_environment(local, "-j2", tmp_path)
     assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL" and environment["HOROVOD_WITH_MPI"] == "1"
+    assert environment["CUDAToolkit_ROOT"] == str(tmp_path / "cuda")
+    assert environment["CUDACXX"] == str(tmp_path / "cuda" / "bin" / "nvcc")
     monkeypatch.setattr(script, "torch_version", lambda: ("2.13.0+cpu", False))
     environment = script.build_environment("torch2.13.0.cpu.gloo", "-j2", tmp_path)
-    assert environment["HOROVOD_WITHOUT_MPI"] == "1" and "HOROVOD_GPU_OPERATIONS" not in environment
+    assert environment["HOROVOD_WITHOUT_MPI"] == "1" and not environment["HOROVOD_GPU_OPERATIONS"]
+
+
+def test_cuda_is_found_where_its_headers_are(script, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    conda = toolkit(tmp_path / "conda", "targets/x86_64-linux/include/cuda_runtime.h")
+    monkeypatch.setattr(script.shutil, "which", lambda name: str(conda / "bin" / name))
+    assert script.cuda_home() == conda
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text("calls another nvcc")
+    monkeypatch.setattr(script.shutil, "which", lambda name: str(tmp_path / "bin" / name))
+    assert script.cuda_home() in (None, Path("/usr/local/cuda")), "no headers above this nvcc"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert script.cuda_home() is None, "what the user names is not replaced"
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "named")))
+    assert script.cuda_home() == tmp_path / "named"
+
+
+@pytest.mark.parametrize("flags, standard", [("'-std=c++20' '-std=c++17'", "20"), ("'-std=c++17'", "17"), ("", "17")])
+def test_the_standard_is_that_of_torch(script, monkeypatch, tmp_path: Path, flags: str, standard: str) -> None:
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "cpp_extension.py").write_text(f"cflags = [{flags}]\n")
+    monkeypatch.setattr(script, "torch_folder", lambda: tmp_path)
+    assert script.cxx_standard() == standard
+    assert script.build_environment("torch2.13.0.cpu.gloo", "-j2", tmp_path)["HOROVOD_CXX_STANDARD"] == standard
 
 
 def test_a_missing_compiler_is_one_line(script, monkeypatch) -> None:
@@ -71,7 +107,7 @@ def test_every_patch_must_find_its_text(script, tmp_path: Path) -> None:
         with (tmp_path / name).open("a") as file:
             file.write(old + "\n")
     script.patch(tmp_path)
-    assert "set(CMAKE_CXX_STANDARD 17)" in (tmp_path / "CMakeLists.txt").read_text()
+    assert "set(CMAKE_CXX_STANDARD $ENV{HOROVOD_CXX_STANDARD})" in (tmp_path / "CMakeLists.txt").read_text()
     with pytest.raises(script.BuildError, match="fits 0.28.1 only"):
         script.patch(tmp_path)
 
@@ -110,7 +146,7 @@ def test_every_installed_package_is_pinned(script) -> None:
     extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["horovod"]
     assert script.requirements() == extra
     pins = (REPO / "constraints.txt").read_text()
-    assert all(f"\n{name}==" in pins for name in ("cmake", "cloudpickle", "psutil", "cffi", "pycparser"))
+    assert all(f"\n{name}==" in pins for name in ("wheel", "cmake", "cloudpickle", "psutil", "cffi", "pycparser"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not built")
