@@ -143,6 +143,8 @@ class ModelParallel:
         """For evaluate(): summed loss, correct guesses, targets counted; (3,) float64 on the CPU, the same on all ranks."""
 
         def last(logits: Tensor) -> Tensor:
+            if self.model.tiled:  # these are the head's input
+                return self.model.lm_head(logits, targets, scores=True)
             loss = self.model.loss(logits, targets, reduction="sum")
             guesses = logits.argmax(-1) if self.model.loss is next_token_loss else self.model.loss.guesses(logits)
             counted = targets != IGNORED

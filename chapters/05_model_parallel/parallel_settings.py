@@ -48,8 +48,10 @@ class Settings(ParallelSettings):
         if self.virtual_stages is None:
             self.virtual_stages = 2 if self.schedule == "interleaved" else 1
         super().validate()
-        if self.loss_tiles != "none":
-            raise UserError(f"--loss-tiles {self.loss_tiles} is not for this chapter: --tp shares the logits among ranks")
+        if self.loss_tiles != "none" and self.tp > 1:
+            raise UserError(f"--loss-tiles {self.loss_tiles} needs --tp 1: the ranks of --tp {self.tp} divide the logits")
+        if self.loss_tiles != "none" and self.backend == "torch" and self.pp > 1:
+            raise UserError(f"--loss-tiles {self.loss_tiles} needs --backend own: torch's pipeline makes whole logits")
         if self.schedule == "interleaved":
             _divides("--pp", self.pp, "interleaved: --grad-accum", self.grad_accum)
         elif self.virtual_stages > 1:

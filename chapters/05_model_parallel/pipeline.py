@@ -40,6 +40,7 @@ class Stage:
     def __call__(self, x: Tensor, targets: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
         """(b, T) int64 or (b, T, C) -> (b, T, C); the last stage returns the loss, or logits if there are no targets.
 
+        A head that computes the loss by tiles makes no logits: without targets the last stage returns the head's input.
         ids (b, T) are the first stage's input. Every stage has them, so each makes the mask of the documents itself.
         """
         body = self.model.transformer
@@ -50,7 +51,10 @@ class Stage:
             x = body.h[str(number)](x, mask=mask)
         if not self.is_last:
             return x
-        logits = self.model.lm_head(body.ln_f(x))
+        x = body.ln_f(x)
+        if self.model.tiled:
+            return x if targets is None else self.model.lm_head(x, targets)
+        logits = self.model.lm_head(x)
         return logits if targets is None else self.model.loss(logits, targets)
 
 
@@ -155,15 +159,15 @@ class Worker:
 
     @torch.no_grad()
     def predict(self, batch: Batch, last: Callable[[Tensor], Tensor], precision: Callable[[], Any]) -> Tensor | None:
-        """Runs forward on one batch; returns last(logits) on the rank of the last stage, None elsewhere."""
+        """Runs forward on one batch; returns last(result of the last stage) on that stage's rank, None elsewhere."""
         found = []
 
         def forward(work: Work, x: Tensor) -> Tensor:
             stage = self.stages[work.stage]
             with precision():
                 y = stage(x, ids=batch[0])
-            if stage.is_last:
-                found.append(last(y))
+                if stage.is_last:
+                    found.append(last(y))
             return y
 
         self._run(self._program(1, training=False), [batch], forward)

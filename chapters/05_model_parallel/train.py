@@ -21,7 +21,7 @@ from parallel import ModelParallel
 
 from gpt2_chinese import (
     Batches, Run, evaluate_model, launch, learning_rate, set_learning_rate,
-    GPT2LMHeadModel,
+    GPT2LMHeadModel, tile_loss,
     adamw, grad_scaler,
 )  # fmt: skip
 
@@ -36,6 +36,7 @@ train, valid = Batches.of(settings, mesh.data)
 # -- model: the seed decides the weights -------------------------------------------------------------------------------
 torch.manual_seed(settings.seed)
 model = GPT2LMHeadModel(settings.model)
+tile_loss(model, settings.loss_tiles)  # head and loss by tiles of tokens, to save memory
 
 # -- the technique: the model keeps only this rank's part --------------------------------------------------------------
 parallel = ModelParallel(model, mesh, settings)

@@ -28,12 +28,13 @@ from tests.cover import quick_only
 
 CHAPTERS = {"00": ("00_single", ()), "01": ("01_parameter_server", ()), "02": ("02_ddp", ()),
             "02 torch": ("02_ddp", ("--backend", "torch")), "04": ("04_apex", ("--opt-level", "O0")),
+            "05": ("05_model_parallel", ("--grad-accum", 2)), "05 torch": ("05_model_parallel", ("--backend", "torch")),
             "06 stage 1": ("06_zero", ("--zero-stage", 1)), "06 stage 2": ("06_zero", ("--zero-stage", 2)),
             "06 stage 3": ("06_zero", ("--zero-stage", 3)), "06 FSDP2": ("06_zero", ("--backend", "torch")),
             "07": ("07_patrickstar", ("--near-budget", "min")), "07 own": ("07_patrickstar", ("--backend", "own")),
             "08": ("08_param_efficient", ("--method", "full", "--init-from", "random", "--kind", "all"))}  # fmt: skip
 CASES = [(name, nproc, tiles) for name in CHAPTERS for nproc, tiles in ((1, "auto"), (2, 3), (3, "auto"))
-         if nproc == 1 or name not in ("00", "07 own")]  # fmt: skip
+         if nproc == 1 or name not in ("00", "07 own", "05 torch") and (name, nproc) != ("05", 3)]  # fmt: skip
 
 
 class LargestTensor(TorchDispatchMode):
@@ -119,6 +120,18 @@ def test_no_tensor_holds_all_logits_in_training_or_evaluation() -> None:
     assert largest.most == inputs.numel()
 
 
+def test_the_last_stage_of_a_pipeline_never_holds_all_logits() -> None:
+    model = build()
+    tile_loss(model, "5")
+    stage = technique("05_model_parallel", "pipeline").cut_into_stages(model, 0, 1)[0]
+    inputs, targets = batch()
+    with LargestTensor(model) as largest:
+        stage(inputs, targets).backward()
+        with torch.no_grad():
+            model.lm_head(stage(inputs), targets, scores=True)
+    assert largest.most == -(-inputs.numel() // 5)
+
+
 def test_an_evaluation_by_tiles_counts_the_same() -> None:
     inputs, targets = batch()
     targets[1, -4:] = -100
@@ -131,8 +144,8 @@ def test_an_evaluation_by_tiles_counts_the_same() -> None:
     assert results[1] == pytest.approx(results[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("case", quick_only(CASES, ("00", 1, "auto"), ("02", 2, 3), ("06 stage 3", 2, 3), ("06 FSDP2", 2, 3),
-                                            ("07", 2, 3), ("07 own", 1, "auto")))  # fmt: skip
+@pytest.mark.parametrize("case", quick_only(CASES, ("00", 1, "auto"), ("02", 2, 3), ("05", 2, 3), ("06 stage 3", 2, 3),
+                                            ("06 FSDP2", 2, 3), ("07", 2, 3), ("07 own", 1, "auto")))  # fmt: skip
 def test_it_follows_the_curve(ranks, curve, tmp_path, case) -> None:
     name, nproc, tiles = case
     program, flags = CHAPTERS[name]
@@ -170,7 +183,9 @@ def test_a_wrong_value_is_one_line(capsys) -> None:
     for value in ("0", "-1", "few", "1.5"):
         said = settings_error("00_single", None, capsys, f"--loss-tiles={value}")
         assert said == f"error: --loss-tiles {value}: give none, auto, or a number of tiles of at least 1\n"
-    said = settings_error("05_model_parallel", "parallel_settings", capsys, "--loss-tiles", "auto")
-    assert said == "error: --loss-tiles auto is not for this chapter: --tp shares the logits among ranks\n"
+    said = settings_error("05_model_parallel", "parallel_settings", capsys, "--loss-tiles", "auto", "--tp", 2)
+    assert said == "error: --loss-tiles auto needs --tp 1: the ranks of --tp 2 divide the logits\n"
+    said = settings_error("05_model_parallel", "parallel_settings", capsys, "--loss-tiles", "4", "--backend", "torch")
+    assert said == "error: --loss-tiles 4 needs --backend own: torch's pipeline makes whole logits\n"
     said = settings_error("08_param_efficient", "adapt_settings", capsys, "--loss-tiles", "2", "--backend", "peft")
     assert said.startswith("error: --loss-tiles 2 needs --backend own: ")
