@@ -48,6 +48,13 @@ def main() -> None:
     except SetupError as error:
         say(f"error: {error}")
         sys.exit(2)
+    except PermissionError as error:
+        refused = os.path.realpath(error.filename)
+        say(
+            f"error: this user may not use {refused}: make .venv with a Python that all its users may run, "
+            "or activate an environment of your own"
+        )
+        sys.exit(2)
     except KeyboardInterrupt:
         say("error: set-up was interrupted; the next start begins it anew")
         sys.exit(2)

@@ -75,8 +75,8 @@ def cache_folders() -> list[Path]:
     return [Path(given)] if given else ([root / "cache" / "tokens"] if (root / "cache").is_dir() else []) + [user]
 
 
-def cache_folder() -> Path:
-    """The first of cache_folders() that is writable. Raises UserError."""
+def writable_folder(corpus: Path | str, vocab: Path | str) -> Path:
+    """The first of cache_folders() that is writable. Raises UserError, which says how to prepare this corpus elsewhere."""
     for folder in cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,10 @@ def cache_folder() -> Path:
             continue
         if os.access(folder, os.W_OK):
             return folder
-    raise UserError(f"no writable folder for the token cache: set {CACHE_VARIABLE} (tried {cache_folders()[-1]})")
+    raise UserError(
+        f"no writable folder for the tokens of {corpus}: set {CACHE_VARIABLE} (tried {cache_folders()[-1]}), or have them "
+        f"prepared there: bash scripts/python.sh -m gpt2_chinese.tokens --corpus {corpus} --vocab {vocab}"
+    )
 
 
 def cache_key(corpus: Path | str, vocabulary: VocabularyFile) -> str:
@@ -114,7 +117,7 @@ def load_tokens(corpus: Path | str, vocab: Path | str, profile: str = "auto") ->
         cached, parts = _open(folder / name), (folder / name).with_suffix(".parts")
         if cached is not None and not (parts.exists() and os.access(folder, os.W_OK)):
             return cached
-    path = cache_folder() / name
+    path = writable_folder(corpus, vocab) / name
     try:  # also if a cache exists: removes the parts that a process left which was killed after its last write
         with _locked_folder(path.with_suffix(".parts")) as (folder, lock):
             found = _open(path)  # another process may have made the cache while this process waited

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -217,6 +218,25 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout):
     (checkout.venv / "bin" / "python").unlink()
     status, lines, _ = checkout.run()
     assert status == 0 and "half-made or broken" in "".join(lines)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="starts a program as another user")
+def test_a_python_that_another_user_may_not_run_is_one_line():
+    """Root makes .venv for a class from a Python in its home."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        checkout = Checkout(Path(folder))
+        assert checkout.run()[0] == 0
+        private = Path(folder, "private")
+        private.mkdir(mode=0o700)
+        (checkout.venv / "bin" / "python").unlink()
+        (checkout.venv / "bin" / "python").symlink_to(private / "python")
+        command = ["bash", checkout.root / "chapters" / "00_single" / "train.sh"]
+        done = subprocess.run(command, cwd="/", user=65534, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    if "no Python 3.11 or newer" in done.stderr:
+        pytest.skip("no Python here that another user may run")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: this user may not use {private / 'python'}: make .venv with a Python that")
 
 
 def test_no_python_is_one_line(checkout, tmp_path):

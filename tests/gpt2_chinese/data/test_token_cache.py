@@ -269,7 +269,7 @@ def test_a_prepared_cache_is_read_without_permission_to_write(
     made.path.with_suffix(".parts").mkdir()
     assert load_tokens(corpus, vocab).path == made.path, "the leftovers there are not removed"
     made.path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="no writable folder for the token cache: set GPT2_CHINESE_CACHE"):
+    with pytest.raises(UserError, match=f"no writable folder for the tokens of {corpus}: set GPT2_CHINESE_CACHE"):
         load_tokens(corpus, vocab)
 
 
