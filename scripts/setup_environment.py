@@ -82,7 +82,7 @@ def choose_python(extras: set[str]) -> str:
     if not is_complete(extras):
         if note and not STAMP.exists():
             say(note)
-        with only_one_at_a_time():
+        with only_one_at_a_time(extras):
             if not is_complete(extras):  # another start may have made it while this one waited
                 make_venv(extras)
     say(f"setup: using {VENV}")
@@ -117,8 +117,12 @@ def is_complete(extras: set[str]) -> bool:
     """True if `.venv` was made from the current constraints, in the current folder, with at least these extras."""
     if not VENV_PYTHON.exists() or not STAMP.exists():
         return False
-    recipe, _, done = STAMP.read_text().partition("\n")
-    return recipe == recipe_now() and extras <= set(done.split())
+    return STAMP.read_text().partition("\n")[0] == recipe_now() and extras <= extras_there()
+
+
+def extras_there() -> set[str]:
+    """The extras of `.venv`; none if it is incomplete."""
+    return set(STAMP.read_text().partition("\n")[2].split()) if STAMP.exists() else set()
 
 
 def recipe_now() -> str:
@@ -129,12 +133,14 @@ def recipe_now() -> str:
     return digest.hexdigest()
 
 
-def only_one_at_a_time() -> contextlib.AbstractContextManager[None]:
+def only_one_at_a_time(extras: set[str]) -> contextlib.AbstractContextManager[None]:
     """A lock: one start makes `.venv`. Its pip holds the lock too, in case the start is killed before pip ends."""
+    lacks = extras - extras_there()
+    work = f"add {', '.join(sorted(lacks))} to" if STAMP.exists() and lacks else "make"
     return locked(
         REPO / ".venv.lock",
         "setup: another start is making .venv; waiting for it",
-        lambda error: SetupError(f"cannot write in {REPO} ({error.strerror}); clone it where you may write"),
+        lambda error: SetupError(f"cannot {work} .venv in {REPO} ({error.strerror}); clone it where you may write"),
         inheritable=True,
     )
 
@@ -146,7 +152,7 @@ def make_venv(extras: set[str]) -> None:
         before = None
         start_empty_venv()
     else:
-        extras = extras | set(before.partition("\n")[2].split())
+        extras = extras | extras_there()
     STAMP.unlink(missing_ok=True)
     wish = f".[{','.join(sorted(extras))}]" if extras else "."
     verb = "making" if before is None else "updating"

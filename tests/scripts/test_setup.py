@@ -221,22 +221,27 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="starts a program as another user")
-def test_a_python_that_another_user_may_not_run_is_one_line():
-    """Root makes .venv for a class from a Python in its home."""
+@pytest.mark.parametrize("program, said", [
+    ("train.sh", "error: this user may not use FOLDER/private/python: make .venv with a Python that "),
+    ("with_extras.sh", "error: cannot add dev, docs to .venv in CHECKOUT (Permission denied); clone it where you may write"),
+])  # fmt: skip
+def test_what_another_user_may_not_do_is_one_line(program, said):
+    """Root makes .venv for a class: from a Python in its home, or without what the exercises need."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         checkout = Checkout(Path(folder))
         assert checkout.run()[0] == 0
         private = Path(folder, "private")
         private.mkdir(mode=0o700)
-        (checkout.venv / "bin" / "python").unlink()
-        (checkout.venv / "bin" / "python").symlink_to(private / "python")
-        command = ["bash", checkout.root / "chapters" / "00_single" / "train.sh"]
+        python = checkout.venv / "bin" / "python"
+        python.unlink()
+        python.symlink_to(private / "python" if program == "train.sh" else "/usr/bin/python3")
+        command = ["bash", checkout.root / "chapters" / "00_single" / program]
         done = subprocess.run(command, cwd="/", user=65534, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     if "no Python 3.11 or newer" in done.stderr:
         pytest.skip("no Python here that another user may run")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: this user may not use {private / 'python'}: make .venv with a Python that")
+    assert done.stderr.startswith(said.replace("FOLDER", folder).replace("CHECKOUT", str(checkout.root)))
 
 
 def test_no_python_is_one_line(checkout, tmp_path):
