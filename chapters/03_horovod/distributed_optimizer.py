@@ -44,14 +44,13 @@ def distribute(optimizer: torch.optim.Optimizer, model: nn.Module, settings: Set
     Args:
         optimizer: updates the model's parameters.
         model: its parameters' names become the names of the messages.
-        settings: has grad_accum, compression, adasum.
+        settings: has grad_accum, compression.
     """
     return hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
         backward_passes_per_step=settings.grad_accum,
         compression=hvd.Compression.fp16 if settings.compression == "fp16" else hvd.Compression.none,
-        op=hvd.Adasum if settings.adasum else hvd.Average,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ class Settings(ParallelSettings):
     without = {"hang_after": "--timeout-s"}  # Horovod's thread ends the run
     fusion_mb: int = flag(64, "MiB of gradients that Horovod packs into one message; 0: one gradient a message.")
     compression: str = flag("none", "none sends gradients as they are, fp16 in half their bytes.", ("none", "fp16"))
-    adasum: bool = flag(False, "Combine gradients by Adasum instead of their mean (needs a Horovod with MPI).")
     timeline: str | None = flag(None, "File for Horovod's own trace, for Perfetto or chrome://tracing.", shown="none")
     elastic: bool = flag(False, "Continue with the remaining workers when one is lost.")
 
@@ -33,14 +31,12 @@ class Settings(ParallelSettings):
             raise UserError(f"--fusion-mb {self.fusion_mb} is too large: give at most {MOST_MB}")
         if self.timeline is not None:
             check_output_file(self.timeline, "--timeline")
-        if self.adasum and not _built_with_mpi():
-            raise UserError("--adasum needs a Horovod built with MPI: install Open MPI, then run scripts/build_horovod.sh")
         if not self.elastic:
             return
         if self.nproc < 2 and "WORLD_SIZE" not in os.environ:
             raise UserError("--elastic --nproc 1: no worker would remain after a loss, give --nproc 2 or more")
-        if self.adasum or self.precision == "fp16":
-            raise UserError(f"--elastic does not go with {'--adasum' if self.adasum else '--precision fp16'}")
+        if self.precision == "fp16":
+            raise UserError("--elastic does not go with --precision fp16")
         for fewer in range(self.nproc, 0, -1):
             if self.batch_size % (fewer * self.grad_accum):
                 raise UserError(
@@ -57,12 +53,3 @@ class Settings(ParallelSettings):
         if self.timeline:
             flags += ["--timeline-filename", str(Path(self.timeline).absolute())]
         return flags + (discovery_flags(DISCOVER, self.nproc) if self.elastic else [])
-
-
-def _built_with_mpi() -> bool:
-    """True if scripts/build_horovod.sh found MPI, and for any Horovod that it did not build, whose parts are unknown."""
-    try:
-        version = importlib.metadata.version("horovod")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return "+torch" not in version or ".mpi" in version

@@ -224,7 +224,6 @@ def test_an_elastic_run_goes_on_without_a_lost_worker_on_the_same_curve(ranks, t
     (("--fusion-mb", "many"), "--fusion-mb"),
     (("--compression", "int8"), "--compression"),
     (("--timeline", "/nowhere/trace.json"), "--timeline /nowhere/trace.json cannot be written"),
-    (("--adasum",), "--adasum needs a Horovod built with MPI"),
     (("--elastic", "--nproc", "1"), "--elastic --nproc 1"),
     (("--elastic", "--nproc", "4", "--batch-size", "8"), "--batch-size 8 must stay divisible when workers are lost"),
     (("--elastic", "--precision", "fp16"), "--precision fp16"),
