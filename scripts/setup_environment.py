@@ -49,10 +49,10 @@ def main() -> None:
         say(f"error: {error}")
         sys.exit(2)
     except PermissionError as error:
-        refused = os.path.realpath(error.filename)
+        refused = os.path.realpath(error.filename or VENV)
         say(
-            f"error: this user may not use {refused}: make .venv with a Python that all its users may run, "
-            "or activate an environment of your own"
+            f"error: no permission for {refused}, which .venv needs: for several users make .venv with a Python that "
+            "all may run, or activate an environment of your own"
         )
         sys.exit(2)
     except KeyboardInterrupt:

@@ -142,11 +142,11 @@ class ModelParallel:
     def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """For evaluate(): summed loss, correct guesses, targets counted; (3,) float64 on the CPU, the same on all ranks."""
 
-        def last(logits: Tensor) -> Tensor:
-            if self.model.tiled:  # these are the head's input
-                return self.model.lm_head(logits, targets, scores=True)
-            loss = self.model.loss(logits, targets, reduction="sum")
-            guesses = logits.argmax(-1) if self.model.loss is next_token_loss else self.model.loss.guesses(logits)
+        def last(result: Tensor) -> Tensor:
+            if self.model.tiled:  # the result is the head's input; otherwise it is the logits
+                return self.model.lm_head(result, targets, scores=True)
+            loss = self.model.loss(result, targets, reduction="sum")
+            guesses = result.argmax(-1) if self.model.loss is next_token_loss else self.model.loss.guesses(result)
             counted = targets != IGNORED
             return torch.stack([loss.double(), ((guesses == targets) & counted).sum().double(), counted.sum().double()])
 

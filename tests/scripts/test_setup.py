@@ -222,7 +222,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="starts a program as another user")
 @pytest.mark.parametrize("program, said", [
-    ("train.sh", "error: this user may not use FOLDER/private/python: make .venv with a Python that "),
+    ("train.sh", "error: no permission for FOLDER/private/python, which .venv needs: for several users "),
     ("with_extras.sh", "error: cannot add dev, docs to .venv in CHECKOUT (Permission denied); clone it where you may write"),
 ])  # fmt: skip
 def test_what_another_user_may_not_do_is_one_line(program, said):
