@@ -119,8 +119,9 @@ def cuda_home() -> Path | None:
     """
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
-    for home in [Path(given)] if given else [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr/local/cuda")]:
-        header = "include/cuda_runtime.h"  # conda has it below targets/
+    above_nvcc = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    header = "include/cuda_runtime.h"  # conda has it below targets/
+    for home in [Path(given)] if given else [*above_nvcc, Path("/usr/local/cuda")]:
         if (home / "bin" / "nvcc").exists() and ((home / header).exists() or any(home.glob(f"targets/*/{header}"))):
             return home
     return None

@@ -115,14 +115,14 @@ def what_is_missing(extras: set[str]) -> list[str]:
 
 def is_complete(extras: set[str]) -> bool:
     """True if `.venv` was made from the current constraints, in the current folder, with at least these extras."""
-    if not VENV_PYTHON.exists() or not STAMP.exists():
-        return False
-    return STAMP.read_text().partition("\n")[0] == recipe_now() and extras <= extras_there()
+    recipe, done = made_with()
+    return VENV_PYTHON.exists() and recipe == recipe_now() and extras <= done
 
 
-def extras_there() -> set[str]:
-    """The extras of `.venv`; none if it is incomplete."""
-    return set(STAMP.read_text().partition("\n")[2].split()) if STAMP.exists() else set()
+def made_with() -> tuple[str, set[str]]:
+    """The recipe and the extras that `.venv` was made with; an incomplete one has an empty recipe and no extras."""
+    recipe, _, extras = STAMP.read_text().partition("\n") if STAMP.exists() else ("", "", "")
+    return recipe, set(extras.split())
 
 
 def recipe_now() -> str:
@@ -135,8 +135,9 @@ def recipe_now() -> str:
 
 def only_one_at_a_time(extras: set[str]) -> contextlib.AbstractContextManager[None]:
     """A lock: one start makes `.venv`. Its pip holds the lock too, in case the start is killed before pip ends."""
-    lacks = extras - extras_there()
-    work = f"add {', '.join(sorted(lacks))} to" if STAMP.exists() and lacks else "make"
+    recipe, done = made_with()
+    lacks = sorted(extras - done)
+    work = f"add {', '.join(lacks)} to" if recipe and lacks else "make"
     return locked(
         REPO / ".venv.lock",
         "setup: another start is making .venv; waiting for it",
@@ -152,7 +153,7 @@ def make_venv(extras: set[str]) -> None:
         before = None
         start_empty_venv()
     else:
-        extras = extras | extras_there()
+        extras = extras | made_with()[1]
     STAMP.unlink(missing_ok=True)
     wish = f".[{','.join(sorted(extras))}]" if extras else "."
     verb = "making" if before is None else "updating"

@@ -34,7 +34,7 @@ CHAPTERS = {"00": ("00_single", ()), "01": ("01_parameter_server", ()), "02": ("
             "07": ("07_patrickstar", ("--near-budget", "min")), "07 own": ("07_patrickstar", ("--backend", "own")),
             "08": ("08_param_efficient", ("--method", "full", "--init-from", "random", "--kind", "all"))}  # fmt: skip
 CASES = [(name, nproc, tiles) for name in CHAPTERS for nproc, tiles in ((1, "auto"), (2, 3), (3, "auto"))
-         if nproc == 1 or name not in ("00", "07 own", "05 torch") and (name, nproc) != ("05", 3)]  # fmt: skip
+         if nproc == 1 or (name not in ("00", "07 own", "05 torch") and (name, nproc) != ("05", 3))]  # fmt: skip
 
 
 class LargestTensor(TorchDispatchMode):
