@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# bash scripts/slurm_on_one_machine.sh up        starts a Slurm of two nodes, n1 and n2, on this machine: to rehearse a class
-# bash scripts/slurm_on_one_machine.sh status    its nodes and jobs; status 1 if it is not running
-# bash scripts/slurm_on_one_machine.sh down      ends it and its jobs, also a half-made one, and removes its files
+# bash scripts/slurm_on_one_machine.sh up              starts a Slurm of two nodes, n1 and n2, on this machine: to rehearse a class
+# bash scripts/slurm_on_one_machine.sh up accounting   the same with accounts: limits, hours and fair share of each student
+# bash scripts/slurm_on_one_machine.sh status          its nodes and jobs; status 1 if it is not running
+# bash scripts/slurm_on_one_machine.sh down            ends it and its jobs, also a half-made one, and removes its files
 #
-# A real slurmctld, two slurmd and munge, as root. `up` installs Debian's packages if they are missing; `down` leaves them.
+# A real slurmctld, two slurmd and munge, as root; with accounting also slurmdbd and MariaDB, whose tables `down` removes.
+# `up` installs Debian's packages if they are missing; `down` leaves them.
 # All processes, those of jobs too, are in one namespace of processes: when its first process ends, the kernel ends them all.
-# GPT2_CHINESE_SLURM is the folder of configuration and logs, GPT2_CHINESE_SLURM_PORT the first of three ports.
+# GPT2_CHINESE_SLURM is the folder of configuration and logs, GPT2_CHINESE_SLURM_PORT the first of four ports.
 set -euo pipefail
 
 FOLDER="${GPT2_CHINESE_SLURM:-/run/slurm_on_one_machine}"
@@ -35,6 +37,10 @@ install_packages() {
     local missing=()
     command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v sbatch >/dev/null || missing+=(slurm-wlm)
     command -v munged >/dev/null || missing+=(munge)
+    if [ "$ACCOUNTING" = yes ]; then
+        command -v slurmdbd >/dev/null || missing+=(slurmdbd)
+        command -v mariadbd >/dev/null && command -v mariadb-admin >/dev/null || missing+=(mariadb-server)
+    fi
     [ ${#missing[@]} -gt 0 ] || return 0
     command -v apt-get >/dev/null || fail "Slurm is missing (${missing[*]}), and this system has no apt-get to install it"
     echo "installing ${missing[*]}"
@@ -83,6 +89,36 @@ PreemptMode=REQUEUE
 PartitionName=class Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=2
 CONF
+    [ "$ACCOUNTING" = no ] || configure_accounting "$host"
+}
+
+# The priority plugin counts the used hours, here every minute; Slurm's usual priority/basic counts none.
+configure_accounting() {
+    mkdir "$FOLDER/database"
+    cat >>"$SLURM_CONF" <<CONF
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort=$((PORT + 3))
+AccountingStoragePass=$FOLDER/munge.socket
+AccountingStorageEnforce=limits,qos
+JobAcctGatherType=jobacct_gather/linux
+PriorityType=priority/multifactor
+PriorityWeightFairshare=10000
+PriorityCalcPeriod=1
+CONF
+    (umask 077 && cat >"$FOLDER/slurmdbd.conf") <<CONF
+AuthType=auth/munge
+AuthInfo=socket=$FOLDER/munge.socket
+DbdHost=$1
+DbdAddr=127.0.0.1
+DbdPort=$((PORT + 3))
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+LogFile=$FOLDER/slurmdbd.log
+PidFile=$FOLDER/slurmdbd.pid
+CONF
 }
 
 # The first process: it ends as soon as a daemon ends, because the others are of no use without it.
@@ -93,6 +129,15 @@ mount --bind "$1/hosts" /etc/hosts
 munged --foreground --force --socket="$1/munge.socket" --key-file="$1/munge.key" --pid-file="$1/munged.pid" \
     --log-file="$1/munged.log" --seed-file="$1/munged.seed" &
 until munge --socket="$1/munge.socket" --no-input >/dev/null 2>&1; do sleep 0.1; done
+if [ -e "$1/slurmdbd.conf" ]; then
+    export MYSQL_UNIX_PORT="$1/database.socket" # where slurmdbd looks for the database, too
+    mariadb-install-db --no-defaults --user=root --datadir="$1/database" --auth-root-authentication-method=socket >"$1/mariadb.log" 2>&1
+    mariadbd --no-defaults --user=root --datadir="$1/database" --skip-networking \
+        --innodb-lock-wait-timeout=900 >>"$1/mariadb.log" 2>&1 &
+    until mariadb-admin --no-defaults ping >/dev/null 2>&1; do sleep 0.1; done
+    slurmdbd -D &
+    until sacctmgr --immediate add cluster rehearsal >/dev/null 2>&1; do sleep 0.1; done
+fi
 slurmctld -D &
 slurmd -D -N n1 &
 slurmd -D -N n2 &
@@ -128,6 +173,7 @@ up() {
     echo "Two nodes are ready. For sbatch, squeue and scancel in this shell:"
     echo "  export SLURM_CONF=$SLURM_CONF"
     echo "  sbatch scripts/train.sbatch 02_ddp"
+    [ "$ACCOUNTING" = no ] || echo "Accounts and limits: docs/en/production/clusters.md#accounting"
 }
 
 down() {
@@ -154,7 +200,9 @@ status() {
     squeue
 }
 
-case "${1-}" in
+ACCOUNTING=no
+case "$*" in
     up | down | status) "$1" ;;
-    *) fail "what to do? bash scripts/slurm_on_one_machine.sh up, status or down" ;;
+    "up accounting") ACCOUNTING=yes && up ;;
+    *) fail "what to do? bash scripts/slurm_on_one_machine.sh up, up accounting, status or down" ;;
 esac

@@ -76,7 +76,17 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture
 def two_slurm_nodes(needs_nodes: None, slurm: Slurm) -> Slurm:
     """The same, with the cluster up. It needs root and namespaces, too."""
-    if not shutil.which("slurmd") and not shutil.which("apt-get"):
-        skip_or_fail("there is no Slurm, and no apt-get to install it", could_change=True)
-    slurm("bash", SCRIPT, "up")
+    return _up(slurm, "slurmd")
+
+
+@pytest.fixture
+def slurm_with_accounts(needs_nodes: None, slurm: Slurm) -> Slurm:
+    """The same, with accounting."""
+    return _up(slurm, "slurmdbd", "accounting")
+
+
+def _up(slurm: Slurm, daemon: str, *words: str) -> Slurm:
+    if not shutil.which(daemon) and not shutil.which("apt-get"):
+        skip_or_fail(f"there is no {daemon}, and no apt-get to install it", could_change=True)
+    slurm("bash", SCRIPT, "up", *words)
     return slurm

@@ -195,6 +195,27 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(two_slurm_node
 
 
 @pytest.mark.deep
+def test_a_run_that_has_used_its_cpu_minutes_goes_on_when_it_gets_more(slurm_with_accounts, uninterrupted, tmp_path) -> None:
+    """Slurm charges running jobs each minute, and ends those that are over their limit within 30 s, with SIGTERM."""
+    slurm, chapter, sacctmgr = slurm_with_accounts, Chapter("02_ddp", tmp_path), ("sacctmgr", "--immediate")
+    slurm(*sacctmgr, "add", "account", "class")
+    slurm(*sacctmgr, "add", "user", "root", "account=class", "MaxSubmitJobs=1", "GrpTRESMins=cpu=1")
+    command = ("--account=class", *training(chapter))
+    job = Job(slurm, chapter, tmp_path, {"hold": {"2": [5]}}, *command)
+    job.reaches("held_5")
+    assert "AssocMaxSubmitJobLimit" in slurm("sbatch", *BOTH_NODES, *command, status=1)
+    wait_until(job.has_ended, job.said)
+    assert "Stopped by SIGTERM after step" in job.said() and job.fact("JobState") == "TIMEOUT", job.said()
+    assert slurm("sacct", "--noheader", "--allocations", "--format=JobID,State").split() == [job.number, "TIMEOUT"]
+
+    job = Job(slurm, chapter, tmp_path, {"hold": {}}, *command)
+    wait_until(lambda: job.fact("Reason") == "AssocGrpCPUMinutesLimit", job.said)
+    slurm(*sacctmgr, "modify", "user", "root", "account=class", "set", "GrpTRESMins=cpu=-1")
+    job.wait_for_end("Done.")
+    assert_same_run(chapter.metrics(), uninterrupted("02_ddp"))
+
+
+@pytest.mark.deep
 def test_a_pipeline_that_its_time_limit_cuts_ends_complete(two_slurm_nodes: Slurm, uninterrupted, tmp_path: Path) -> None:
     """Twice while it trains, and once between two steps: before it evaluates it asks whether the run is complete."""
     chapter, results = Chapter("02_ddp", tmp_path / "mine"), tmp_path / "mine"

@@ -21,8 +21,8 @@ NAME = re.compile(r"pstar (?:config|plan|trace)")  # a command's name in a sente
 PLACES = ("chapters/", "gpt2_chinese/", "pstar/", "durable/", "data/", "cache/", "docs/", "tests/", "scripts/")
 BY_SCRIPT = {"scripts/python.sh": "python", "scripts/torchrun.sh": "torchrun", "scripts/pstar.sh": "pstar"}
 # First words of commands that work as they are printed: bash; what only an own environment or a cluster has.
-IN_ANY_SHELL = ("bash", "source", "pip", "conda", "sbatch", "salloc", "srun", "accelerate", "apt-get", "docker",
-                "apptainer", "mkdir")
+IN_ANY_SHELL = ("bash", "source", "export", "pip", "conda", "sbatch", "salloc", "srun", "sacct", "sacctmgr", "sshare",
+                "accelerate", "apt-get", "docker", "apptainer", "mkdir")
 MADE = ("cache/tokens/", "docs/_generated")  # created by runs, and by building the pages
 
 
@@ -47,7 +47,7 @@ def wrong_with_command(command: str, root: Path = ROOT) -> list[str]:
         return [] if len(rest) > 1 and not rest[1].startswith("-") else [f"{command}: the run's folder is missing"]
     if program == "bash" and rest and rest[0] in BY_SCRIPT:
         return wrong_with_command(shlex.join([BY_SCRIPT[rest[0]], *rest[1:]]), root)
-    if program == "salloc":  # Slurm's program: it allocates the nodes for the next lines
+    if program in ("export", "salloc", "sacct", "sacctmgr", "sshare"):  # they start none of our programs
         return []
     if program == "srun":  # check the command that it starts in each task
         inner = next(number for number, word in enumerate(rest) if not word.startswith("-"))

@@ -28,6 +28,13 @@ NOT_RUN = {
     "SLURM_CONF=/run/slurm_on_one_machine/slurm.conf sbatch scripts/train.sbatch 02_ddp":
         "tests/cluster/test_slurm.py runs it, shortened, with a folder of its own",
     "bash scripts/slurm_on_one_machine.sh down": "tests/cluster/test_slurm.py runs it",
+    "bash scripts/slurm_on_one_machine.sh up accounting": "tests/cluster/test_requeue.py runs it",
+    "export SLURM_CONF=/run/slurm_on_one_machine/slurm.conf": "for the commands after it",
+    "sacctmgr --immediate add account class GrpTRES=cpu=16": "tests/cluster/test_requeue.py runs it without a limit",
+    "sacctmgr --immediate add user bea account=class MaxJobs=1 MaxSubmitJobs=3 GrpTRESMins=cpu=600":
+        "tests/cluster/test_requeue.py runs it for root, with other limits",
+    "sacct --allusers --allocations --duplicates": "tests/cluster/test_requeue.py runs sacct with other columns",
+    "sshare --all": "it shows the shares of a Slurm with accounts",
     'sbatch --output="$HOME/%x-%j.log" scripts/train.sbatch 02_ddp --output-dir "$HOME/runs/02_ddp"': "it needs Slurm",
     "sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 scripts/train.sbatch 07_patrickstar --model-config small":
         "it needs 32 GPUs",
