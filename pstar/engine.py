@@ -36,6 +36,7 @@ from pstar.modules.compiled_blocks import compile_blocks, find_blocks
 from pstar.modules.host_embedding import compute_embeddings_far
 from pstar.modules.inputs import cast_inputs, shape_of
 from pstar.modules.lazy_init import Recipe, build, storage_key, swap
+from pstar.modules.module_calls import refuse_copy, replace_calls
 from pstar.modules.not_finite import FirstNotFinite
 from pstar.modules.scope import mode_of
 from pstar.modules.sixteen_bits import explain_mixed_dtypes, keep_statistics_wide
@@ -116,12 +117,7 @@ class Engine(torch.nn.Module):
         self._hooks.install()
         self._optimizer.watch_gradients()
         compile_blocks(self._hooks.blocks)
-        in_chunks = set(map(id, self._chunks.params.values()))
-        for child in self.modules():
-            if any(id(param) in in_chunks for param in child.parameters()):
-                child.register_state_dict_pre_hook(_refuse_state_dict)
-                child.register_load_state_dict_pre_hook(_refuse_state_dict)
-                child.__reduce_ex__ = _refuse_copy    # copy and pickle look it up on the object
+        replace_calls(self, set(map(id, self._chunks.params.values())))
         self.ledger.reset()
         self.lr_scheduler = follow_schedule(self._optimizer, self.config)
         return self._optimizer
@@ -238,7 +234,7 @@ class Engine(torch.nn.Module):
     # ---------------------------------------------------------------- state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _refuse_copy(protocol)
+        return refuse_copy(protocol)
 
     def gather_state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(weights, moments) by plain names on rank 0, empty dicts elsewhere; see state.py. Every rank calls it."""
@@ -412,18 +408,6 @@ def _start_profile(plan: Plan, collectives: Collectives, device: torch.device) -
                              "policy": plan.config.eviction_policy,
                              "budget_includes_non_model": plan.near_memory is not None})
     return profile, path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-
-
-def _refuse_state_dict(*_: Any) -> None:
-    """Raises StateError: a file of placeholders would look like a model until it is loaded."""
-    raise StateError("parameters in chunks have no state_dict, it would be without bytes: use model.save_checkpoint and "
-                     "load_checkpoint for a run, export_weights and import_weights for a file, gather_state and load_state "
-                     "for tensors")
-
-
-def _refuse_copy(protocol: Any) -> Any:
-    raise StateError("an engine and its module cannot be copied or pickled, the parameters are in chunks: "
-                     "model.gather_state() gives plain tensors, model.save_checkpoint() a file")
 
 
 def _check_host_memory(plan: Plan, collectives: Collectives) -> None:

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 
@@ -150,14 +151,17 @@ class ChunkedAdam(torch.optim.Optimizer):
         self._stages.forget_grads()
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that got a gradient on some rank; skips the step if a gradient is not finite.
 
+        closure: called first; computes the loss, calls model.backward(loss), and returns the loss, which step returns.
         Raises StateError after many skipped steps in a row with a loss scale that cannot become smaller, and before the
         last micro-step of a step.
         """
+        loss = None
         if closure is not None:
-            raise StateError("ChunkedAdam.step takes no closure: call model.backward(loss) before it")
+            with torch.enable_grad():
+                loss = closure()
         self._stages.check_update(self.loss_scale)
         self.chunks.parameters.check_places()
         total, used = self._total_norm()
@@ -182,6 +186,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         if recorded:
             self._use_margin()
         self._stages.save_profile()
+        return loss
 
     def _use_margin(self) -> None:
         """After a recorded step: fills the bytes of near that are free at every moment of all traces with states."""

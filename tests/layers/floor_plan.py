@@ -66,9 +66,9 @@ FOLDER_ROWS = {
         "__init__": 7,
     },
 }
-# Objects of pstar get their callables in the constructor. Exceptions: Python itself reads these from the object, not from
-# its class.
-ASKED_OF_AN_OBJECT = {"__reduce_ex__"}
+# Objects of pstar get their callables in the constructor. Exceptions: pstar replaces these in the user's modules, where copy
+# and pickle look up the first, moves and casts the second.
+ASKED_OF_AN_OBJECT = {"__reduce_ex__", "_apply"}
 # Pure functions of numbers: files, and folders with all that is in them.
 PSTAR_WITHOUT_TORCH = ("errors", "config", "deepspeed", "layout", "schedule", "profile", "numerics.loss_scaler",
                        "planner.gpt_shape", "planner.adam_choice", "planner.disk_traffic", "planner.early_updates",
