@@ -203,6 +203,9 @@ status() {
 ACCOUNTING=no
 case "$*" in
     up | down | status) "$1" ;;
-    "up accounting") ACCOUNTING=yes && up ;;
+    "up accounting")
+        ACCOUNTING=yes
+        up
+        ;;
     *) fail "what to do? bash scripts/slurm_on_one_machine.sh up, up accounting, status or down" ;;
 esac

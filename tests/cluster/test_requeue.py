@@ -199,14 +199,16 @@ def test_a_run_that_has_used_its_cpu_minutes_goes_on_when_it_gets_more(slurm_wit
     """Slurm charges running jobs each minute, and ends those that are over their limit within 30 s, with SIGTERM."""
     slurm, chapter, sacctmgr = slurm_with_accounts, Chapter("02_ddp", tmp_path), ("sacctmgr", "--immediate")
     slurm(*sacctmgr, "add", "account", "class")
-    slurm(*sacctmgr, "add", "user", "root", "account=class", "MaxSubmitJobs=1", "GrpTRESMins=cpu=1")
+    slurm(*sacctmgr, "add", "user", "root", "account=class", "MaxSubmitJobs=1")
     command = ("--account=class", *training(chapter))
     job = Job(slurm, chapter, tmp_path, {"hold": {"2": [5]}}, *command)
     job.reaches("held_5")
     assert "AssocMaxSubmitJobLimit" in slurm("sbatch", *BOTH_NODES, *command, status=1)
+    slurm(*sacctmgr, "modify", "user", "root", "account=class", "set", "GrpTRESMins=cpu=1")
     wait_until(job.has_ended, job.said)
     assert "Stopped by SIGTERM after step" in job.said() and job.fact("JobState") == "TIMEOUT", job.said()
-    assert slurm("sacct", "--noheader", "--allocations", "--format=JobID,State").split() == [job.number, "TIMEOUT"]
+    table = ("sacct", "--noheader", "--allocations", "--format=JobID,State")
+    wait_until(lambda: slurm(*table).split() == [job.number, "TIMEOUT"], lambda: slurm(*table))
 
     job = Job(slurm, chapter, tmp_path, {"hold": {}}, *command)
     wait_until(lambda: job.fact("Reason") == "AssocGrpCPUMinutesLimit", job.said)

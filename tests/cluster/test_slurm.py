@@ -70,7 +70,8 @@ def test_a_cluster_that_is_only_half_made_is_taken_away(slurm: Slurm, two_slurm_
 
 
 def test_a_folder_with_other_files_and_an_unknown_word_are_refused(slurm: Slurm) -> None:
-    assert "up, status or down" in slurm("bash", SCRIPT, "upp", status=2)
+    for words in (("upp",), ("up", "acounting"), ("down", "accounting")):
+        assert "up, up accounting, status or down" in slurm("bash", SCRIPT, *words, status=2)
     slurm.folder.mkdir()
     (slurm.folder / "thesis.txt").write_text("mine")
     assert "no Slurm of this script is here" in slurm("bash", SCRIPT, "down")
