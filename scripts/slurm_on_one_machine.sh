@@ -146,6 +146,8 @@ wait -n'
 up() {
     [ "$(id -u)" -eq 0 ] || fail "a Slurm on this machine needs root"
     if holder >/dev/null; then
+        [ "$ACCOUNTING" = no ] || [ -e "$FOLDER/slurmdbd.conf" ] ||
+            fail "a Slurm without accounts is running: first end it and its jobs with bash scripts/slurm_on_one_machine.sh down"
         echo "it is running already"
         status
         return

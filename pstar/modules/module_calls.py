@@ -1,4 +1,4 @@
-"""Calls of torch.nn.Module for which parameters in chunks have no answer: their own error, or no effect."""
+"""Replaces the methods of torch.nn.Module that do not work on parameters in chunks: they raise StateError or do nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def replace_calls(model: torch.nn.Module, in_chunks: set[int]) -> None:
     """Replaces state_dict, load_state_dict, copying, pickling, moves (to, cpu, cuda) and casts (half, bfloat16 ...).
 
     Args:
-        model: of it, all modules that have parameters in chunks, themselves or below them.
-        in_chunks: the ids of these parameters.
+        model: its modules that have a parameter in chunks, of their own or in a submodule, get the replaced methods.
+        in_chunks: the ids of the parameters in chunks.
     """
     for module in model.modules():
         if any(id(param) in in_chunks for param in module.parameters()):
@@ -44,12 +44,17 @@ def refuse_copy(protocol: Any) -> Any:
 def _stay(reference: weakref.ref, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
     """In place of torch.nn.Module._apply: nothing moves. Programs call `to` by habit, and Lightning calls it for them.
 
-    Raises StateError for another dtype: the masters, the moments and the layout depend on it.
+    Raises StateError for another dtype, because the masters, the moments and the layout depend on it, and for share_memory,
+    because other processes would see placeholders instead of the parameters.
     """
     module = reference()
     for device, dtype in dict.fromkeys((each.device, each.dtype) for each in chain(module.parameters(), module.buffers())):
         empty = torch.empty(0, device=device, dtype=dtype)
+        was_shared = empty.is_shared()
         result = convert(empty)
+        if result.is_shared() and not was_shared and result.device == device:
+            raise StateError(f"{type(module).__name__} is in chunks, which cannot be shared with other processes: "
+                             "start processes with torchrun, each builds its own engine")
         if result.dtype != dtype:
             raise StateError(f"{type(module).__name__} is in chunks and stays {dtype}, it does not become {result.dtype}: "
                              "choose bf16 or fp16 in the configuration, or cast tensors in the model's forward")

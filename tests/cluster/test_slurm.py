@@ -44,6 +44,7 @@ def test_down_takes_a_running_job_with_it(two_slurm_nodes: Slurm, tmp_path: Path
           f"srun bash -c 'touch {started}; sleep 1000 # {folder}'")  # fmt: skip
     wait_until(started.exists, "the job")
     assert "it is running already" in slurm("bash", SCRIPT, "up")
+    assert "a Slurm without accounts is running" in slurm("bash", SCRIPT, "up", "accounting", status=2)
     assert "n[1-2]" in slurm("bash", SCRIPT, "status")
     assert "is gone" in slurm("bash", SCRIPT, "down")
     assert not processes_of(folder) and not folder.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ def example(language: str) -> str:
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The package, whose Trainer prints nothing and computes on the CPU."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import lightning
+    import lightning
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

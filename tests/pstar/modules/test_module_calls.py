@@ -81,6 +81,13 @@ def test_a_cast_is_refused_in_one_line(near: str, cast: str) -> None:
 
 
 @pytest.mark.parametrize("near", ["min", "100%"])
+def test_sharing_with_other_processes_is_refused(near: str) -> None:
+    with pytest.raises(pstar.StateError, match="is in chunks, which cannot be shared with other processes") as caught:
+        losses(near, lambda model: model.share_memory())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("near", ["min", "100%"])
 def test_statistics_of_a_norm_stay_wide_in_16_bits(near: str) -> None:
     """A cast to the dtype of the parameters would have taken them along."""
     model, _ = toy.build(Normed, near_budget=near, default_chunk_size=600, bf16={"enabled": True})
