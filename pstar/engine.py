@@ -90,7 +90,7 @@ class Engine(torch.nn.Module):
                                       plan.precision, plan.accumulates, collectives, device)
         offload = Offload(self.far, self.ledger, device, plan.activation_room) if config.offload_activations else None
         self._hooks = Hooks(module, self._chunks, offload, plan.stays_near, find_blocks(module, config.compile))
-        self._stages = Stages(config.gradient_accumulation_steps, self._chunks, self._hooks.lender, profile, path)
+        self._stages = Stages(config.gradient_accumulation_steps, self._chunks, self._hooks, profile, path)
         self._optimizer: ChunkedAdam | None = None
         self._first_not_finite = FirstNotFinite(module)
 
@@ -160,11 +160,12 @@ class Engine(torch.nn.Module):
         watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
         evaluates = nullcontext() if training else self.schedule.paused()
         with evaluates, self._hooks.lender.forward(training), self._explained(), watched:
-            return self._stages.refuse_late_backward(self.module(*args, **kwargs))
+            return self._stages.watch_backward(self.module(*args, **kwargs))
 
     @torch.compiler.disable    # torch.compile(engine) is for the module's code
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begins a micro-step, and with the first one a step."""
+        self._stages.forget_failed_backward()
         shapes = self._signature(args, kwargs)
         if not self.schedule.in_step:
             self.schedule.begin_step(shapes)
@@ -217,19 +218,16 @@ class Engine(torch.nn.Module):
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks.
 
-        In fp16 they are multiplied by the loss scale, until the optimizer divides them by it.
+        In fp16 they are multiplied by the loss scale, until the optimizer divides them by it. In fp32 and bf16 a program may
+        call loss.backward() instead, and itself divide the loss by the number of micro-steps, as in plain PyTorch.
         """
         if not self.schedule.in_step:
             raise StateError("model.backward(loss) without a training forward before it: call model(...) in train mode")
         steps = self.config.gradient_accumulation_steps
-        self._hooks.last_micro_step = self._stages.is_last_micro_step
         loss = loss / steps if steps > 1 else loss
         scale = self._optimizer.loss_scale
-        self._stages.begin("backward")
-        with self._explained():
+        with self._explained(), self._stages.backward():
             (loss.float() * scale if scale != 1 else loss).backward()
-            self._hooks.end_backward()
-        self._stages.end_backward()
 
     # ---------------------------------------------------------------- state
 

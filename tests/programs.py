@@ -107,6 +107,11 @@ def placement_of(program: Program, folder: Path) -> dict[str, Any]:
     return keys
 
 
+def calls_loss_backward(program: Program) -> bool:
+    """Whether the program calls loss.backward() instead of model.backward(loss), which fp16 needs."""
+    return program.precision != "fp16" and random.Random(17 * program.seed + 3).random() < 0.4
+
+
 # ---- loops
 
 
@@ -138,17 +143,21 @@ class Plain:
 
 
 class Chunked:
-    """The same with an engine. folder: for its checkpoints."""
+    """The same with an engine. folder: for its checkpoints; by_program: the program calls loss.backward()."""
 
-    def __init__(self, program: Program, keys: dict[str, Any], folder: Path) -> None:
+    def __init__(self, program: Program, keys: dict[str, Any], folder: Path, by_program: bool = False) -> None:
         self.program, self.keys, self.folder, self.saves = program, program.settings | keys, folder, 0
+        self.by_program = by_program
         self._start()
 
     def _start(self) -> None:
         torch.manual_seed(0)
         self.model, self.optimizer = pstar.initialize_engine(self.program.model, 0, self.keys)
         self.module, self.train = self.model.module, self.model.train
-        self.backward, self.step = self.model.backward, self.optimizer.step
+        self.step = self.optimizer.step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        Plain.backward(self, loss) if self.by_program else self.model.backward(loss)
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
         return self.model(*(arg.to(self.model.device) for arg in args))

@@ -69,6 +69,7 @@ class Kept:
 
 class Hooks:
     """The hooks of a model, in force from install() on. `last_micro_step`: the gradients are complete after this backward.
+    `took_gradients`: a gradient has arrived since somebody set it to False.
 
     Args:
         module, chunks: the model and its parameters.
@@ -82,7 +83,7 @@ class Hooks:
                  blocks: Mapping[str, torch.nn.Module] = MappingProxyType({})):
         self.module, self.chunks, self.offload, self.stay = module, chunks, offload, stay
         self._parameters, self.blocks = chunks.parameters, blocks
-        self.last_micro_step = True
+        self.last_micro_step, self.took_gradients = True, False
         self._node: object | None = None
         self._in_backward: tuple[str, ...] = ()
         self._backward = -1       # autograd's number of the last backward
@@ -175,6 +176,7 @@ class Hooks:
             if hooks is None:
                 return
             hooks._leave_node()
+            hooks.took_gradients = True
             if name in hooks.chunks.units.frozen:    # thawed in the middle of a forward
                 hooks.check_frozen()
             hooks.check_used(name)
@@ -300,6 +302,10 @@ class Hooks:
         self.lender.open = False
         self.chunks.resident.end_backward()
         self.chunks.gradients.end_backward(self.last_micro_step)
+
+    def complete_early(self) -> None:
+        """Called before an update after fewer micro-steps than usual: the last of them did not complete the gradients."""
+        self.chunks.gradients.end_backward(last_micro_step=True)
 
 
 def _unpack_kept(saved: Away | Kept) -> torch.Tensor:

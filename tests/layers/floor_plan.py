@@ -62,8 +62,8 @@ FOLDER_ROWS = {
         "step": 5,
         "assemble": 6,
         "hooks": 6,
-        "stages": 6,
-        "__init__": 7,
+        "stages": 7,
+        "__init__": 8,
     },
 }
 # Objects of pstar get their callables in the constructor. Exceptions: pstar replaces these in the user's modules, where copy

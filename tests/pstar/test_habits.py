@@ -198,14 +198,6 @@ def test_a_backward_that_failed_is_no_micro_step(micro_steps):
     optimizer.step()
 
 
-@pytest.mark.parametrize("keys", [{"fp16": {"enabled": True}}, {"gradient_accumulation_steps": 2}])
-def test_gradients_of_another_backward_are_refused_where_they_would_be_wrong(keys):
-    model, optimizer = toy.build(Loss, **keys)
-    model(x(0)).backward()
-    with pytest.raises(pstar.StateError, match=r"not from model\.backward\(loss\)"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("near", ["min", "auto"])
 def test_a_state_dict_of_placeholders_is_refused(near):
     model, _ = toy.build(Loss, near_budget=near)

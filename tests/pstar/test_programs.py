@@ -18,7 +18,7 @@ import torch
 import pstar
 from pstar.chunks.gradients import Gradients
 from pstar.memory.tier import NEAR
-from tests.programs import Chunked, Loop, Plain, Program, first_difference, placement_of
+from tests.programs import Chunked, Loop, Plain, Program, calls_loss_backward, first_difference, placement_of
 
 SIMPLE = {"near_budget": "100%", "prefetch": 0, "default_chunk_size": 400}
 
@@ -38,7 +38,7 @@ def outcome(program: Program, folder: Path, rank: int = 0) -> str:
     keys = placement_of(program, folder)
     (folder / "oracle").mkdir(parents=True, exist_ok=True)
     try:
-        chunked = Chunked(program, keys, folder)
+        chunked = Chunked(program, keys, folder, calls_loss_backward(program))
     except (pstar.BudgetError, pstar.ConfigError) as error:
         assert "too small" in str(error) and "\n" not in str(error), error
         return "refused"
