@@ -125,7 +125,7 @@ class Stages:
         self.hooks.lender.end_step()
         self.chunks.end_measuring()    # again: after loss.backward() nobody else does
         steps, chunks = self.num_micro_steps, self.chunks
-        if self._done and self._by_program:    # it divided by their number itself
+        if self._done and self._by_program:    # the program has divided by their number
             self.hooks.complete_early()
         elif self._done:
             raise StateError(f"optimizer.step() after {self._done} of {steps} micro-steps "
