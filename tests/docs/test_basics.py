@@ -71,6 +71,11 @@ def test_every_collective_has_a_picture_of_its_output(docs, said: dict[str, str]
         assert docs.collectives.barrier(words, said["barrier"]).count("<rect") > 8
 
 
+def test_a_first_rank_that_arrives_late_is_drawn_without_a_label(docs) -> None:
+    said = "rank 0: arrives after 0.1 s, goes on after 0.9 s\nrank 1: arrives after 0.9 s, goes on after 0.9 s\n"
+    assert docs.collectives.barrier(docs.Words("en"), said).count(">at work<") == 1
+
+
 def test_output_that_is_no_collective_is_not_drawn(docs) -> None:
     for wrong in ("rank 1: [1] -> [1]\n", "rank 0: [1] -> [1]\nTraceback\n", "rank 0: 1 -> 1\n"):
         with pytest.raises(SystemExit, match="no rows"):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate.pictures.pictures import MARGIN, Drawing, Timeline, Words
+from docs.generate.pictures.pictures import MARGIN, Drawing, Timeline, Words, width_of
 from docs.generate.recorded import programs
 from docs.generate.recorded.measured import write_whole
 
@@ -60,8 +60,9 @@ def barrier(words: Words, said: str) -> str:
     lanes = [words("rank {n}").format(n=rank) for rank in range(len(times))]
     timeline = Timeline(drawing, lanes, max(times) * 1.25)
     for lane, arrives in zip(lanes, times, strict=True):
-        if arrives:
-            timeline.block(lane, 0, arrives, "data", words("at work"))
+        if arrives:    # on a slow machine even rank 0 arrives late, in a box too small for its label
+            label = words("at work")
+            timeline.block(lane, 0, arrives, "data", label if width_of(label) <= timeline.scale * arrives else "")
         timeline.block(lane, max(times), max(times) * 1.25, "data", words("goes on"))
     drawing.note(words("The last to arrive decides when all go on; grey is waiting."))
     return drawing.svg()
