@@ -17,7 +17,7 @@ from pstar.chunks import Hooks, Offload, assemble
 from pstar.chunks.gradients import KINDS
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.stages import Stages
-from pstar.comm.collectives import Collectives
+from pstar.comm.collectives import Collectives, check_initialized
 from pstar.comm.same_start import check_same
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
@@ -444,6 +444,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
     if isinstance(model_func, torch.nn.Module) or not callable(model_func):
         raise ConfigError(f"model_func is a {type(model_func).__name__}: give a function that makes the model, "
                           "lambda: model where it is made already")
+    check_initialized(group)
     device = torch.device(near_device(local_rank) if device is None else device)
     check_compiler(config.compile, device)
     if device.type == "cpu":

@@ -38,6 +38,7 @@ class Stages:
 
     def begin_step(self, number: int) -> None:
         """Called at the step's first forward."""
+        self.chunks.collectives.check_still_alone()
         if self._profile is not None:
             self._profile.step(number)
 

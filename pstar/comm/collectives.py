@@ -19,7 +19,7 @@ from pstar.comm.rail import Rail, all_gather_flat, reduce_scatter_flat
 from pstar.comm.replicas import Replicas
 from pstar.comm.shared_memory import SharedMemory
 from pstar.comm.two_levels import Lane, TwoLevels
-from pstar.errors import ConfigError
+from pstar.errors import ConfigError, StateError
 from pstar.layout.nodes import ranks_by_node
 from pstar.memory.tier import SUM, Ledger
 
@@ -50,6 +50,19 @@ class Handle:
             self._begun = None
 
 
+def check_initialized(group: "dist.ProcessGroup | None") -> None:
+    """Raises ConfigError if a launcher has started several processes without a process group: each would train alone."""
+    started = os.environ.get("WORLD_SIZE", "")
+    if is_alone(group) and started.isdigit() and int(started) > 1:
+        raise ConfigError(f"a launcher has started {started} processes (WORLD_SIZE), but torch.distributed is not "
+                          "initialized: call torch.distributed.init_process_group() before initialize_engine, or unset "
+                          "WORLD_SIZE to train with one process")
+
+
+def is_alone(group: "dist.ProcessGroup | None") -> bool:
+    return group is None and not (dist.is_available() and dist.is_initialized())
+
+
 class Collectives:
     """Gathers and reduces the pieces of a group of chunks over the ranks of a process group.
 
@@ -77,7 +90,7 @@ class Collectives:
 
     def __init__(self, group: "dist.ProcessGroup | None", ledger: Ledger, through_memory: bool = True,
                  node: str | None = None, replicate: bool = False):
-        self.alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self.alone = is_alone(group)
         # The default group is looked up at each call: a reference here would keep its threads alive after
         # destroy_process_group, and a process that ends with gloo threads running aborts.
         self.group = None if group is None or group is dist.group.WORLD else group
@@ -104,6 +117,13 @@ class Collectives:
                 self.num_nodes = len(nodes)
             if replicate:
                 self._replicate(nodes)
+
+    def check_still_alone(self) -> None:
+        """Raises StateError if the process group of several ranks is newer than the engine: each rank would train alone."""
+        if self.alone and not is_alone(None) and dist.get_world_size() > 1:
+            raise StateError(f"torch.distributed has been initialized with {dist.get_world_size()} processes since the "
+                             "engine started: call init_process_group before initialize_engine, and give it a group of "
+                             "this process only to train with one process")
 
     @property
     def through_memory(self) -> bool:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.chapters.program import ROOT, Chapter, environment, free_port, needs_localhost, run
 from tests.cover import quick_only
-from tests.docs.test_hugging_face_example import check, example, prepare
+from tests.docs.pages import example
+from tests.docs.test_hugging_face_example import check, prepare
 from tests.limits import HANGS_S
 
 pytest.importorskip("accelerate")
@@ -54,7 +55,7 @@ def test_what_a_chapter_does_not_take_from_the_launcher_is_one_line(flag: str, l
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_the_program_of_the_engine_s_page_fine_tunes_on_two_processes(launcher: str, tmp_path: Path) -> None:
     prepare(tmp_path, repeats=40)
-    (tmp_path / "tune.py").write_text(example("en").replace("5e-5", "1e-2"), encoding="utf-8")
+    (tmp_path / "tune.py").write_text(example("hugging-face").replace("5e-5", "1e-2"), encoding="utf-8")
     start = [sys.executable, *LAUNCH, "--main_process_port", str(free_port())]
     if launcher == "torchrun":
         start = ["bash", str(ROOT / "scripts/torchrun.sh"), "--standalone", "--nproc-per-node", "2"]

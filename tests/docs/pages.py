@@ -200,3 +200,15 @@ def unloadable(page: Path, folder: Path) -> list[str]:
             if not target.exists():
                 problems.append(f"{page.relative_to(folder)} loads {address}, which is not there")
     return problems
+
+
+def example(anchor: str) -> str:
+    """The first Python block of a section of the engine's page, the same text in both languages."""
+    english, chinese = (_first_python_block(language, anchor) for language in ("en", "zh"))
+    assert english == chinese, anchor
+    return english
+
+
+def _first_python_block(language: str, anchor: str) -> str:
+    page = (ROOT / f"docs/{language}/engine/index.md").read_text(encoding="utf-8")
+    return re.search(rf"{{ #{re.escape(anchor)} }}.*?```python\n(.*?)```", page, re.DOTALL).group(1)

@@ -12,14 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import example
 from tests.pstar.test_from_pretrained import CHARACTERS, HEADLINES, SMALL
-
-
-def example(language: str) -> str:
-    """The code block of the section."""
-    page = (ROOT / f"docs/{language}/engine/index.md").read_text(encoding="utf-8")
-    return re.search(r"\{ #hugging-face \}.*?```python\n(.*?)```", page, re.DOTALL).group(1)
 
 
 def prepare(folder: Path, repeats: int = 8) -> None:
@@ -55,8 +49,7 @@ def check(folder: Path, said: str, steps: int) -> None:
 def test_the_program_runs_learns_and_leaves_a_folder_for_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:  # fmt: skip
-    code = example("en")
-    assert example("zh") == code
+    code = example("hugging-face")
     prepare(tmp_path, repeats=40)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,11 @@ from safetensors.torch import load_file
 import pstar
 from pstar.numerics.grad_norm import clip_grad_norm_
 from tests import toy
-from tests.docs.pages import ROOT
+from tests.docs.pages import example
 from tests.docs.test_patrickstar_example import MyModel
+from tests.docs.two_processes import assert_two_processes_follow_one
 
 NUM_BATCHES, EPOCHS = 5, 3    # odd: the last update of each epoch has one micro-step
-
-
-def example(language: str) -> str:
-    """The code block of the section."""
-    page = (ROOT / f"docs/{language}/engine/index.md").read_text(encoding="utf-8")
-    return re.search(r"\{ #lightning \}.*?```python\n(.*?)```", page, re.DOTALL).group(1)
 
 
 @pytest.fixture
@@ -62,8 +57,7 @@ def plain_module(lightning: Any, losses: list[float]) -> Any:
 
 @pytest.mark.filterwarnings("ignore")    # Lightning's: few workers of the dataloader, functions of torch that will go
 def test_the_block_gives_the_bits_of_plain_pytorch(lightning: Any, tmp_path: Path) -> None:
-    code = example("en")
-    assert example("zh") == code
+    code = example("lightning")
     dataloader = torch.utils.data.DataLoader(torch.randint(0, 50, (4 * NUM_BATCHES, 9)), batch_size=4)
     found: dict[str, list[float]] = {"plain": [], "chunks": []}
 
@@ -73,7 +67,8 @@ def test_the_block_gives_the_bits_of_plain_pytorch(lightning: Any, tmp_path: Pat
     trainer.fit(plain, dataloader)
 
     code = code.replace("        return loss\n", "        losses.append(loss.item())\n        return loss\n")
-    names = {"lightning": lightning, "pstar": pstar, "MyModel": MyModel, "dataloader": dataloader, "losses": found["chunks"]}
+    names = {"os": os, "lightning": lightning, "pstar": pstar, "MyModel": MyModel, "dataloader": dataloader,
+             "losses": found["chunks"]}
     torch.manual_seed(0)
     exec(compile(code, "page", "exec"), names)
 
@@ -81,3 +76,33 @@ def test_the_block_gives_the_bits_of_plain_pytorch(lightning: Any, tmp_path: Pat
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == plain.model.state_dict().keys()
     assert all(torch.equal(weights[name], param) for name, param in plain.model.named_parameters())
+
+
+PROGRAM = """
+import json, os
+import lightning, torch
+import torch.distributed as dist
+import pstar
+from tests.docs.test_patrickstar_example import MyModel
+torch.manual_seed(0)
+rows, sampler, losses = torch.randint(0, 50, (40, 9)), None, []
+if "RANK" in os.environ:
+    dist.init_process_group()
+    sampler = torch.utils.data.DistributedSampler(rows, shuffle=False)
+dataloader = torch.utils.data.DataLoader(rows, batch_size={batch}, sampler=sampler)
+torch.manual_seed(0)
+{block}
+if dist.is_initialized():
+    total = torch.tensor(losses)
+    dist.all_reduce(total)
+    losses = (total / dist.get_world_size()).tolist()
+if os.environ.get("RANK", "0") == "0":
+    print("losses", json.dumps(losses))
+"""
+
+
+@pytest.mark.deep
+def test_two_processes_follow_one_at_the_same_global_batch(tmp_path: Path) -> None:
+    quiet = 'devices=1, accelerator="cpu", logger=False, enable_progress_bar=False'
+    block = example("lightning").replace("devices=1", quiet).replace('self.log("loss", loss)', "losses.append(loss.item())")
+    assert_two_processes_follow_one(*(PROGRAM.format(block=block, batch=batch) for batch in (4, 8)), tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +9,7 @@ import torch
 from torch import nn
 
 import pstar
-from tests.docs.pages import ROOT
-
-
-def example(language: str) -> str:
-    """The code block of the section."""
-    page = (ROOT / f"docs/{language}/engine/index.md").read_text(encoding="utf-8")
-    return re.search(r"\{ #from-patrickstar \}.*?```python\n(.*?)```", page, re.DOTALL).group(1)
+from tests.docs.pages import example
 
 
 class MyModel(nn.Module):
@@ -44,8 +37,8 @@ def run(code: str, monitor: bool = True) -> dict:
 
 @pytest.mark.parametrize("entry", ["from pstar.runtime import initialize_engine", "from pstar import initialize_engine"])
 def test_the_published_example_runs_and_learns(entry: str) -> None:
-    code = example("en")
-    assert example("zh") == code and "from pstar.runtime import initialize_engine\n" in code
+    code = example("from-patrickstar")
+    assert "from pstar.runtime import initialize_engine\n" in code
     names = run(code.replace("from pstar.runtime import initialize_engine", entry))
     losses, optimizer = names["losses"], names["optimizer"]
     assert len(losses) == 30 and losses[-1] < losses[0] - 0.5

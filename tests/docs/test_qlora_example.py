@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import nn
 
 import pstar
-from tests.docs.pages import ROOT
+from tests.docs.pages import example
 from tests.docs.test_patrickstar_example import MyModel
 
 
-def example(language: str) -> str:
-    """The code block of the section."""
-    page = (ROOT / f"docs/{language}/engine/index.md").read_text(encoding="utf-8")
-    return re.search(r"\{ #qlora \}.*?```python\n(.*?)```", page, re.DOTALL).group(1)
-
-
 def test_the_block_runs_and_learns_and_says_what_is_in_codes(capsys) -> None:
-    code = example("en")
-    assert example("zh") == code
+    code = example("qlora")
     torch.manual_seed(0)
     data = torch.randint(0, 50, (4, 9))
     names = {"pstar": pstar, "torch": torch, "nn": nn, "MyModel": MyModel, "dataloader": [data] * 30, "losses": []}

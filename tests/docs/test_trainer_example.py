@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,8 @@ from torch import nn
 import pstar
 from pstar.numerics.grad_norm import clip_grad_norm_
 from tests import toy
-from tests.docs.pages import ROOT
+from tests.docs.pages import example
+from tests.docs.two_processes import assert_two_processes_follow_one
 
 VOCAB, LENGTH, BATCH, EPOCHS = 97, 12, 4, 3
 BATCHES_AN_EPOCH = 5    # odd: the last update of each epoch has one micro-step
@@ -43,12 +40,6 @@ def texts(model_func: Callable[[], nn.Module], num_batches: int = BATCHES_AN_EPO
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1, VOCAB, (BATCH * num_batches, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row if model_func is make_gpt2 else row[0] % 3} for row in rows]
-
-
-def example(language: str) -> str:
-    """The code block of the section."""
-    page = (ROOT / f"docs/{language}/engine/index.md").read_text(encoding="utf-8")
-    return re.search(r"\{ #trainer \}.*?```python\n(.*?)```", page, re.DOTALL).group(1)
 
 
 class PlainTrainer(transformers.Trainer):
@@ -75,8 +66,7 @@ def losses(trainer: transformers.Trainer) -> list[float]:
 
 @pytest.mark.parametrize("model_func", [make_gpt2, make_bert])
 def test_the_block_gives_the_bits_of_the_trainer_on_plain_pytorch(quiet: None, tmp_path: Path, model_func: Callable) -> None:
-    code = example("en")
-    assert example("zh") == code
+    code = example("trainer")
     if model_func is make_bert:
         code = code.replace("engine._is", "engine.accepts_loss_kwargs = False\nengine._is")
     names: dict[str, Any] = {"os": os, "transformers": transformers, "pstar": pstar, "dataset": texts(model_func),
@@ -101,9 +91,11 @@ def test_the_block_gives_the_bits_of_the_trainer_on_plain_pytorch(quiet: None, t
     assert names["trainer"].evaluate(texts(model_func))["eval_loss"] == trainer.evaluate(texts(model_func))["eval_loss"]
 
 
-def accelerate_losses(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[torch.Tensor]) -> list[float]:
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH)
+def accelerate_losses(accelerator: accelerate.Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer,
+                      num_batches: int = BATCHES_AN_EPOCH, batch: int = BATCH) -> list[float]:
+    """The means over the processes; batch: rows of each process."""
+    rows = [row["input_ids"] for row in texts(make_gpt2, num_batches)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found = []
     for _ in range(EPOCHS):
@@ -113,24 +105,38 @@ def accelerate_losses(model: nn.Module, optimizer: torch.optim.Optimizer, rows: 
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append(loss.item())
+            found.append(accelerator.gather(loss.detach()).mean().item())
     return found
 
 
-def test_a_loop_of_accelerate_gives_the_bits_of_plain_pytorch(quiet: None) -> None:
-    rows = [row["input_ids"] for row in texts(make_gpt2)]
-    torch.manual_seed(0)
-    plain = make_gpt2().train()
-    expected = accelerate_losses(plain, toy.adamw(plain.parameters(), lr=1e-3, weight_decay=0.01), rows)
+def engine_for_accelerate(model_func: Callable[[], nn.Module], rank: int = 0) -> tuple[pstar.Engine, torch.optim.Optimizer]:
     torch.manual_seed(0)
     settings = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
     keys = {"near_budget": "40%", "gradient_accumulation_steps": 2, "optimizer": settings}
-    engine, optimizer = pstar.initialize_engine(lambda: make_gpt2().train(), 0, keys)
+    engine, optimizer = pstar.initialize_engine(model_func, rank, keys)
     engine._is_accelerate_prepared = True
-    assert accelerate_losses(engine, optimizer, rows) == expected
+    return engine, optimizer
 
 
-PROGRAM = """
+def test_a_loop_of_accelerate_gives_the_bits_of_plain_pytorch(quiet: None) -> None:
+    torch.manual_seed(0)
+    plain = make_gpt2().train()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    expected = accelerate_losses(accelerator, plain, toy.adamw(plain.parameters(), lr=1e-3, weight_decay=0.01))
+    assert accelerate_losses(accelerator, *engine_for_accelerate(lambda: make_gpt2().train())) == expected
+
+
+def make_without_dropout() -> nn.Module:
+    model = make_gpt2()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif hasattr(module, "attn_dropout"):
+            module.attn_dropout.p = 0.0
+    return model.train()
+
+
+TRAINER = """
 import json, os, sys
 import torch, transformers
 import pstar
@@ -144,34 +150,31 @@ if os.environ.get("RANK", "0") == "0":
     print("losses", json.dumps([row["loss"] for row in trainer.state.log_history if "loss" in row]))
 """
 
-
-def make_without_dropout() -> nn.Module:
-    model = make_gpt2()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif hasattr(module, "attn_dropout"):
-            module.attn_dropout.p = 0.0
-    return model.train()
-
-
-def losses_of_program(command: list[str], folder: Path, block: str) -> list[float]:
-    folder.mkdir()
-    (folder / "tune.py").write_text(PROGRAM.format(block=block))
-    done = subprocess.run([*command, "tune.py"], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return json.loads(re.search(r"^losses (.*)$", done.stdout, re.MULTILINE).group(1))
+ACCELERATE = """
+import json
+import accelerate
+from safetensors.torch import save_file
+from tests.docs.test_trainer_example import accelerate_losses, engine_for_accelerate, make_without_dropout
+accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+engine, optimizer = engine_for_accelerate(make_without_dropout, accelerator.local_process_index)
+losses = accelerate_losses(accelerator, engine, optimizer, 6, {batch})
+weights, _ = engine.gather_state()
+if accelerator.is_main_process:
+    save_file(weights, "model.safetensors")
+    print("losses", json.dumps(losses))
+"""
 
 
 @pytest.mark.deep
-def test_two_processes_follow_one_at_the_same_global_batch(tmp_path: Path) -> None:
-    """Tolerance: the sums have another order, as in tests/pstar/test_engine_ranks.py. The logged losses are rank 0's."""
-    block = example("en").replace("max_grad_norm=0,", "max_grad_norm=0, use_cpu=True, logging_steps=1, report_to='none',")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    two = losses_of_program([sys.executable, *torchrun], tmp_path / "two", block)
-    one = losses_of_program([sys.executable], tmp_path / "one", block.replace("train_batch_size=4", "train_batch_size=8"))
-    assert two == pytest.approx(one, rel=1e-5) and two[-1] < two[0]
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4)
+def test_two_processes_of_the_trainer_follow_one_at_the_same_global_batch(tmp_path: Path) -> None:
+    """The logged losses are rank 0's."""
+    quiet = "max_grad_norm=0, use_cpu=True, logging_steps=1, report_to='none',"
+    program = TRAINER.format(block=example("trainer").replace("max_grad_norm=0,", quiet))
+    assert_two_processes_follow_one(program, program.replace("train_batch_size=4", "train_batch_size=8"), tmp_path)
+
+
+@pytest.mark.deep
+def test_two_processes_of_a_loop_of_accelerate_follow_one_at_the_same_global_batch(tmp_path: Path) -> None:
+    """Three batches an epoch: the last update of each has one micro-step."""
+    for_two, for_one = (ACCELERATE.format(batch=batch) for batch in (BATCH, 2 * BATCH))
+    assert_two_processes_follow_one(for_two, for_one, tmp_path)

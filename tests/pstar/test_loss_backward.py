@@ -101,7 +101,7 @@ def test_the_numbers_of_micro_steps_are_the_programs(near: str) -> None:
 
 
 @pytest.mark.parametrize("near", ["min", "100%"])
-def test_it_does_with_checkpoints_that_run_a_backward_inside(near: str) -> None:
+def test_loss_backward_gives_the_same_bits_where_checkpoints_run_a_backward_inside(near: str) -> None:
     assert_equal(run(True, model_func=Checkpointed, near_budget=near), run(False, model_func=Checkpointed, near_budget=near))
 
 

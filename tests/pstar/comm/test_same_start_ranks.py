@@ -1,4 +1,5 @@
-"""Ranks that would not start alike are told so; ranks with seeds of their own start with the same model."""
+"""Ranks that would not start alike, or without a process group, are told so; ranks with seeds of their own
+start with the same model."""
 
 from __future__ import annotations
 
@@ -89,3 +90,36 @@ def test_with_one_seed_nothing_changes(ranks):
     for name, param in plain.named_parameters():
         assert torch.equal(results[0][0][name if not name.startswith("own.") else f"{name}@0"], param), name
     assert results[0][3] == results[1][3]
+
+
+def test_processes_of_a_launcher_without_a_process_group_do_not_start(monkeypatch):
+    """Each would train a model of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = "started 2 processes .WORLD_SIZE., but torch.distributed is not initialized: call .* before initialize_engine"
+    with pytest.raises(pstar.ConfigError, match=line):
+        toy.build()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    toy.train(*toy.build(), 1)
+
+
+def initialized_late_case(rank: int, num_ranks: int, meeting: str) -> str:
+    dist.destroy_process_group()
+    model, _ = toy.build()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
+    with pytest.raises(pstar.StateError) as caught:
+        model(*toy.share(0, rank, num_ranks))
+    return str(caught.value)
+
+
+def test_an_engine_older_than_the_process_group_does_not_train(ranks, tmp_path):
+    messages = ranks(2).run(initialized_late_case, (tmp_path / "meeting").as_uri())
+    assert all("initialized with 2 processes since the engine started: call init_process_group" in line for line in messages)
+
+
+def test_an_engine_older_than_a_process_group_of_one_trains(tmp_path):
+    model, optimizer = toy.build()
+    dist.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    try:
+        toy.train(model, optimizer, 1)
+    finally:
+        dist.destroy_process_group()
