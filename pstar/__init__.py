@@ -1,6 +1,6 @@
 """PatrickStar: chunk-based training of models larger than the accelerator's memory (Fang et al., TPDS 2022).
 
-    model, optimizer = pstar.initialize_engine(model_func, local_rank, config)
+    model, optimizer = pstar.initialize_engine(model_func, config=config)
     for batch in data:
         optimizer.zero_grad()
         loss = model(batch)

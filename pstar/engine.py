@@ -1,5 +1,6 @@
 """initialize_engine: makes an engine and its optimizer from a model and a configuration."""
 
+import os
 import socket
 import sys
 import warnings
@@ -422,7 +423,7 @@ def _check_host_memory(plan: Plan, collectives: Collectives) -> None:
                               f"{format_bytes(free)} are free: {SAVE_HOST_MEMORY}")
 
 
-def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int = 0,
+def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int | None = None,
                       config: "dict | str | Path | Config | None" = None, *,
                       param_groups: Callable[[torch.nn.Module], list[dict]] | None = None,
                       group: Any = None, device: "torch.device | str | None" = None) -> tuple[Engine, ChunkedAdam]:
@@ -432,7 +433,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
 
     Args:
         model_func: makes the model; every rank must make the same one, but may draw other initial values.
-        local_rank: number of this process on its machine, and of its GPU.
+        local_rank: number of this process on its machine, and of its GPU; default: the launcher's LOCAL_RANK, else 0.
         config: a dict, a JSON file, a Config, or None for all defaults.
         param_groups: from the module to parameter groups as torch.optim takes them; default: one group of all.
         group: process group; default: the default group if torch.distributed is initialised, else one process.
@@ -445,7 +446,9 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
         raise ConfigError(f"model_func is a {type(model_func).__name__}: give a function that makes the model, "
                           "lambda: model where it is made already")
     check_initialized(group)
-    device = torch.device(near_device(local_rank) if device is None else device)
+    if device is None:
+        device = near_device(int(os.environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank)
+    device = torch.device(device)
     check_compiler(config.compile, device)
     if device.type == "cpu":
         keep_freed_memory(False)    # while it starts

@@ -13,17 +13,28 @@ from typing import Any, Protocol
 
 import torch
 
+from pstar.errors import ConfigError
+
 CPU = torch.device("cpu")
 WITHOUT_STREAMS = ("mps",)
 """Accelerators that share the host's memory and have no streams: near is host memory there."""
 
 
 def near_device(local_rank: int | None = 0) -> torch.device:
-    """The accelerator of this number, of any number (None: "cuda"), or the CPU if there is none that pstar can use."""
+    """The accelerator of this number, of any number (None: "cuda"), or the CPU if there is none that pstar can use.
+
+    Raises ConfigError if there are accelerators, but none of this number.
+    """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type in WITHOUT_STREAMS:
         return CPU
-    return torch.device(found.type) if local_rank is None else torch.device(found.type, local_rank)
+    if local_rank is None:
+        return torch.device(found.type)
+    if local_rank >= (count := torch.accelerator.device_count()):
+        raise ConfigError(f"local_rank is {local_rank}, and this process sees {count} {found.type} device(s), counted from "
+                          "0: start one process for each device of the machine; where each process sees only its own "
+                          "device, give local_rank=0")
+    return torch.device(found.type, local_rank)
 
 
 def is_accelerator(device: torch.device | None) -> bool:

@@ -69,7 +69,7 @@ def test_every_exported_name_is_in_the_reference(build) -> None:
     for method in ("backward", "save_checkpoint", "load_checkpoint", "export_weights", "step_scalars"):
         assert f"#### `Engine.{method}` {{ #Engine-{method} }}" in text
     assert "Builds the model, moves it into chunks" in text and "- `local_rank`: number of this process" in text
-    assert "initialize_engine(\n    model_func: Callable[[], torch.nn.Module],\n    local_rank: int=0,\n" in text
+    assert "initialize_engine(\n    model_func: Callable[[], torch.nn.Module],\n    local_rank: int | None=None,\n" in text
     assert not [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "self" in one or "'dict" in one]
     chinese = build.fragment("zh/api.md")
     assert re.findall(r"\{ #(\S+) \}", chinese) == re.findall(r"\{ #(\S+) \}", text) and chinese != text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,7 @@ def test_the_block_gives_the_bits_of_plain_pytorch(lightning: Any, tmp_path: Pat
     trainer.fit(plain, dataloader)
 
     code = code.replace("        return loss\n", "        losses.append(loss.item())\n        return loss\n")
-    names = {"os": os, "lightning": lightning, "pstar": pstar, "MyModel": MyModel, "dataloader": dataloader,
-             "losses": found["chunks"]}
+    names = {"lightning": lightning, "pstar": pstar, "MyModel": MyModel, "dataloader": dataloader, "losses": found["chunks"]}
     torch.manual_seed(0)
     exec(compile(code, "page", "exec"), names)
 

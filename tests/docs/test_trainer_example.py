@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def test_the_block_gives_the_bits_of_the_trainer_on_plain_pytorch(quiet: None, t
     code = example("trainer")
     if model_func is make_bert:
         code = code.replace("engine._is", "engine.accepts_loss_kwargs = False\nengine._is")
-    names: dict[str, Any] = {"os": os, "transformers": transformers, "pstar": pstar, "dataset": texts(model_func),
+    names: dict[str, Any] = {"transformers": transformers, "pstar": pstar, "dataset": texts(model_func),
                              "make_model": lambda: model_func().train()}
     torch.manual_seed(0)
     exec(compile(code, "page", "exec"), names)

@@ -32,13 +32,13 @@ def job(tmp_path: Path):
     """job(ranks_end=..., ...): (status, output, calls of scontrol that change something) of train.sbatch."""
     write_programs(tmp_path, srun=SRUN, scontrol=SCONTROL)
 
-    def run(*flags: str, number: int = 7, ranks_end: int = 0, stopped_at: str = "", may_requeue: str = "yes"):
+    def run(*flags: str, number: int = 7, ranks_end: int = 0, stopped_at: str = "", may_requeue: str = "yes", **slurm: str):
         given = environment()
         variables = {
             "PATH": f"{tmp_path}:{given['PATH']}", "PYTHON": sys.executable, "TMPDIR": str(tmp_path),
             "CALLS": f"{tmp_path}/calls", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(number),
             "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1",
-            "RANKS_END": str(ranks_end), "STOPPED_AT": stopped_at, "MAY_REQUEUE": may_requeue,
+            "RANKS_END": str(ranks_end), "STOPPED_AT": stopped_at, "MAY_REQUEUE": may_requeue, **slurm,
         }  # fmt: skip
         done = subprocess.run(["bash", ROOT / "scripts" / "train.sbatch", "02_ddp", *flags], env=given | variables, cwd=ROOT,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS_S)  # fmt: skip
@@ -74,6 +74,12 @@ def test_resume_is_refused_because_a_requeued_job_would_begin_again(job) -> None
     for flags in (("--resume", "never"), ("--resume=never",)):
         status, output, calls = job(*flags)
         assert status == 2 and output.startswith("error: --resume would count after every requeue") and not calls
+
+
+def test_gpus_that_ranks_would_not_find_by_their_number_are_refused(job) -> None:
+    status, output, calls = job(SLURM_GPUS_PER_TASK="1", SLURM_NTASKS_PER_NODE="4", SLURM_NTASKS="8")
+    assert status == 2 and output.startswith("error: --gpus-per-task shows each rank one GPU") and not calls
+    assert job(SLURM_GPUS_PER_TASK="1")[0] == 0  # one rank on each node
 
 
 def test_ranks_meet_at_a_port_that_no_other_program_has(job) -> None:

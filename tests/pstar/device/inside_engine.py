@@ -25,11 +25,19 @@ STEPS = 4
 
 def test_near_is_the_accelerator_and_far_is_pinned():
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)
-    assert accelerator.near_device(3) == torch.device("cuda", 3) and accelerator.near_device(None) == torch.device("cuda")
+    assert accelerator.near_device(0) == torch.device("cuda", 0) and accelerator.near_device(None) == torch.device("cuda")
     assert model.device == model.near.device == torch.device("cuda", 0)
     assert toy.train(model, optimizer, STEPS) == toy.oracle(STEPS)[0]
     far = [block.copies[FAR] for block in model._store.blocks.values() if FAR in block.copies]
     assert far and model.far.locked.locked_bytes == model.far.reserved_bytes
+
+
+def test_the_launcher_says_which_device_is_near(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(pstar.ConfigError, match=r"^local_rank is 1, and this process sees 1 cuda device\(s\)"):
+        pstar.initialize_engine(toy.Toy)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert pstar.initialize_engine(toy.Toy)[0].device == torch.device("cuda", 0)
 
 
 def test_without_a_budget_near_is_a_part_of_the_accelerators_free_memory():

@@ -18,10 +18,14 @@ PSTAR = Path(pstar.__file__).parent
 def test_near_is_an_accelerator_with_streams_or_the_host(found, expected, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found and torch.device(found))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     near = accelerator.near_device(1)
     assert near == torch.device(expected) and accelerator.is_accelerator(near) == (expected != "cpu")
     assert accelerator.near_device(None) == torch.device(expected.split(":")[0])
     assert not accelerator.is_accelerator(None)
+    if expected != "cpu":
+        with pytest.raises(pstar.ConfigError, match=rf"^local_rank is 2, and this process sees 2 {found} device\(s\)"):
+            accelerator.near_device(2)
 
 
 SAY_CUDA = {"memory/accelerator.py", "memory/pinned.py", "memory/segments.py"}
