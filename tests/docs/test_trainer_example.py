@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,20 +60,23 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(transformers, "TrainingArguments", lambda *words, **settings: arguments(*words, **settings, **more))
 
 
-def losses(trainer: transformers.Trainer) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+def losses(trainer: transformers.Trainer, name: str = "loss") -> list[float]:
+    return [row[name] for row in trainer.state.log_history if name in row]
 
 
-@pytest.mark.parametrize("model_func", [make_gpt2, make_bert])
-def test_the_block_gives_the_bits_of_the_trainer_on_plain_pytorch(quiet: None, tmp_path: Path, model_func: Callable) -> None:
-    code = example("trainer")
+def train_by_block(model_func: Callable[[], nn.Module], code: str) -> transformers.Trainer:
     if model_func is make_bert:
         code = code.replace("engine._is", "engine.accepts_loss_kwargs = False\nengine._is")
     names: dict[str, Any] = {"transformers": transformers, "pstar": pstar, "dataset": texts(model_func),
                              "make_model": lambda: model_func().train()}
     torch.manual_seed(0)
     exec(compile(code, "page", "exec"), names)
+    return names["trainer"]
 
+
+@pytest.mark.parametrize("model_func", [make_gpt2, make_bert])
+def test_the_block_gives_the_bits_of_the_trainer_on_plain_pytorch(quiet: None, tmp_path: Path, model_func: Callable) -> None:
+    found = train_by_block(model_func, example("trainer"))
     torch.manual_seed(0)
     plain = model_func()
     arguments = transformers.TrainingArguments(
@@ -84,10 +88,25 @@ def test_the_block_gives_the_bits_of_the_trainer_on_plain_pytorch(quiet: None, t
     trainer = PlainTrainer(plain, arguments, train_dataset=texts(model_func), optimizers=(optimizer, None))
     trainer.train()
 
-    assert len(losses(trainer)) == EPOCHS * 3 and losses(names["trainer"]) == losses(trainer)
-    weights = load_file(tmp_path / "model.safetensors")
+    assert len(losses(trainer)) == EPOCHS * 3 and losses(found) == losses(trainer)
+    weights = load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(weights[name], param) for name, param in plain.named_parameters())
-    assert names["trainer"].evaluate(texts(model_func))["eval_loss"] == trainer.evaluate(texts(model_func))["eval_loss"]
+    assert found.evaluate(texts(model_func))["eval_loss"] == trainer.evaluate(texts(model_func))["eval_loss"]
+
+
+def test_the_block_resumes_with_the_same_bits_and_loads_the_best_checkpoint(quiet: None, tmp_path: Path) -> None:
+    """The model has dropout: the Trainer saves the state of the random generators. Best is the highest loss, the first."""
+    best = 'load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True'
+    code = example("trainer").replace('save_strategy="epoch"', f'save_strategy="epoch", eval_strategy="epoch", {best}')
+    code = code.replace("=dataset,", "=dataset, eval_dataset=dataset,")
+    whole = train_by_block(make_gpt2, code)
+    for step in (6, 9):
+        shutil.rmtree(tmp_path / f"out/checkpoint-{step}")
+    resumed = train_by_block(make_gpt2, code.replace("trainer.train()", "trainer.train(resume_from_checkpoint=True)"))
+
+    assert losses(resumed) == losses(whole) and losses(resumed, "eval_loss") == losses(whole, "eval_loss")
+    assert resumed.state.best_model_checkpoint.endswith("checkpoint-3")
+    assert resumed.evaluate()["eval_loss"] == losses(whole, "eval_loss")[0]
 
 
 def accelerate_losses(accelerator: accelerate.Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -136,8 +155,9 @@ def make_without_dropout() -> nn.Module:
 
 
 TRAINER = """
-import json, os, sys
+import json, os, shutil
 import torch, transformers
+from transformers.trainer_utils import get_last_checkpoint
 import pstar
 from tests.docs.test_trainer_example import BATCHES_AN_EPOCH, make_gpt2, make_without_dropout as make_model, texts
 if "RANK" in os.environ:
@@ -145,6 +165,12 @@ if "RANK" in os.environ:
 dataset = texts(make_gpt2, 2 * BATCHES_AN_EPOCH)
 torch.manual_seed(0)
 {block}
+if os.environ.get("RANK", "0") == "0":
+    shutil.rmtree(get_last_checkpoint("out"))
+if "RANK" in os.environ:
+    torch.distributed.barrier()
+torch.manual_seed(0)
+{resumed}
 if os.environ.get("RANK", "0") == "0":
     print("losses", json.dumps([row["loss"] for row in trainer.state.log_history if "loss" in row]))
 """
@@ -166,9 +192,10 @@ if accelerator.is_main_process:
 
 @pytest.mark.deep
 def test_two_processes_of_the_trainer_follow_one_at_the_same_global_batch(tmp_path: Path) -> None:
-    """The logged losses are rank 0's."""
+    """Both resume. The logged losses are rank 0's."""
     quiet = "max_grad_norm=0, use_cpu=True, logging_steps=1, report_to='none',"
-    program = TRAINER.format(block=example("trainer").replace("max_grad_norm=0,", quiet))
+    block = example("trainer").replace("max_grad_norm=0,", quiet).replace("save_model()", "save_model('.')")
+    program = TRAINER.format(block=block, resumed=block.replace("train()", "train(resume_from_checkpoint=True)"))
     assert_two_processes_follow_one(program, program.replace("train_batch_size=4", "train_batch_size=8"), tmp_path)
 
 
