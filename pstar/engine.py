@@ -1,6 +1,5 @@
 """initialize_engine: makes an engine and its optimizer from a model and a configuration."""
 
-import os
 import socket
 import sys
 import warnings
@@ -18,7 +17,7 @@ from pstar.chunks import Hooks, Offload, assemble
 from pstar.chunks.gradients import KINDS
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.stages import Stages
-from pstar.comm.collectives import Collectives, check_initialized
+from pstar.comm.collectives import Collectives, check_initialized, launchers_local_rank
 from pstar.comm.same_start import check_same
 from pstar.config import Config, load_config
 from pstar.errors import BudgetError, ConfigError, StateError
@@ -447,7 +446,7 @@ def initialize_engine(model_func: Callable[[], torch.nn.Module], local_rank: int
                           "lambda: model where it is made already")
     check_initialized(group)
     if device is None:
-        device = near_device(int(os.environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank)
+        device = near_device(launchers_local_rank() if local_rank is None else local_rank)
     device = torch.device(device)
     check_compiler(config.compile, device)
     if device.type == "cpu":

@@ -1,8 +1,16 @@
-# source scripts/slurm_job.sh   for the script of a Slurm job, which Slurm copies: source it from the folder of the submission
+# source scripts/slurm_job.sh   for the script of a Slurm job, which Slurm copies: source it from the folder of the submission;
+# the script defines `fail`
 #
+#     check_gpus        ends the job with an error if each rank sees a GPU that it would not look for
 #     queue_again WHY   queues this job again, behind those that wait, and ends it; returns where Slurm may not queue it again
 #     seconds_left      prints the seconds until the job's time limit, 999999 without one
 # shellcheck shell=bash
+check_gpus() {
+    if [ -n "${SLURM_GPUS_PER_TASK:-}" ] && [ "$SLURM_NTASKS_PER_NODE" -gt 1 ]; then
+        fail "--gpus-per-task shows each rank one GPU, but a rank takes the GPU of its local rank: give --gpus-per-node"
+    fi
+}
+
 queue_again() {
     echo "$1: the job is queued again"
     behind_the_others || true

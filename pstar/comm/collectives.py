@@ -59,6 +59,15 @@ def check_initialized(group: "dist.ProcessGroup | None") -> None:
                           "WORLD_SIZE to train with one process")
 
 
+def launchers_local_rank() -> int:
+    """LOCAL_RANK, which launchers set to this process's number on its machine, or 0; ConfigError for another value."""
+    value = os.environ.get("LOCAL_RANK", "0")
+    if not (value.isascii() and value.isdecimal()):
+        raise ConfigError(f"the environment has LOCAL_RANK={value!r}, which a launcher sets to a whole number: unset it, or "
+                          "give local_rank")
+    return int(value)
+
+
 def is_alone(group: "dist.ProcessGroup | None") -> bool:
     return group is None and not (dist.is_available() and dist.is_initialized())
 

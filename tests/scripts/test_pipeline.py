@@ -71,6 +71,13 @@ def test_a_mistake_is_one_line_before_the_first_step(tmp_path: Path, words: tupl
     assert not (tmp_path / "mine").exists()
 
 
+def test_gpus_that_ranks_would_not_find_by_their_number_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    said = pipeline(tmp_path, "02_ddp", "mine", "text", status=2, SLURM_SUBMIT_DIR=str(ROOT), SLURM_GPUS_PER_TASK="1",
+                    SLURM_NTASKS_PER_NODE="4")
+    assert said.startswith("error: --gpus-per-task shows each rank one GPU") and said.count("\n") == 1
+
+
 def test_a_step_that_the_time_limit_cuts_twice_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     write_programs(tmp_path, srun="#!/bin/sh\nexit $ENDS\n", scontrol=SCONTROL, squeue="#!/bin/sh\necho $LEFT\n")

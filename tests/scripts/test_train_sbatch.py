@@ -55,7 +55,7 @@ REQUEUED = (-15, ["requeue 7"])
 @pytest.mark.parametrize(
     "how, said, outcome",
     [
-        ({}, "", (0, [])),
+        ({"SLURM_GPUS_PER_TASK": "1"}, "", (0, [])),  # with one rank on each node
         ({"stopped_at": "40"}, "stopped after step 40: the job is queued again", REQUEUED),
         ({"stopped_at": "40", "may_requeue": ""}, "presently disabled", (0, ["requeue 7"])),
         ({"ranks_end": 143}, "SIGTERM came before the first step: the job is queued again", REQUEUED),
@@ -79,7 +79,6 @@ def test_resume_is_refused_because_a_requeued_job_would_begin_again(job) -> None
 def test_gpus_that_ranks_would_not_find_by_their_number_are_refused(job) -> None:
     status, output, calls = job(SLURM_GPUS_PER_TASK="1", SLURM_NTASKS_PER_NODE="4", SLURM_NTASKS="8")
     assert status == 2 and output.startswith("error: --gpus-per-task shows each rank one GPU") and not calls
-    assert job(SLURM_GPUS_PER_TASK="1")[0] == 0  # one rank on each node
 
 
 def test_ranks_meet_at_a_port_that_no_other_program_has(job) -> None:

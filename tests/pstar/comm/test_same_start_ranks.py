@@ -102,6 +102,15 @@ def test_processes_of_a_launcher_without_a_process_group_do_not_start(monkeypatc
     toy.train(*toy.build(), 1)
 
 
+@pytest.mark.parametrize("value", ["", "gpu0", "-1"])
+def test_a_local_rank_that_no_launcher_sets_is_refused(monkeypatch, value: str):
+    monkeypatch.setenv("LOCAL_RANK", value)
+    line = f"^the environment has LOCAL_RANK='{value}', .*: unset it, or give local_rank"
+    with pytest.raises(pstar.ConfigError, match=line):
+        pstar.initialize_engine(toy.Toy)
+    pstar.initialize_engine(toy.Toy, 0)
+
+
 def initialized_late_case(rank: int, num_ranks: int, meeting: str) -> str:
     dist.destroy_process_group()
     model, _ = toy.build()
