@@ -15,6 +15,7 @@ from pstar.checkpoint.sharded import Writer, copy_sharded, load_sharded, save_sh
 from pstar.checkpoint.state import gather_state, load_state, write
 from pstar.chunks import Hooks, Offload, assemble
 from pstar.chunks.gradients import KINDS
+from pstar.chunks.interrupts import check, wait_for_operations, whole
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives, check_initialized, launchers_local_rank
@@ -120,6 +121,7 @@ class Engine(torch.nn.Module):
         replace_calls(self, set(map(id, self._chunks.params.values())))
         self.ledger.reset()
         self.lr_scheduler = follow_schedule(self._optimizer, self.config)
+        self._optimizer.register_step_post_hook(lambda *_: check())    # the schedule has followed
         return self._optimizer
 
     def _materialise(self, recipe: Recipe) -> None:
@@ -147,8 +149,10 @@ class Engine(torch.nn.Module):
             if param.numel() and all(name != other for tensors in wanted.values() for other, _ in tensors):
                 write(self._optimizer, PARAM, name, param.data)
 
+    @whole
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients and in train mode it is part of a training step, else not in the trace."""
+        wait_for_operations()
         training = torch.is_grad_enabled() and self.training
         if self._plan.stays_near:
             self._chunks.lend_all()
@@ -159,7 +163,7 @@ class Engine(torch.nn.Module):
         args, kwargs = cast_inputs(args, kwargs, self._plan.param_dtype)
         watched = self._first_not_finite.watching(self._optimizer.scaler.skipped_in_a_row if training else 0)
         evaluates = nullcontext() if training else self.schedule.paused()
-        with evaluates, self._hooks.lender.forward(training), self._explained(), watched:
+        with self._explained(), evaluates, self._hooks.lender.forward(training), watched:
             return self._stages.watch_backward(self.module(*args, **kwargs))
 
     @torch.compiler.disable    # torch.compile(engine) is for the module's code
@@ -194,10 +198,12 @@ class Engine(torch.nn.Module):
             self._watch.stop()
 
     @contextmanager
+    @whole
     def _explained(self) -> Iterator[None]:
         """Ends the step after an error inside; turns torch's out-of-memory error into a BudgetError that says what to do."""
         try:
             yield
+            check()
         except torch.OutOfMemoryError as error:
             self._stop_watching()
             self._hooks.abandon()
@@ -215,6 +221,7 @@ class Engine(torch.nn.Module):
                 raise ConfigError(why) from error
             raise
 
+    @whole
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of loss / gradient_accumulation_steps; after the last micro-step they are averaged over the ranks.
 

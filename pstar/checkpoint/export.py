@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pstar.checkpoint.state import read_piece, write
+from pstar.chunks.interrupts import check
 from pstar.errors import CheckpointError
 from pstar.numerics.precision import PARAM
 from pstar.optim.chunked_adam import ChunkedAdam
@@ -41,31 +42,34 @@ def export_weights(optimizer: ChunkedAdam, path: Path) -> None:
     ranks, said, file = optimizer.chunks.collectives, None, None
     begin, places = header_of(_shapes(optimizer))
     staging = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    for tensors in _on_rank_0(optimizer):
-        if ranks.rank != 0 or said:
-            continue    # after an error rank 0 still receives, so that the other ranks can go on
-        try:
-            if file is None:
-                file = staging.open("wb")
-                file.write(begin)
-            for name, values in tensors.items():
-                file.seek(places[name])
-                file.write(values.contiguous().numpy())
-        except OSError as error:
-            said = str(error)
-    if file is not None:
-        try:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            if said is None:
-                os.replace(staging, path)
-        except OSError as error:
-            said = said or str(error)
-        finally:
+    try:
+        for tensors in _on_rank_0(optimizer):
+            if ranks.rank != 0 or said:
+                continue    # after an error rank 0 still receives, so that the other ranks can go on
+            try:
+                if file is None:
+                    file = staging.open("wb")
+                    file.write(begin)
+                for name, values in tensors.items():
+                    file.seek(places[name])
+                    file.write(values.contiguous().numpy())
+            except OSError as error:
+                said = str(error)
+        if file is not None:
+            try:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+                if said is None:
+                    os.replace(staging, path)
+            except OSError as error:
+                said = said or str(error)
+    finally:
+        if file is not None:
             staging.unlink(missing_ok=True)
     if said := ranks.from_rank_0(said):
         raise CheckpointError(f"the weights could not be written: {said}")
+    check()
 
 
 def _shapes(optimizer: ChunkedAdam) -> dict[str, torch.Size]:

@@ -396,12 +396,15 @@ def _random_states(device: torch.device) -> dict[str, tuple[Callable, Callable]]
 
 def _together(ranks: Any, what: str, act: Callable[[], Any]) -> Any:
     """All ranks act, without collectives of their own; when one fails all raise the same CheckpointError, and none waits."""
-    said = result = None
+    said, result, ctrl_c = None, None, False
     try:
         result = act()
-    except (Exception, CheckpointException) as error:    # DCP's own is no Exception
+    except (Exception, CheckpointException) as error:    # DCP's own is no Exception, and may hold a KeyboardInterrupt
         said = last_line(error)
+        ctrl_c = any(isinstance(inner, KeyboardInterrupt) for inner, _ in getattr(error, "failures", {}).values())
     failed = [(rank, line) for rank, line in enumerate(ranks.from_all(said)) if line]
+    if ctrl_c:
+        raise KeyboardInterrupt
     if failed:
         raise CheckpointError(f"rank {failed[0][0]} could not {what}: {failed[0][1]}")
     return result

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from pstar.chunks.interrupts import check, whole
 from pstar.errors import ConfigError
 from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
 from pstar.memory.tier import NEAR
@@ -60,6 +61,7 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     moments |= {f"step.{key}": steps[key] for key in order} | scales
     if optimizer.precision.name == "fp16":
         moments |= {SCALER + key: torch.tensor(value) for key, value in optimizer.scaler.state().items()}
+    check()
     return weights, moments
 
 
@@ -118,9 +120,11 @@ def write(optimizer: ChunkedAdam, kind: str, name: str, values: torch.Tensor, sc
 
 
 @torch.no_grad()
+@whole
 def write_span(optimizer: ChunkedAdam, kind: str, group: int, span: Span, values: torch.Tensor,
                scales: torch.Tensor | None = None) -> None:
     """Puts the values of one span, (span.numel,), into this rank's piece. scales: as in Precision.write_moment."""
+    check()
     optimizer.undo_early(group)
     for unit in optimizer.chunks.units.of_group[group]:
         optimizer.chunks.parameters.read_only.forget(unit)
@@ -150,8 +154,10 @@ def _kinds_of_a_moment(precision: Precision, kind: str) -> tuple[str, ...]:
     return (kind, SCALES) if SCALES in precision.states else (kind,)
 
 
+@whole
 def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece in fp32, (S,), a copy, wherever the block is; moves nothing. Zeros between parameters."""
+    check()
     optimizer.undo_early(group)
     its_group = optimizer.chunks.layout.groups[group]
     precision = optimizer.precision_of(its_group)
@@ -172,8 +178,10 @@ def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
         return values
 
 
+@whole
 def read_codes(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
     """This rank's piece of an 8-bit moment as it is stored: codes, uint8, (S,); of SCALES (2 * blocks,). A copy."""
+    check()
     optimizer.undo_early(group)
     with optimizer.store.reading([(kind, group)]) as places:
         return places[kind, group][1].clone()

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from pstar.chunks.activation_offload import Away, Offload
 from pstar.chunks.borrowed import Idle, Lender
+from pstar.chunks.interrupts import check, whole
 from pstar.chunks.step import Chunks
 from pstar.errors import StateError
 from pstar.modules.compiled_blocks import owners
@@ -115,7 +116,9 @@ class Hooks:
         resident = self.chunks.resident
 
         @torch.compiler.disable
+        @whole
         def acquire(module: torch.nn.Module, args: tuple) -> None:
+            check()
             try:
                 self.lender.check_thread(module)
                 if torch.is_grad_enabled():    # else it may be an evaluation, which no step repeats
@@ -142,6 +145,7 @@ class Hooks:
         resident = self.chunks.resident
 
         @torch.compiler.disable
+        @whole
         def release(module: torch.nn.Module, args: tuple, output: object) -> None:
             pair = self._pairs.pop()
             if pair is NOTHING_ACQUIRED:
@@ -154,10 +158,12 @@ class Hooks:
         return release
 
     @torch.compiler.disable
+    @whole
     def _before_block(self, module: torch.nn.Module, args: tuple) -> None:
         self._in_block = True
 
     @torch.compiler.disable
+    @whole
     def _after_block(self, module: torch.nn.Module, args: tuple, output: object) -> None:
         """Counts what a compiled block returns, and in backward its gradients, which its graph returns at once."""
         self._in_block, count = False, self.chunks.room.watch.count
@@ -171,7 +177,9 @@ class Hooks:
         # cycle that it never collects: a dropped engine would keep all its memory.
         weak_self = weakref.ref(self)
 
+        @whole
         def take(param: torch.nn.Parameter) -> None:
+            check()
             hooks = weak_self()
             if hooks is None:
                 return
@@ -196,6 +204,7 @@ class Hooks:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_outermost)
 
+    @whole
     def _end_outermost(self) -> None:
         """Called when a backward ends. If it ran inside of another (reentrant checkpointing), modules run after it, and
         parameters stay as they are."""
@@ -228,11 +237,14 @@ class Hooks:
             return None
         pack_below, unpack_below = below or (self._keep, _unpack_kept)
 
+        @whole
         def pack(tensor: torch.Tensor) -> object:
             view = self._pack(tensor)
             return pack_below(tensor) if view is None else view
 
+        @whole
         def unpack(saved: object) -> torch.Tensor:
+            check()
             return self._unpack(saved) if isinstance(saved, SavedView) else unpack_below(saved)
 
         pack.of = self
@@ -287,7 +299,8 @@ class Hooks:
         """Ends the step after an exception in forward or backward: unsets all pairs and releases all parameters.
 
         torch calls a module's forward hooks after an Exception, but not after Ctrl-C (KeyboardInterrupt). Without this,
-        pairs would stay in force and parameters in use for ever.
+        pairs would stay in force and parameters in use for ever. A gradient that no hook has taken would be added to the
+        next one.
         """
         while self._pairs:
             pair = self._pairs.pop()
@@ -296,6 +309,9 @@ class Hooks:
         self._in_backward, self._node, self._in_block = (), None, False
         self.lender.open = False
         self.chunks.release_uses()
+        with torch._C.DisableTorchFunctionSubclass():    # these are no operations of the model
+            for param in self.chunks.params.values():
+                param.grad = None
 
     def end_backward(self) -> None:
         self._leave_node()

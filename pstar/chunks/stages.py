@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pstar.chunks.hooks import Hooks
+from pstar.chunks.interrupts import check, wait_for_operations, whole
 from pstar.chunks.step import Chunks
 from pstar.errors import StateError
 from pstar.profile.recording import Profile
@@ -54,6 +55,7 @@ class Stages:
         reference = weakref.ref(self)    # the program may keep the tensor longer than the engine
         number = self.chunks.schedule.num_steps
 
+        @whole
         def begin(grad: torch.Tensor) -> None:
             stages = reference()
             if stages is None:
@@ -90,6 +92,7 @@ class Stages:
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pytorch_backward)
 
+    @whole
     def _end_pytorch_backward(self) -> None:
         """Called by autograd, which restores the thread's stack of dispatch modes afterwards: measuring cannot end here."""
         self._backward = NONE
@@ -97,6 +100,7 @@ class Stages:
             self.hooks.end_backward()
             self._count_backward()
             self._by_program = True
+        check()
 
     def forget_failed_backward(self) -> None:
         """Called before a forward: releases the parameters of a loss.backward() that has failed."""
@@ -105,6 +109,7 @@ class Stages:
             self.hooks.abandon()
 
     def _begin_backward(self) -> None:
+        wait_for_operations()
         self.hooks.last_micro_step = self.is_last_micro_step
         self.begin("backward")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pstar.chunks import Chunks
+from pstar.chunks.interrupts import check, wait_for_operations, whole
 from pstar.chunks.stages import Stages
 from pstar.errors import ConfigError, StateError
 from pstar.kernels import AdamOptions
@@ -141,8 +142,10 @@ class ChunkedAdam(torch.optim.Optimizer):
         """Steps skipped in the whole run."""
         return self.scaler.skipped_steps
 
+    @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
+        wait_for_operations()
         if self.speculation is not None:
             self.speculation.undo()
         self.chunks.drop_grads()
@@ -151,6 +154,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         self._stages.forget_grads()
 
     @torch.no_grad()
+    @whole
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that got a gradient on some rank; skips the step if a gradient is not finite.
 
@@ -158,10 +162,12 @@ class ChunkedAdam(torch.optim.Optimizer):
         Raises StateError after many skipped steps in a row with a loss scale that cannot become smaller, and before the
         last micro-step of a step.
         """
+        wait_for_operations()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check()
         self._stages.check_update(self.loss_scale)
         self.chunks.parameters.check_places()
         total, used = self._total_norm()
@@ -280,6 +286,7 @@ class ChunkedAdam(torch.optim.Optimizer):
             self.speculation.watch(self.chunks.params.values(), weakref.WeakMethod(self._begin_early))
 
     @torch.no_grad()
+    @whole
     def _begin_early(self) -> None:
         self.speculation.begin(self._options, self.steps, 1.0 / self.loss_scale)
 

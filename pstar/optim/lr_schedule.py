@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from pstar.chunks.interrupts import whole
 from pstar.config import Config
 from pstar.deepspeed.schedules import betas, check, learning_rate
 
@@ -48,5 +49,11 @@ def follow_schedule(optimizer: torch.optim.Optimizer, config: Config) -> DeepSpe
     if config.scheduler.type is None:
         return None
     scheduler = DeepSpeedLR(optimizer, config.scheduler.type, config.scheduler.params)
-    optimizer.register_step_post_hook(lambda optimizer, *_: None if optimizer.skipped else scheduler.step())
+
+    @whole
+    def follow(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not optimizer.skipped:
+            scheduler.step()
+
+    optimizer.register_step_post_hook(follow)
     return scheduler

@@ -46,6 +46,7 @@ FOLDER_ROWS = {
     "pstar/chunks": {
         "activation_streams": 0,
         "borrowed": 0,
+        "interrupts": 0,
         "peak_watch": 0,
         "unit": 0,
         "update_tiers": 0,

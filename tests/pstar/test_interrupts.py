@@ -1,0 +1,191 @@
+"""Ctrl-C at any line of the engine: the program catches it and goes on, with the bits of a run without it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+
+import pstar
+from pstar.chunks import interrupts
+from tests import toy
+
+STEPS, STOPPED_AT, TRIES = 4, 2, 12
+MIN = {"near_budget": "min", "default_chunk_size": 5_000}
+QUICK = {"near min": MIN, "all near": {}}
+DEEP = {
+    "near_memory": {"near_memory": 4_000_000},
+    "slow link": MIN | {"simulated_link": 3e7, "prefetch": 2},
+    "speculative": MIN | {"speculative_update": True, "prefetch": 2},
+    "overlap": MIN | {"overlap_update": True, "prefetch": 2},
+    "offload": MIN | {"offload_activations": True},
+    "bf16": MIN | {"bf16": {"enabled": True}},
+    "micro-steps": MIN | {"gradient_accumulation_steps": 2},
+    "schedule": MIN | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+}
+ENGINE = str(Path(pstar.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+    assert not interrupts._waiting
+
+
+class CtrlC:
+    """Inside, SIGINT comes before the line with this number of those of the engine that this thread runs; 0: it never comes.
+
+    Attributes:
+        lines: how many lines the engine has run.
+        place: the file and line at which the signal came.
+    """
+
+    def __init__(self, number: int):
+        self.number, self.lines, self.place = number, 0, "nowhere"
+
+    def __enter__(self) -> CtrlC:
+        self._before = sys.gettrace()
+        sys.settrace(self._function)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _function(self, frame: FrameType, event: str, arg: object) -> Callable | None:
+        return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Callable:
+        self.lines += event == "line"
+        if event == "line" and self.lines == self.number:
+            self.place = f"{frame.f_code.co_filename.removeprefix(ENGINE)}:{frame.f_lineno}"
+            signal.raise_signal(signal.SIGINT)
+        return self._line
+
+
+def step(model: pstar.Engine, optimizer: torch.optim.Optimizer, number: int, by_engine: bool) -> float:
+    num_micros, total = model.config.gradient_accumulation_steps, 0.0
+    optimizer.zero_grad()
+    for micro in range(num_micros):
+        loss = model(*toy.share(number, 0, 1, micro, num_micros))
+        if by_engine:
+            model.backward(loss)
+        else:
+            (loss / num_micros).backward()
+        total += loss.item() / num_micros
+    optimizer.step()
+    return total
+
+
+def train(keys: dict, ctrl_c: CtrlC, by_engine: bool = True, between: Callable = lambda model: None) -> list[float]:
+    """The loss of each step and of an evaluation at the end, of a program that goes on after Ctrl-C. It has no other way to
+    know whether the step has updated the weights than the optimizer's count of updates."""
+    model, optimizer = toy.build(**keys)
+    losses: dict[int, float] = {}
+    for _ in range(STEPS + 2):
+        number = max(optimizer.steps.values())
+        if number == STEPS:
+            break
+        try:
+            if number == STOPPED_AT and ctrl_c.place == "nowhere":
+                with ctrl_c:
+                    between(model)
+                    losses[number] = step(model, optimizer, number, by_engine)
+            else:
+                losses[number] = step(model, optimizer, number, by_engine)
+        except KeyboardInterrupt:
+            model.train()
+    with torch.no_grad():
+        losses[STEPS] = model.eval()(*toy.share(STEPS, 0, 1)).item()
+    return [losses.get(number) for number in range(STEPS + 1)]
+
+
+def spread(lines: int) -> list[int]:
+    """TRIES numbers from 1 to `lines`, about as far from each other; no divisor of the lines of a layer."""
+    return [1 + (lines * number // TRIES + 7 * number) % lines for number in range(TRIES)]
+
+
+def check_at_all_lines(keys: dict, **options) -> None:
+    whole = CtrlC(0)
+    expected = train(keys, whole, **options)
+    assert whole.lines > 300
+    for number in spread(whole.lines):
+        ctrl_c = CtrlC(number)
+        found = train(keys, ctrl_c, **options)
+        assert ctrl_c.place != "nowhere"
+        # A step that Ctrl-C ended after its update has returned no loss.
+        assert found == [None if ours is None else loss for loss, ours in zip(expected, found, strict=True)], ctrl_c.place
+        assert found.count(None) <= 1 and found[STEPS] is not None
+
+
+@pytest.mark.parametrize("by_engine", [True, False], ids=["model.backward", "loss.backward"])
+@pytest.mark.parametrize("keys", [*(pytest.param(keys, id=name) for name, keys in QUICK.items()),
+                                  *(pytest.param(keys, id=name, marks=pytest.mark.deep) for name, keys in DEEP.items())])
+def test_training_goes_on_with_the_same_bits(keys: dict, by_engine: bool) -> None:
+    check_at_all_lines(keys, by_engine=by_engine)
+
+
+@pytest.mark.deep
+def test_with_a_disk(tmp_path: Path) -> None:
+    check_at_all_lines(MIN | {"far_budget": "min", "disk_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("what", ["save", "gather", "export", "evaluate"])
+def test_while_the_state_is_read(tmp_path: Path, what: str) -> None:
+    def evaluate(model: pstar.Engine) -> None:
+        with torch.no_grad():
+            model.eval()(*toy.share(9, 0, 1))
+        model.train()
+
+    act = {"save": lambda model: model.save_checkpoint(tmp_path / "state"), "gather": pstar.Engine.gather_state,
+           "export": lambda model: model.export_weights(tmp_path / "model.safetensors"), "evaluate": evaluate}[what]
+    check_at_all_lines(MIN, between=act)
+    left = {"save": ["state"], "export": ["model.safetensors"]}.get(what, [])
+    assert [file.name for file in tmp_path.iterdir()] == left    # an interrupted file is removed
+
+
+def test_without_a_marked_function_the_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests can fail."""
+    monkeypatch.setattr(interrupts, "_whole", set())
+    with pytest.raises((AssertionError, pstar.StateError, pstar.BudgetError)):
+        check_at_all_lines(MIN)
+
+
+class Stopped(nn.Module):
+    """Ctrl-C comes in the code of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.went_on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        signal.raise_signal(signal.SIGINT)
+        self.went_on = True
+        return x.sum()
+
+
+def test_in_the_code_of_the_model_it_comes_at_once() -> None:
+    model, _ = toy.build(Stopped, near_budget="min")
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 4))
+    assert not model.module.went_on
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    came: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    signal.signal(signal.SIGINT, handler)
+    train(MIN, ctrl_c := CtrlC(500))
+    assert signal.getsignal(signal.SIGINT) is handler and came == [signal.SIGINT] and ctrl_c.place != "nowhere"
