@@ -121,7 +121,7 @@ class Engine(torch.nn.Module):
         replace_calls(self, set(map(id, self._chunks.params.values())))
         self.ledger.reset()
         self.lr_scheduler = follow_schedule(self._optimizer, self.config)
-        self._optimizer.register_step_post_hook(lambda *_: check())    # the schedule has followed
+        self._optimizer.register_step_post_hook(check)    # the schedule has followed
         return self._optimizer
 
     def _materialise(self, recipe: Recipe) -> None:

@@ -30,9 +30,10 @@ from types import MappingProxyType
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pstar.chunks import interrupts
 from pstar.chunks.activation_offload import Away, Offload
 from pstar.chunks.borrowed import Idle, Lender
-from pstar.chunks.interrupts import check, whole
+from pstar.chunks.interrupts import whole
 from pstar.chunks.step import Chunks
 from pstar.errors import StateError
 from pstar.modules.compiled_blocks import owners
@@ -118,7 +119,8 @@ class Hooks:
         @torch.compiler.disable
         @whole
         def acquire(module: torch.nn.Module, args: tuple) -> None:
-            check()
+            if interrupts.waiting:
+                interrupts.check()
             try:
                 self.lender.check_thread(module)
                 if torch.is_grad_enabled():    # else it may be an evaluation, which no step repeats
@@ -179,7 +181,8 @@ class Hooks:
 
         @whole
         def take(param: torch.nn.Parameter) -> None:
-            check()
+            if interrupts.waiting:
+                interrupts.check()
             hooks = weak_self()
             if hooks is None:
                 return
@@ -244,7 +247,6 @@ class Hooks:
 
         @whole
         def unpack(saved: object) -> torch.Tensor:
-            check()
             return self._unpack(saved) if isinstance(saved, SavedView) else unpack_below(saved)
 
         pack.of = self

@@ -23,7 +23,8 @@ F = TypeVar("F", bound=Callable)
 MODEL = torch.nn.Module._call_impl.__code__    # around a module's forward
 
 _whole: set[CodeType] = {weakref.finalize.__call__.__code__}    # from there Python would drop the exception
-_waiting = False
+waiting = False
+"""Whether Ctrl-C came while a marked function ran."""
 
 
 def whole(function: F) -> F:
@@ -32,6 +33,7 @@ def whole(function: F) -> F:
     return function
 
 
+@torch.compiler.disable    # torch.compile(engine) is for the module's code
 def wait_for_operations() -> None:
     """Installs the handler, unless the program has its own, or this is not its main thread."""
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -39,19 +41,19 @@ def wait_for_operations() -> None:
         signal.signal(signal.SIGINT, _note)
 
 
-def check() -> None:
-    """Raises KeyboardInterrupt if Ctrl-C came while a marked function ran."""
-    global _waiting
-    if _waiting:
-        _waiting = False
+def check(*_: object) -> None:
+    """Raises KeyboardInterrupt if Ctrl-C came while a marked function ran. Also a hook, with any arguments."""
+    global waiting
+    if waiting:
+        waiting = False
         raise KeyboardInterrupt
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _waiting
+    global waiting
     while frame is not None and frame.f_code is not MODEL:
         if frame.f_code in _whole:
-            _waiting = True
+            waiting = True
             return
         frame = frame.f_back
     raise KeyboardInterrupt

@@ -145,7 +145,6 @@ class ChunkedAdam(torch.optim.Optimizer):
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
-        wait_for_operations()
         if self.speculation is not None:
             self.speculation.undo()
         self.chunks.drop_grads()
@@ -167,7 +166,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check()
+            check()
         self._stages.check_update(self.loss_scale)
         self.chunks.parameters.check_places()
         total, used = self._total_norm()

@@ -37,7 +37,7 @@ def pythons_own_handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-    assert not interrupts._waiting
+    assert not interrupts.waiting
 
 
 class CtrlC:
@@ -84,13 +84,20 @@ def step(model: pstar.Engine, optimizer: torch.optim.Optimizer, number: int, by_
     return total
 
 
-def train(keys: dict, ctrl_c: CtrlC, by_engine: bool = True, between: Callable = lambda model: None) -> list[float]:
-    """The loss of each step and of an evaluation at the end, of a program that goes on after Ctrl-C. It has no other way to
-    know whether the step has updated the weights than the optimizer's count of updates."""
+def train(keys: dict, ctrl_c: CtrlC, by_engine: bool = True,
+          between: Callable = lambda model: None) -> tuple[list[float | None], dict[int, dict[str, torch.Tensor]]]:
+    """Of a program that goes on after Ctrl-C: the loss of each step and of an evaluation at the end, None for a step that
+    Ctrl-C ended after its update; and the weights by the number of updates, at Ctrl-C and around the step at which it comes.
+
+    The program counts the updates with the optimizer: it has no other way to know whether the step had its update.
+    """
     model, optimizer = toy.build(**keys)
     losses: dict[int, float] = {}
+    weights: dict[int, dict[str, torch.Tensor]] = {}
     for _ in range(STEPS + 2):
         number = max(optimizer.steps.values())
+        if number in (STOPPED_AT, STOPPED_AT + 1):
+            weights[number] = model.gather_state()[0]
         if number == STEPS:
             break
         try:
@@ -104,7 +111,7 @@ def train(keys: dict, ctrl_c: CtrlC, by_engine: bool = True, between: Callable =
             model.train()
     with torch.no_grad():
         losses[STEPS] = model.eval()(*toy.share(STEPS, 0, 1)).item()
-    return [losses.get(number) for number in range(STEPS + 1)]
+    return [losses.get(number) for number in range(STEPS + 1)], weights
 
 
 def spread(lines: int) -> list[int]:
@@ -114,15 +121,16 @@ def spread(lines: int) -> list[int]:
 
 def check_at_all_lines(keys: dict, **options) -> None:
     whole = CtrlC(0)
-    expected = train(keys, whole, **options)
+    expected, its_weights = train(keys, whole, **options)
     assert whole.lines > 300
     for number in spread(whole.lines):
         ctrl_c = CtrlC(number)
-        found = train(keys, ctrl_c, **options)
+        found, weights = train(keys, ctrl_c, **options)
         assert ctrl_c.place != "nowhere"
-        # A step that Ctrl-C ended after its update has returned no loss.
         assert found == [None if ours is None else loss for loss, ours in zip(expected, found, strict=True)], ctrl_c.place
         assert found.count(None) <= 1 and found[STEPS] is not None
+        for number, at_the_time in weights.items():
+            assert all(torch.equal(value, its_weights[number][name]) for name, value in at_the_time.items()), ctrl_c.place
 
 
 @pytest.mark.parametrize("by_engine", [True, False], ids=["model.backward", "loss.backward"])
