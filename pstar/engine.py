@@ -152,7 +152,7 @@ class Engine(torch.nn.Module):
     @whole
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients and in train mode it is part of a training step, else not in the trace."""
-        wait_for_operations()
+        wait_for_operations(self._chunks.collectives.num_ranks)
         training = torch.is_grad_enabled() and self.training
         if self._plan.stays_near:
             self._chunks.lend_all()

@@ -34,10 +34,14 @@ def whole(function: F) -> F:
 
 
 @torch.compiler.disable    # torch.compile(engine) is for the module's code
-def wait_for_operations() -> None:
-    """Installs the handler, unless the program has its own, or this is not its main thread."""
+def wait_for_operations(num_ranks: int) -> None:
+    """Installs the handler, unless the program has its own, or this is not its main thread.
+
+    With several ranks Python's handler stays: a rank that Ctrl-C has stopped cannot catch up with the others, and one that
+    waits for them, inside a marked function, must end at once.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if num_ranks == 1 and in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note)
 
 

@@ -109,7 +109,7 @@ class Stages:
             self.hooks.abandon()
 
     def _begin_backward(self) -> None:
-        wait_for_operations()
+        wait_for_operations(self.chunks.collectives.num_ranks)
         self.hooks.last_micro_step = self.is_last_micro_step
         self.begin("backward")
 

@@ -161,7 +161,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         Raises StateError after many skipped steps in a row with a loss scale that cannot become smaller, and before the
         last micro-step of a step.
         """
-        wait_for_operations()
+        wait_for_operations(self.chunks.collectives.num_ranks)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -197,3 +197,11 @@ def test_a_handler_of_the_program_stays() -> None:
     signal.signal(signal.SIGINT, handler)
     train(MIN, ctrl_c := CtrlC(500))
     assert signal.getsignal(signal.SIGINT) is handler and came == [signal.SIGINT] and ctrl_c.place != "nowhere"
+
+
+def test_with_several_ranks_pythons_handler_stays() -> None:
+    """A rank that waits for another one, which has ended, ends at Ctrl-C."""
+    interrupts.wait_for_operations(num_ranks=2)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    interrupts.wait_for_operations(num_ranks=1)
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
