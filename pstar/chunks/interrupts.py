@@ -60,4 +60,5 @@ def _note(number: int, frame: FrameType | None) -> None:
             waiting = True
             return
         frame = frame.f_back
+    waiting = False    # one that waited ends with this one
     raise KeyboardInterrupt

@@ -309,44 +309,6 @@ def test_an_engine_that_nobody_has_is_freed():
     assert [each() for each in gone] == [None] * 4
 
 
-class Interrupted(nn.Module):
-    """Ctrl-C in the middle of a module that has a parameter in use."""
-
-    now = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        h = h * self.scale
-        if Interrupted.now:
-            Interrupted.now = False
-            raise KeyboardInterrupt
-        return h
-
-
-class Interruptible(Deep):
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle = Interrupted()
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.middle(h)).square().mean()
-
-
-def test_ctrl_c_in_a_forward_leaves_nothing_behind():
-    def interrupt(model: nn.Module, step: int) -> None:
-        if step == 1 and isinstance(model, pstar.Engine):
-            Interrupted.now = True
-            with pytest.raises(KeyboardInterrupt):
-                model(x(step))
-            assert not model._hooks._pairs and not any(model._chunks.parameters.uses.values())
-            assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    compare(Interruptible, before=interrupt)
-
-
 def test_a_checkpoint_replaces_nothing_but_a_checkpoint(tmp_path):
     model, _ = toy.build(Loss)
     (tmp_path / "runs").mkdir()

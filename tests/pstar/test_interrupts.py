@@ -115,7 +115,7 @@ def train(keys: dict, ctrl_c: CtrlC, by_engine: bool = True,
 
 
 def spread(lines: int) -> list[int]:
-    """TRIES numbers from 1 to `lines`, about as far from each other; no divisor of the lines of a layer."""
+    """TRIES numbers from 1 to `lines`, about as far from each other, but not on the same line of each layer."""
     return [1 + (lines * number // TRIES + 7 * number) % lines for number in range(TRIES)]
 
 
@@ -166,26 +166,49 @@ def test_without_a_marked_function_the_numbers_are_wrong(monkeypatch: pytest.Mon
         check_at_all_lines(MIN)
 
 
-class Stopped(nn.Module):
-    """Ctrl-C comes in the code of the model."""
+class Scale(nn.Module):
+    """Ctrl-C comes in its forward, while its parameter is in use, if `stopped`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.went_on = False
+        self.scale = nn.Parameter(torch.ones(16))
+        self.stopped, self.went_on = False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x)
-        signal.raise_signal(signal.SIGINT)
-        self.went_on = True
-        return x.sum()
+        x = x * self.scale
+        if self.stopped:
+            self.stopped = False
+            signal.raise_signal(signal.SIGINT)
+            self.went_on = True
+        return x
 
 
-def test_in_the_code_of_the_model_it_comes_at_once() -> None:
-    model, _ = toy.build(Stopped, near_budget="min")
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(1, 4))
-    assert not model.module.went_on
+class Stoppable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), Scale(), nn.Linear(16, 16), nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("another_waits", [False, True])
+def test_in_the_code_of_the_model_it_comes_at_once_and_leaves_nothing_behind(another_waits: bool) -> None:
+    """Also if an earlier Ctrl-C waits for the engine's next operation: the two are one KeyboardInterrupt."""
+    x = torch.randn(6, 16)
+
+    def stop(model: nn.Module, step: int) -> None:
+        if step == 1 and isinstance(model, pstar.Engine):
+            scale = model.module.layers[1]
+            scale.stopped = True
+            scale.register_forward_pre_hook(lambda *_: setattr(interrupts, "waiting", another_waits and scale.stopped))
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            assert not scale.went_on
+            assert not model._hooks._pairs and not any(model._chunks.parameters.uses.values())
+            assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    toy.compare(Stoppable, lambda model, step: model(x), STEPS, before=stop, default_chunk_size=700)
 
 
 def test_a_handler_of_the_program_stays() -> None:
