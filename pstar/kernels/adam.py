@@ -1,10 +1,12 @@
 """Adam on flat arrays with torch operations, and the split fp32 master: the kernels' reference and fallback.
 
-Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). Each operation does one rounding of adam_formula.h: if torch
-uses fused multiply-add (on x86 from AVX2 on; tested with torch 2.13), lerp_ and add_ with alpha give the same bits as the
-compiled kernels. Only the square root is computed in float64, which rounds it exactly: torch's fp32 sqrt on x86 is a library
-routine that is off by one unit in the last place in a sixth of all cases.
+Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW). Each operation does one rounding of adam_formula.h, so the
+bits are those of the compiled kernels. Two operations need care. torch's add with alpha is a fused multiply-add on GPUs, on
+ARM and on x86 with AVX2, but rounds twice on other x86; there it is computed in float64. So is the square root everywhere:
+torch's fp32 sqrt on x86 is a library routine that is off by one unit in the last place in a sixth of all cases.
 """
+
+from functools import cache
 
 import torch
 
@@ -61,16 +63,49 @@ def _update_block(update: AdamUpdate, part: slice) -> None:
 def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
              update: AdamUpdate) -> None:
     """adam_element of the header. All tensors fp32, (N,); updates param and the moments in place."""
-    neg_decay, l2, _, _, _, _, inv_bias2_sqrt, eps, neg_step_size = update.scalars()
+    neg_decay, l2, lerp, from_grad, lerp_sq, sq_from_grad, inv_bias2_sqrt, eps, neg_step_size = update.scalars()
     if l2:
-        grad = grad.add(param, alpha=l2)
-    beta1, beta2 = update.options.betas
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+        grad = _fused_add(grad, param, l2)
+    _fused_add(grad if from_grad else exp_avg, grad - exp_avg, lerp, out=exp_avg)
+    square = grad.square()
+    _fused_add(square if sq_from_grad else exp_avg_sq, square - exp_avg_sq, lerp_sq, out=exp_avg_sq)
+    del square
     root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32)
-    denominator = torch.full_like(root, eps).add_(root, alpha=inv_bias2_sqrt)
+    denominator = _fused_add(torch.full_like(root, eps), root, inv_bias2_sqrt, out=root)
     change = exp_avg.mul(neg_step_size).div_(denominator)
-    param.add_(change.add_(param, alpha=neg_decay))
+    param.add_(_fused_add(change, param, neg_decay, out=change))
+
+
+def _fused_add(start: torch.Tensor, values: torch.Tensor, factor: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """start + factor * values with one rounding, as fmaf does. fp32, (N,); the factor is rounded to fp32 first."""
+    if start.device.type != "cpu" or _torch_fuses_on_cpu():
+        return torch.add(start, values, alpha=factor, out=out)
+    result = _rounded_once(start, values, factor)
+    return result if out is None else out.copy_(result)
+
+
+@cache
+def _torch_fuses_on_cpu() -> bool:
+    x = torch.full((100,), 1 + 2**-12, dtype=torch.float32)
+    # x * x is 1 + 2**-11 + 2**-24, and rounded to fp32 it is 1 + 2**-11.
+    return bool((torch.full_like(x, -1 - 2**-11).add_(x, alpha=1 + 2**-12) == 2**-24).all())
+
+
+def _rounded_once(start: torch.Tensor, values: torch.Tensor, factor: float) -> torch.Tensor:
+    """_fused_add in float64, where the product is exact.
+
+    The sum is rounded to odd: if it is not exact, its last bit is 1. Then rounding it to fp32 gives what one rounding of the
+    exact sum gives (Boldo and Melquiond 2008), which two roundings to nearest do not.
+    """
+    product = values.to(torch.float64) * torch.tensor(factor, dtype=torch.float32).to(torch.float64)
+    other = start.to(torch.float64)
+    total = product + other
+    part = total - product
+    error = (product - (total - part)) + (other - part)    # TwoSum of Knuth: total + error is the exact sum
+    bits = total.view(torch.int64)
+    must_change = (error != 0) & error.isfinite() & (bits & 1 == 0)
+    bits += torch.where((error > 0) == (total > 0), 1, -1) * must_change
+    return total.to(torch.float32)
 
 
 SPLIT_ELEMS = 2**18

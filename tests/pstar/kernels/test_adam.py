@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from pstar.kernels import (
     QUANT_BLOCK,
     AdamOptions,
     AdamUpdate,
+    adam,
     adam_step,
     adam_steps,
     cpu,
@@ -197,6 +202,40 @@ def test_every_code_path_gives_the_same_bits(layout, grad_dtype, bits):
             for implementation in IMPLEMENTATIONS:
                 if implementation != "torch" or not (odd and bits == 8):    # there a scale is not finite
                     assert_same_bits(results[implementation], results["plain"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_gives_the_same_bits_where_its_add_rounds_twice(layout, monkeypatch):
+    monkeypatch.setattr(adam, "_torch_fuses_on_cpu", lambda: False)
+    ours, theirs = (make(layout, BF16, 9_001, odd=True) for _ in range(2))
+    adam_steps([ours], "torch")
+    adam_steps([theirs], "plain")
+    assert_same_bits(ours, theirs)
+
+
+def test_a_sum_that_is_rounded_once_is_fmaf():
+    """Among the sums are many in the middle between two fp32 numbers, where two roundings give another number."""
+    fmaf = ctypes.CDLL(None).fmaf
+    fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
+    factor, values = 1 + 2**-12, random(20_000, 1, odd=True)
+    start = torch.cat([random(10_000, 2, odd=True), -values[10_000:] * random(10_000, 3).round()])
+    middle = torch.arange(1, 1_001) * 2.0**-12
+    values, start = torch.cat([values, 1 + middle]), torch.cat([start, 2.0**24 * (1 + middle)])
+    pairs = zip(values.tolist(), start.tolist(), strict=True)
+    expected = torch.tensor([fmaf(value, factor, first) for value, first in pairs])
+    found = adam._rounded_once(start, values, factor)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert not found.equal((values.double() * factor + start.double()).float())
+
+
+@pytest.mark.deep
+@needs_compiler
+def test_all_code_paths_where_torch_has_no_vectors():
+    """As on x86 without AVX2. torch reads the variable when it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "every_code_path or float64", __file__]
+    done = subprocess.run(command, env=os.environ | {"ATEN_CPU_CAPABILITY": "default"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 @needs_compiler
