@@ -12,7 +12,7 @@ import torch
 
 from pstar.checkpoint.export import export_weights, import_weights
 from pstar.checkpoint.sharded import Writer, copy_sharded, load_sharded, save_sharded
-from pstar.checkpoint.state import gather_state, load_state, write
+from pstar.checkpoint.state import check_names, gather_state, load_state, write
 from pstar.chunks import Hooks, Offload, assemble
 from pstar.chunks.gradients import KINDS
 from pstar.chunks.interrupts import check, wait_for_operations, whole
@@ -243,11 +243,11 @@ class Engine(torch.nn.Module):
 
     def gather_state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(weights, moments) by plain names on rank 0, empty dicts elsewhere; see state.py. Every rank calls it."""
-        return gather_state(self._optimizer)
+        return gather_state(self._checked_optimizer())
 
     def load_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor] | None = None) -> None:
         """Loads gathered tensors, with any number of ranks and any chunk size."""
-        load_state(self._optimizer, weights, moments)
+        load_state(self._checked_optimizer(), weights, moments)
         self._resume_schedule()
 
     def save_checkpoint(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
@@ -255,19 +255,24 @@ class Engine(torch.nn.Module):
 
         extra: JSON content that load_checkpoint returns: scheduler.state_dict(). Raises CheckpointError on all ranks.
         """
-        save_sharded(self._optimizer, Path(path), extra or {}, dict(self._persistent_buffers()))
+        save_sharded(self._checked_optimizer(), Path(path), extra or {}, dict(self._persistent_buffers()))
 
     def copy_checkpoint(self, extra: dict[str, Any] | None = None) -> Writer:
         """Copies the state into host memory, and returns a function that writes the copy; see sharded.py, copy_sharded."""
-        return copy_sharded(self._optimizer, extra or {}, dict(self._persistent_buffers()))
+        return copy_sharded(self._checked_optimizer(), extra or {}, dict(self._persistent_buffers()))
 
     def load_checkpoint(self, path: str | Path, verify: bool = True) -> dict[str, Any]:
         """Resumes from a checkpoint of any ranks, chunk size, ownership, precision; returns `extra`. Raises CheckpointError.
 
         verify: compare the files with their checksums first."""
-        extra = load_sharded(self._optimizer, Path(path), dict(self._persistent_buffers()), verify)
+        extra = load_sharded(self._checked_optimizer(), Path(path), dict(self._persistent_buffers()), verify)
         self._resume_schedule()
         return extra
+
+    def _checked_optimizer(self) -> ChunkedAdam:
+        """The optimizer, to read or write values by name. Raises StateError if the names are no longer the module's."""
+        check_names(self.module, self._optimizer)
+        return self._optimizer
 
     def _resume_schedule(self) -> None:
         if self.lr_scheduler is not None:    # the loaded moments know how many updates there were
@@ -282,11 +287,11 @@ class Engine(torch.nn.Module):
 
     def export_weights(self, path: str | Path) -> None:
         """Writes the fp32 weights as one safetensors file, a group of chunks at a time; every rank calls it."""
-        export_weights(self._optimizer, Path(path))
+        export_weights(self._checked_optimizer(), Path(path))
 
     def import_weights(self, path: str | Path) -> None:
         """Loads the weights of a safetensors file; every rank calls it. The moments stay. Raises CheckpointError."""
-        import_weights(self._optimizer, Path(path))
+        import_weights(self._checked_optimizer(), Path(path))
 
     # ---------------------------------------------------------------- reports
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from pstar.chunks.interrupts import check, whole
-from pstar.errors import ConfigError
+from pstar.errors import ConfigError, StateError
 from pstar.layout.layout import STATE_BLOCK, Group, Span, num_blocks
 from pstar.memory.tier import NEAR
 from pstar.numerics.precision import EXP_AVG, EXP_AVG_SQ, PARAM, SCALES, Precision
@@ -17,6 +17,20 @@ PREFIXES = {PARAM: "", EXP_AVG: "exp_avg.", EXP_AVG_SQ: "exp_avg_sq."}
 """Of the keys of each kind of values."""
 SCALE_PREFIXES = {EXP_AVG: "exp_avg_scale.", EXP_AVG_SQ: "exp_avg_sq_scale."}
 """Of the scales of 8-bit moments."""
+
+
+def check_names(module: torch.nn.Module, optimizer: ChunkedAdam) -> None:
+    """Raises StateError if the program has given the module another parameter since the start, by name or in place of one.
+
+    The engine's values would not be the module's then: a file with them would make another model. Parameters that the
+    module no longer has do no harm.
+    """
+    ours = optimizer.chunks.params | optimizer.outside.params
+    known = set(map(id, ours.values()))
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) not in known or ours.get(name, param) is not param:
+            raise StateError(f"{name} is another parameter than at initialize_engine, which the engine neither trains nor "
+                             "saves under this name: make this change of the model in model_func")
 
 
 def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:

@@ -314,6 +314,17 @@ def _kept_elsewhere(module: torch.nn.Module, recipe: Recipe) -> torch.Tensor | N
     return found()
 
 
+def _check_profiler() -> None:
+    """Raises StateError if a profiler runs that keeps references to the tensors it sees: torch does not swap those."""
+    one, other = torch.ones(1), torch.ones(1)
+    one.add_(other)
+    try:
+        torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        raise StateError("a profiler with record_shapes keeps references to its parameters (start it after "
+                         "initialize_engine)") from None
+
+
 def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Recipe | None]:
     """The model without memory and the recipe of its weights; if that is not possible, the model and None, with a warning.
 
@@ -328,6 +339,7 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
         if (tensor := _kept_elsewhere(module, recipe)) is not None:
             raise StateError(f"it keeps a tensor of shape {tuple(tensor.shape)}, in a function for example, that is neither "
                              "a parameter nor a buffer (register_buffer makes it one)")
+        _check_profiler()
         recipe.made.clear()    # no weak reference of ours counts in the next line
         if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")

@@ -309,6 +309,41 @@ def test_an_engine_that_nobody_has_is_freed():
     assert [each() for each in gone] == [None] * 4
 
 
+def swapped(layers: nn.ModuleList) -> None:
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+@pytest.mark.parametrize("change, name", [
+    (lambda layers: layers.append(nn.Linear(16, 16)), "layers.5.weight"),
+    (lambda layers: setattr(layers[3], "bias", nn.Parameter(torch.ones(16))), "layers.3.bias"),
+    (lambda layers: setattr(layers[4], "weight", layers[2].weight), "layers.4.weight"),
+    (swapped, "layers.0.weight"),
+], ids=["a new layer", "another parameter", "a late tie", "two layers swapped"])
+def test_a_parameter_that_came_after_the_start_is_in_no_file(change, name, tmp_path):
+    """The engine computes with it, as plain PyTorch does, but would save the other values under its name."""
+    model, optimizer = toy.build(Loss, near_budget="min")
+    weights = model.gather_state()[0]
+    model.save_checkpoint(tmp_path / "checkpoint")
+    change(model.module.layers)
+    model.backward(model(x(0)))
+    optimizer.step()
+    for call in (model.gather_state, model.copy_checkpoint, lambda: model.load_state(weights),
+                 lambda: model.save_checkpoint(tmp_path / "other"), lambda: model.load_checkpoint(tmp_path / "checkpoint"),
+                 lambda: model.export_weights(tmp_path / "file"), lambda: model.import_weights(tmp_path / "file")):
+        with pytest.raises(pstar.StateError, match=f"^{name} is another parameter than at initialize_engine"):
+            call()
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_layers_may_be_dropped_after_the_start():
+    def drop(model: nn.Module, step: int) -> None:
+        if step == 2:
+            module = model.module if isinstance(model, pstar.Engine) else model
+            module.layers = module.layers[:3]
+
+    compare(Loss, before=drop)
+
+
 def test_a_checkpoint_replaces_nothing_but_a_checkpoint(tmp_path):
     model, _ = toy.build(Loss)
     (tmp_path / "runs").mkdir()

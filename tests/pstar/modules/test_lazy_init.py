@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import pstar
 from pstar.kernels import join_master, split_master
@@ -235,3 +236,15 @@ def test_the_handle_of_such_a_hook_removes_it():
             getattr(model, "module", model).handle.remove()
 
     compare(lambda: Masked(False), before=remove)
+
+
+def test_an_engine_starts_under_a_profiler_that_keeps_its_tensors():
+    warned = pytest.warns(UserWarning, match=r"a profiler with record_shapes .* \(start it after initialize_engine\)")
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True), warned:
+        compare(Loss)
+
+
+@pytest.mark.filterwarnings("error:lazy start is not possible")
+def test_under_another_profiler_the_start_stays_lazy():
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True):
+        compare(Loss)
