@@ -20,17 +20,16 @@ SCALE_PREFIXES = {EXP_AVG: "exp_avg_scale.", EXP_AVG_SQ: "exp_avg_sq_scale."}
 
 
 def check_names(module: torch.nn.Module, optimizer: ChunkedAdam) -> None:
-    """Raises StateError if the program has given the module another parameter since the start, by name or in place of one.
+    """Raises StateError if a parameter of the module is new since the start of the engine, or has another name.
 
-    The engine's values would not be the module's then: a file with them would make another model. Parameters that the
-    module no longer has do no harm.
+    A file with the engine's values would make another model then. Parameters that the module no longer has do no harm.
     """
     ours = optimizer.chunks.params | optimizer.outside.params
     known = set(map(id, ours.values()))
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) not in known or ours.get(name, param) is not param:
-            raise StateError(f"{name} is another parameter than at initialize_engine, which the engine neither trains nor "
-                             "saves under this name: make this change of the model in model_func")
+            raise StateError(f"{name} is not the parameter that the engine saves and loads under this name: the model was "
+                             "changed after initialize_engine; make that change in model_func")
 
 
 def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:

@@ -319,8 +319,8 @@ def swapped(layers: nn.ModuleList) -> None:
     (lambda layers: setattr(layers[4], "weight", layers[2].weight), "layers.4.weight"),
     (swapped, "layers.0.weight"),
 ], ids=["a new layer", "another parameter", "a late tie", "two layers swapped"])
-def test_a_parameter_that_came_after_the_start_is_in_no_file(change, name, tmp_path):
-    """The engine computes with it, as plain PyTorch does, but would save the other values under its name."""
+def test_a_model_that_changed_after_the_start_is_neither_saved_nor_loaded(change, name, tmp_path):
+    """It trains as in plain PyTorch, but under some names the engine has other values, or none."""
     model, optimizer = toy.build(Loss, near_budget="min")
     weights = model.gather_state()[0]
     model.save_checkpoint(tmp_path / "checkpoint")
@@ -330,7 +330,7 @@ def test_a_parameter_that_came_after_the_start_is_in_no_file(change, name, tmp_p
     for call in (model.gather_state, model.copy_checkpoint, lambda: model.load_state(weights),
                  lambda: model.save_checkpoint(tmp_path / "other"), lambda: model.load_checkpoint(tmp_path / "checkpoint"),
                  lambda: model.export_weights(tmp_path / "file"), lambda: model.import_weights(tmp_path / "file")):
-        with pytest.raises(pstar.StateError, match=f"^{name} is another parameter than at initialize_engine"):
+        with pytest.raises(pstar.StateError, match=f"^{name} is not the parameter that the engine saves and loads"):
             call()
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
 
