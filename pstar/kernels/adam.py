@@ -65,7 +65,7 @@ def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp
     """adam_element of the header. All tensors fp32, (N,); updates param and the moments in place."""
     neg_decay, l2, lerp, from_grad, lerp_sq, sq_from_grad, inv_bias2_sqrt, eps, neg_step_size = update.scalars()
     if l2:
-        grad = _fused_add(grad, param, l2)
+        grad = _fused_add(grad, param, l2, out=torch.empty_like(grad))
     _fused_add(grad if from_grad else exp_avg, grad - exp_avg, lerp, out=exp_avg)
     square = grad.square()
     _fused_add(square if sq_from_grad else exp_avg_sq, square - exp_avg_sq, lerp_sq, out=exp_avg_sq)
@@ -76,12 +76,11 @@ def _formula(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp
     param.add_(_fused_add(change, param, neg_decay, out=change))
 
 
-def _fused_add(start: torch.Tensor, values: torch.Tensor, factor: float, out: torch.Tensor | None = None) -> torch.Tensor:
+def _fused_add(start: torch.Tensor, values: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
     """start + factor * values with one rounding, as fmaf does. fp32, (N,); the factor is rounded to fp32 first."""
     if start.device.type != "cpu" or _torch_fuses_on_cpu():
         return torch.add(start, values, alpha=factor, out=out)
-    result = _rounded_once(start, values, factor)
-    return result if out is None else out.copy_(result)
+    return out.copy_(_rounded_once(start, values, factor))
 
 
 @cache

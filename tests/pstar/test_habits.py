@@ -338,7 +338,7 @@ def test_a_model_that_changed_after_the_start_is_neither_saved_nor_loaded(change
 def test_layers_may_be_dropped_after_the_start():
     def drop(model: nn.Module, step: int) -> None:
         if step == 2:
-            module = model.module if isinstance(model, pstar.Engine) else model
+            module = getattr(model, "module", model)
             module.layers = module.layers[:3]
 
     compare(Loss, before=drop)
