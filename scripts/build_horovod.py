@@ -40,9 +40,15 @@ PATCHES = (
     # Python 3.12 has no distutils
     ("horovod/torch/CMakeLists.txt", "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
      "import sysconfig; print(sysconfig.get_paths()['include'])"),
+    # It builds the global process set's device without the interface that the launcher chose. Gloo then takes the address of
+    # the host name: another network on some clusters, and SIGSEGV where the name has no address.
+    ("horovod/common/gloo/gloo_context.cc", "assert(global_context.IsEnabled());",
+     "assert(global_context.IsEnabled());\n  gloo_iface_ = global_context.gloo_iface_;"),
     # no debug information: a third of the time, and a wheel of 1 MB instead of 18
     ("setup.py", "'RelWithDebInfo'", "'Release'"),
 )  # fmt: skip
+# part of a wheel's version, so that no wheel with other patches is taken for this one
+PATCHED = "p" + hashlib.sha256(repr(PATCHES).encode()).hexdigest()[:6]
 # bytes of memory that one compiler takes with torch's headers
 BYTES_PER_COMPILER = 2 * 2**30
 
@@ -102,14 +108,14 @@ def cxx_standard() -> str:
 
 
 def local_version() -> str:
-    """The local part of the wheel's version, which names torch and the operations: torch2.13.0.cpu.gloo."""
+    """The local part of the wheel's version: torch, the operations, the patches. Such as torch2.13.0.cpu.gloo.p3fa2c1."""
     version, cuda = torch_version()
     operations = ["gloo"]
     if shutil.which("mpicxx"):
         operations.append("mpi")
     if cuda and cuda_home() is not None and nccl_home() is not None:
         operations.append("nccl")
-    return re.sub(r"[^A-Za-z0-9.]+", ".", ".".join([f"torch{version}", *operations]))
+    return re.sub(r"[^A-Za-z0-9.]+", ".", ".".join([f"torch{version}", *operations, PATCHED]))
 
 
 def cuda_home() -> Path | None:

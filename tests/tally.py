@@ -29,7 +29,7 @@ STRICT_VARIABLE = "TESTS_STRICT"  # set by conftest.py where CI is set: a skip t
 BUDGETS: dict[str, tuple[int, int]] = {
     "benchmarks": (30, 3), "chapters": (120, 120), "cluster": (80, 3), "docs": (90, 123), "durable": (0, 0),
     "exercises": (4, 40), "fresh": (0, 0), "gpt2_chinese": (96, 22), "harness": (21, 70), "layers": (30, 0),
-    "pstar": (52, 80), "scripts": (80, 3),
+    "pstar": (52, 80), "scripts": (82, 3),
 }  # fmt: skip
 
 started: Counter[str] = Counter()

@@ -39,6 +39,8 @@ def file_of(name: str, page: str) -> Path | None:
         name: as in inline code, from the root of the repository or, on a chapter's page, from the chapter's folder.
         page: the page's address without its language: `chapters/02_ddp/`.
     """
+    if name.startswith("/"):  # a file of the system, such as /etc/hosts
+        return None
     chapter = re.match(r"chapters/\w+", page)
     for base in ([chapter[0]] if chapter else []) + [""]:
         path = REPO / base / name

@@ -108,6 +108,17 @@ def test_the_weights_check_fails_without_horovods_collective(finished, tmp_path:
 
 
 @needs_horovod
+def test_ranks_meet_where_the_host_name_has_no_address() -> None:
+    """As on a laptop that was renamed. The ranks must use the interface that the launcher names, for all process sets."""
+    rename = "import os, socket, sys; socket.sethostname('no-such-host.invalid'); os.execvp(sys.argv[1], sys.argv[1:])"
+    renamed = ["unshare", "--map-root-user", "--uts", sys.executable, "-c", rename]
+    if subprocess.run([*renamed, "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no name of its own to a process")
+    meet = "import horovod.torch as hvd; hvd.init(); print(hvd.size(), 'ranks')"
+    assert run([*renamed, *horovodrun(2, "-c", meet)]).count("2 ranks") == 2
+
+
+@needs_horovod
 def test_half_the_bytes_change_little(finished, more) -> None:
     chapter = more[1]
     assert chapter.losses() == pytest.approx(finished[0].losses(), rel=1e-3)

@@ -32,9 +32,9 @@ def test_the_wheel_is_named_after_torch_python_and_platform(script, monkeypatch)
     monkeypatch.setattr(script, "torch_version", lambda: ("2.13.0+cpu", False))
     monkeypatch.setattr(script.shutil, "which", lambda name: None)
     local = script.local_version()
-    assert local == "torch2.13.0.cpu.gloo"
+    assert local == f"torch2.13.0.cpu.gloo.{script.PATCHED}"
     folder = script.wheel_folder(local)
-    assert folder.name.startswith(f"torch2.13.0.cpu.gloo-{sys.implementation.cache_tag}-")
+    assert folder.name.startswith(f"{local}-{sys.implementation.cache_tag}-")
     assert script.find_wheel(local) is None
     folder.mkdir(parents=True)
     (folder / "horovod-0.28.1+x.whl.tmp7").write_text("half")
@@ -59,7 +59,7 @@ def test_mpi_and_nccl_are_built_in_where_they_are(script, monkeypatch, tmp_path:
     monkeypatch.setattr(script.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(script, "torch_version", lambda: ("2.13.0", True))
     local = script.local_version()
-    assert local == "torch2.13.0.gloo.mpi.nccl"
+    assert local == f"torch2.13.0.gloo.mpi.nccl.{script.PATCHED}"
     environment = script.build_environment(local, "-j2", tmp_path)
     assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL" and environment["HOROVOD_WITH_MPI"] == "1"
     assert environment["CUDAToolkit_ROOT"] == str(tmp_path / "cuda")

@@ -255,6 +255,14 @@ def test_no_python_is_one_line(checkout, tmp_path):
     assert lines[0].startswith("error: no Python 3.11 or newer found; install one, or name it: PYTHON=")
 
 
+@pytest.mark.skipif(not (REPO / ".git").exists(), reason="a copy without git")
+def test_git_of_windows_changes_no_line_ends(tmp_path):
+    """Its installer proposes core.autocrlf=true, and bash reads no script with CRLF."""
+    write_out = ["git", "-c", "core.autocrlf=true", "checkout-index", f"--prefix={tmp_path}/", "scripts/setup.sh"]
+    subprocess.run(write_out, cwd=REPO, check=True)
+    assert b"\r" not in (tmp_path / "scripts" / "setup.sh").read_bytes()
+
+
 # ---- inside setup_environment.py
 
 
