@@ -35,7 +35,9 @@ def replacing(path: Path, per_process: bool = False) -> Iterator[Path]:
 def write_json(path: Path, content: Any) -> None:
     """Writes readable JSON, complete or not at all."""
     with replacing(path) as staging:
-        staging.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        # A file name in GBK has half characters, which UTF-8 lacks. Python's escapes for them are JSON's, too.
+        staging.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_flushed(path: Path, data: bytes) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from durable.closed_pipe import exit_on_closed_pipe
 from durable.command_line import WholeFlagsParser, one_line
+from durable.printable import escape_what_stdout_lacks
 
 SPEAK_S = 5.0  # how long the other ranks leave to rank 0 to print an error and to end
 LOST_PEER = 3  # exit status of a rank that ends because another rank ended or did not answer
@@ -53,7 +54,11 @@ def print_on_rank_0(message: str, rank: int) -> None:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turns a UserError raised in its block into one line on stderr and exit status 2; ends quietly on a closed pipe."""
+    """Turns a UserError raised in its block into one line on stderr and exit status 2; ends quietly on a closed pipe.
+
+    From here on, stdout escapes characters that its encoding lacks, in the rest of the program too.
+    """
+    escape_what_stdout_lacks()
     with exit_on_closed_pipe():
         try:
             yield

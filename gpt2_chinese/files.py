@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from durable.printable import utf8
 from gpt2_chinese.errors import UserError
 
 LONGEST_NAME = 240  # bytes; Linux allows 255, and staging files have longer names
@@ -97,6 +98,8 @@ def check_output_folder(folder: Path | str, flag: str = "--output-dir", shown: P
     """
     what = f"{flag} {folder if shown is None else shown} cannot be written"
     existing = Path(folder).absolute()
+    if utf8(str(existing)) != str(existing):
+        raise UserError(f"{what}: its name is not UTF-8, which TensorBoard and safetensors need; give another one")
     try:
         while True:
             try:

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from durable.closed_pipe import exit_on_closed_pipe
 from durable.command_line import WholeFlagsParser, one_line
+from durable.printable import escape_what_stdout_lacks
 from pstar.config import Config, load_config, reference
 from pstar.errors import PstarError
 from pstar.planner import plan_command
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     """`pstar config` prints every key with its default; `pstar config FILE` checks a file, of DeepSpeed or PatrickStar too,
     and prints what becomes of its keys; `pstar plan` predicts whether a model fits on a machine (exit status 1 if not);
     `pstar trace` draws profiles. Exit status 2 for bad input."""
+    escape_what_stdout_lacks()
     with exit_on_closed_pipe():
         return _run(argv)
 

@@ -11,6 +11,8 @@ REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 _setup() {
     local extras="" candidate found=""
+    # Python reads and prints in the encoding of the locale. ISO-8859-1, that of LANG=en_US, has no Chinese.
+    case "$(locale charmap 2>/dev/null)" in UTF-8 | GB* | BIG5* | "") ;; *) export PYTHONUTF8="${PYTHONUTF8-1}" ;; esac
     # A file sourced without arguments gets its caller's, so only known names are taken as extras.
     case "${1-}" in dev | docs | horovod | parquet | peft | dev,docs | docs,dev | dev,docs,horovod,parquet,peft) extras="$1" ;; esac
     for candidate in ${PYTHON:+"$PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11 \

@@ -193,6 +193,9 @@ def start_empty_venv() -> None:
         raise SetupError(
             f"{sys.executable} cannot make virtual environments; on Debian and Ubuntu: apt install python{version}-venv"
         )
+    if any("\udc80" <= character <= "\udcff" for character in str(REPO)):
+        encoding = sys.getfilesystemencoding()
+        raise SetupError(f"the name of {REPO} is not {encoding}, and Python makes no environment there: rename the folder")
     free = shutil.disk_usage(REPO).free
     if free < FREE_BYTES_NEEDED:
         raise SetupError(

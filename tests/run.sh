@@ -18,6 +18,7 @@ case "${1-}" in
     --all) shift; export TESTS_WHOLE=all; set -- "${shared[@]}" "$@" ;;
 esac
 
+export PYTHONUTF8=1  # files of tests are UTF-8, in every locale
 # Where the environment forbids bytecode files, every worker would compile all tests at every run, and every program its modules.
 unset PYTHONDONTWRITEBYTECODE
 begin=$SECONDS

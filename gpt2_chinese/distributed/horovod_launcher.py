@@ -23,6 +23,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from durable.printable import escape_what_stdout_lacks
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, UserError
 
@@ -149,6 +150,8 @@ def main(arguments: list[str]) -> int:
     """Runs Horovod's launcher with these arguments; returns the exit status of the job."""
     from horovod.runner import gloo_run, launch
 
+    escape_what_stdout_lacks()
+    os.environ["PYTHONIOENCODING"] = "utf-8"  # of the ranks: Horovod reads their output so, whatever the locale is
     shutdown_events = []
     register = gloo_run.register_shutdown_event
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from durable.printable import utf8
 from gpt2_chinese import __version__
 from gpt2_chinese.locks import try_lock
 from gpt2_chinese.run.flops import Rates
@@ -66,12 +67,12 @@ class Metrics:
 
     def text(self, name: str, text: str, step: int) -> None:
         """Adds a text to TensorBoard."""
-        self._board.add_text(name, text, step)
+        self._board.add_text(name, utf8(text), step)
 
     def compare(self, settings: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """Adds the run to TensorBoard's table of hyper-parameters."""
         self._board.add_hparams(
-            {k: v for k, v in settings.items() if isinstance(v, int | float | str)},
+            {k: utf8(v) if isinstance(v, str) else v for k, v in settings.items() if isinstance(v, int | float | str)},
             {f"hparam/{k}": v for k, v in results.items()},
             run_name=".",
         )

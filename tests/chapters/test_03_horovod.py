@@ -270,8 +270,8 @@ def test_without_horovod_the_program_ends_with_one_line(tmp_path: Path) -> None:
 def test_train_sh_runs_from_any_folder(tmp_path: Path) -> None:
     chapter = Chapter("03_horovod", tmp_path)
     command = ["bash", str(ROOT / "chapters/03_horovod/train.sh"), *chapter.command("--max-steps", 2)[2:]]
-    env = environment() | {"PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S)
+    env = environment() | {"PYTHON": sys.executable, "PYTHONIOENCODING": "gbk"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding="gbk", timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
-    assert "Done." in done.stdout
+    assert "Done." in done.stdout and "「今天天气」" in done.stdout
     assert "horovod: 0.28" in done.stderr and done.stderr.count("horovod:") == 1

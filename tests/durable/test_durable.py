@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from durable.boxes import boxes
 from durable.files import replacing, write_flushed, write_json
 from durable.folders import digest, first_damage, put_in_place
+from durable.printable import escape_what_stdout_lacks
 
 
 @pytest.mark.parametrize("per_process", [False, True])
@@ -29,6 +33,23 @@ def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path: Path, per_pr
         staging.write_text("new")
         assert path.read_bytes() == before and (str(os.getpid()) in staging.name) == per_process
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_json_keeps_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
+    """As of files from a Chinese Windows."""
+    name = os.fsdecode("资料.json".encode("gbk"))
+    write_json(tmp_path / "x.json", {"train_data": name, "一": 1})
+    written = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert "一" in written and json.loads(written) == {"train_data": name, "一": 1}
+
+
+def test_stdout_shows_escapes_for_characters_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, shown in (("iso-8859-1", "\\u4eca\\u5929 é"), ("gbk", "今天 é"), ("utf-8", "今天 é")):
+        file = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding=encoding))
+        escape_what_stdout_lacks()
+        print("今天 é", end="", flush=True)
+        assert file.getvalue().decode(encoding) == shown
 
 
 def test_write_flushed_replaces_a_leftover_temporary_file(tmp_path: Path) -> None:

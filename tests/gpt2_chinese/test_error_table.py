@@ -163,6 +163,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a quote and a line break": (["--train-data", "a\"b'\nc"], {}, r"corpus a\"b' c does not exist: give"),
     "an escape sequence": (["--train-data", "a\x1b[2J"], {}, r"corpus a\\x1b\[2J does not exist"),
     "a name that is not UTF-8": (["--train-data", "a\udcff"], {}, r"corpus a\\udcff does not exist"),
+    "output not UTF-8": (["--output-dir", "a\udcff"], {}, r"--output-dir a\\udcff cannot be written: .* not UTF-8"),
     "name too long": (["--train-data", "x" * 300], {}, r"cannot read corpus x+: File name too long"),
     "output name too long": (["--output-dir", "x" * 300], {}, r"--output-dir x+ cannot be written: File name too long"),
     "path of 6000 characters": (

@@ -21,8 +21,9 @@ from tests.gpt2_chinese.chapter_settings import CHAPTERS, ROOT, settings_of
 from tests.gpt2_chinese.test_error_table import GOOD, SMALL, VOCAB, entries
 from tests.limits import HANGS_S
 
-VALUES = ("999999999999", "9" * 25, "9" * 5000, "-1", "-" + "9" * 25, "nan", "inf", "-inf", "1e308", "1e-320", "", " ", "--",
-          "0", "-0", "0x10", "1.5", "２", "\0", "/proc/x", "/dev/null", "corpus.json/x", "none", "a\nb")  # fmt: skip
+VALUES = ("999999999999", "9" * 25, "9" * 5000, "-1", "-" + "9" * 25, "nan", "inf", "-inf", "1e308", "1e-320", "", " ",
+          "--", "0", "-0", "0x10", "1.5", "２", "\0", "/proc/x", "/dev/null", "corpus.json/x", "none", "a\nb",
+          "\udcd7")  # fmt: skip
 FEW = ("9" * 25, "--", "nan", "")  # of flags that several chapters share, in the quick command
 PLAN_FLAGS = ("--model", "--trainable", "--machine", "--gpus", "--gpu-memory", "--host-memory", "--disk", "--batch",
               "--seq-len", "--micro-steps", "--precision", "--state-bits", "--frozen-bits", "--chunk-size")  # fmt: skip

@@ -109,6 +109,7 @@ DURABLE_ROWS = {
     "files": 0,
     "folders": 1,
     "hang_report": 1,
+    "printable": 0,
     "__init__": 2,
 }
 

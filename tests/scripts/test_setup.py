@@ -42,7 +42,7 @@ elif how == "finds nothing":
 CALLER = """
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"EXTRAS
-echo "$PYTHON" "$*"
+echo "$PYTHON" "$*" ${PYTHONUTF8-}
 """
 
 
@@ -94,7 +94,7 @@ def checkout(tmp_path):
 
 
 def test_the_first_start_makes_an_environment_and_the_second_is_one_line(checkout):
-    status, lines, out = checkout.run("--nproc", "2")
+    status, lines, out = checkout.run("--nproc", "2", LC_ALL="C.UTF-8")
     assert status == 0, lines
     assert out == f"{checkout.venv}/bin/python --nproc 2"  # and the caller's flags are unchanged
     assert checkout.pip_calls() == ["install --progress-bar off -c constraints.txt -e ."]
@@ -102,8 +102,10 @@ def test_the_first_start_makes_an_environment_and_the_second_is_one_line(checkou
 
     (checkout.fakes / "torch").mkdir()  # the slow part of a start
     (checkout.fakes / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
-    status, lines, out = checkout.run("--nproc", "2")
+    # a locale without Chinese
+    status, lines, out = checkout.run("--nproc", "2", LC_ALL="C")
     assert (status, lines) == (0, [f"setup: using {checkout.venv}"])
+    assert out == f"{checkout.venv}/bin/python --nproc 2 1", "Python in UTF-8"
     assert len(checkout.pip_calls()) == 1
 
 
@@ -317,6 +319,13 @@ def test_all_packages_of_the_project_are_looked_for():
 def test_a_python_without_venv_names_the_debian_package(environment, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(environment.SetupError, match=r"apt install python3\.\d+-venv"):
+        environment.make_venv(set())
+
+
+def test_a_folder_whose_name_is_not_utf8_is_one_line(environment, monkeypatch):
+    """As from a zip of a Chinese Windows, whose names are in GBK."""
+    monkeypatch.setattr(environment, "REPO", Path(os.fsdecode(b"/course \xbf\xce")))
+    with pytest.raises(environment.SetupError, match=r"is not utf-8, .* rename the folder"):
         environment.make_venv(set())
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from gpt2_chinese.run.metrics import rows_before
+from gpt2_chinese.run.metrics import Metrics, rows_before
 from tests.limits import HANGS_S
 
 SAYS_ITS_PEAK = "import torch; from gpt2_chinese.run.metrics import peak_bytes; print(peak_bytes(torch.device('cpu')))"
@@ -34,3 +35,15 @@ def test_damaged_lines_are_left_out_of_a_resumed_run(tmp_path: Path) -> None:
     file.write_bytes(b"\n".join([good[0], *damaged, *good[1:], b'{"st']))
     assert [row["step"] for row in rows_before(file, 3)] == [1, 2]
     assert rows_before(tmp_path / "none.jsonl", 3) == []
+
+
+def test_tensorboard_shows_the_name_of_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    """As of a corpus from a Chinese Windows; TensorBoard takes UTF-8 only."""
+    metrics = Metrics(tmp_path, rates=None)
+    assert metrics.take()
+    settings = {"train_data": os.fsdecode("资料".encode("gbk"))}
+    metrics.begin(1, settings)
+    metrics.compare(settings, {"loss": 8.0})
+    metrics.close()
+    for file in (tmp_path / "tensorboard").iterdir():
+        assert rb"\udcd7\udcca\udcc1\udccf" in file.read_bytes()
