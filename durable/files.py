@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from durable.printable import utf8
+
 
 @contextlib.contextmanager
 def replacing(path: Path, per_process: bool = False) -> Iterator[Path]:
@@ -36,8 +38,7 @@ def write_json(path: Path, content: Any) -> None:
     """Writes readable JSON, complete or not at all."""
     with replacing(path) as staging:
         text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
-        # A file name in GBK has half characters, which UTF-8 lacks. Python's escapes for them are JSON's, too.
-        staging.write_text(text, encoding="utf-8", errors="backslashreplace")
+        staging.write_text(utf8(text), encoding="utf-8")
 
 
 def write_flushed(path: Path, data: bytes) -> None:

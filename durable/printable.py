@@ -17,5 +17,8 @@ def escape_what_stdout_lacks() -> None:
 
 
 def utf8(text: str) -> str:
-    """The text with escapes for what UTF-8 lacks: half characters, as Python has for the bytes of a file name in GBK."""
+    """The text with escapes for what UTF-8 lacks: half characters, as Python has for the bytes of a file name in GBK.
+
+    JSON has the same escapes.
+    """
     return text.encode(errors="backslashreplace").decode()

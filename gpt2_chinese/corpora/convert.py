@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from durable.printable import utf8
 from gpt2_chinese.corpora.cleaning import Seen
 from gpt2_chinese.corpora.columnar import check_reader
 from gpt2_chinese.corpora.detect import TEXT_FORMATS, Decision, Head, detect, layout, take_head
@@ -241,7 +242,7 @@ def convert(options: argparse.Namespace) -> None:
         shown_options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
         shown_options["inputs"] = [shown(path) for path in options.inputs]
         text = json.dumps({"options": shown_options, **report.as_dict()}, ensure_ascii=False, indent=2, default=str)
-        (output.staging / "report.json").write_text(text.encode("utf-8", "replace").decode() + "\n", encoding="utf-8")
+        (output.staging / "report.json").write_text(utf8(text) + "\n", encoding="utf-8")
         output.finish()
         output = None
     except (OSError, sqlite3.Error) as error:

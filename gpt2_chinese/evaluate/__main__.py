@@ -15,6 +15,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from durable.printable import utf8
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
 from gpt2_chinese.evaluate.choices import ChoiceSet, read_set, set_files
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
             print_several(founds)
         if a.json is not None:
             whole = founds[names[0]] if len(founds) == 1 else {"models": founds}
-            content = json.dumps(whole, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+            content = utf8(json.dumps(whole, ensure_ascii=False, indent=2, allow_nan=False)) + "\n"
             write(a.json, lambda staging: staging.write_text(content, encoding="utf-8"), "--json")
         if a.plot is not None:
             plot(founds, a.plot)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -31,8 +32,9 @@ VOCAB = ROOT / "cache" / "vocab.txt"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two of the shipped genres, and a file without an item."""
-    folder = tmp_path_factory.mktemp("corpus")
+    """A folder of two of the shipped genres, and a file without an item. Its name is in GBK, as from a Chinese Windows."""
+    folder = tmp_path_factory.mktemp("corpus") / os.fsdecode("语料".encode("gbk"))
+    folder.mkdir()
     for file in GENRES:
         shutil.copy(file, folder)
     (folder / "empty.json").write_text("[]")

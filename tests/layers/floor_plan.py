@@ -106,11 +106,11 @@ DURABLE_ROWS = {
     "closed_pipe": 0,
     "command_line": 0,
     "distributed_checkpoint": 0,
-    "files": 0,
-    "folders": 1,
-    "hang_report": 1,
     "printable": 0,
-    "__init__": 2,
+    "files": 1,
+    "folders": 2,
+    "hang_report": 2,
+    "__init__": 3,
 }
 
 # The only places where torch.distributed appears, besides the technique files of chapters. Those of checkpoints read or

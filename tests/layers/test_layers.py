@@ -106,7 +106,7 @@ def test_a_good_example_is_green(tmp_path):
         ("pstar/engine.py", "from gpt2_chinese.model import GPT2LMHeadModel", "pstar must not import gpt2_chinese"),
         ("durable/files.py", "from pstar.errors import PstarError", "durable must not import pstar.errors"),
         ("durable/files.py", "def f():\n    import gpt2_chinese.errors", "files.py:2: durable must not import gpt2_chinese"),
-        ("durable/files.py", "from durable.folders import digest", "files (row 0) must not import folders (row 1)"),
+        ("durable/files.py", "from durable.folders import digest", "files (row 1) must not import folders (row 2)"),
         ("durable/files.py", "import torch.distributed", "files.py:1: torch.distributed does not belong here"),
         ("durable/news.py", "", "unknown room of durable; add it to the table"),
         ("pstar/kernels/adam.py", "import transformers", "pstar must not import transformers"),
