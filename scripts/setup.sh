@@ -11,6 +11,7 @@ REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 _setup() {
     local extras="" candidate found=""
+    unset PYTHONSAFEPATH  # every program here imports modules of its own folder
     # Python reads and prints in the encoding of the locale. ISO-8859-1, that of LANG=en_US, has no Chinese.
     case "$(locale charmap 2>/dev/null)" in UTF-8 | GB* | BIG5* | "") ;; *) export PYTHONUTF8="${PYTHONUTF8-1}" ;; esac
     # A file sourced without arguments gets its caller's, so only known names are taken as extras.

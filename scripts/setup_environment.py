@@ -40,7 +40,7 @@ MINUTES = "about two minutes, longer on a slow connection"
 
 def main() -> None:
     """Reads the command line, prints the interpreter's path."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])  # None under -OO
     parser.add_argument("--extras", default="", help="extras of pyproject.toml, separated by commas")
     extras = {extra for extra in parser.parse_args().extras.split(",") if extra}
     try:

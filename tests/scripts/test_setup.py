@@ -102,8 +102,8 @@ def test_the_first_start_makes_an_environment_and_the_second_is_one_line(checkou
 
     (checkout.fakes / "torch").mkdir()  # the slow part of a start
     (checkout.fakes / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
-    # a locale without Chinese
-    status, lines, out = checkout.run("--nproc", "2", LC_ALL="C")
+    # a locale without Chinese, and settings of Python that hide modules of the script's folder and docstrings
+    status, lines, out = checkout.run("--nproc", "2", LC_ALL="C", PYTHONSAFEPATH="1", PYTHONOPTIMIZE="2")
     assert (status, lines) == (0, [f"setup: using {checkout.venv}"])
     assert out == f"{checkout.venv}/bin/python --nproc 2 1", "Python in UTF-8"
     assert len(checkout.pip_calls()) == 1
