@@ -34,26 +34,33 @@ def start(settings: Settings) -> int:
     # What --standalone means, but by number: where nothing resolves the name localhost, it would give up after minutes.
     arguments = ["--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:0", f"--rdzv-id={uuid.uuid4()}"]
     arguments += [f"--local-addr={LOOPBACK}", f"--nproc-per-node={settings.nproc}"]
-    arguments.append("--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # stop_signal handles SIGTERM and SIGUSR1
 
     def at_once() -> NoReturn:
         raise SignalException("two signals to stop", signal.SIGKILL)  # torchrun ends the ranks with this signal
 
     try:
         with stop_signal.passed_on(at_once):
-            return run([*arguments, "--", str(settings.program), *settings.argv])  # "--": else torchrun reads --nproc itself
+            # "--": else torchrun reads --nproc itself. stop_signal handles SIGTERM.
+            return run([*arguments, "--", str(settings.program), *settings.argv], ends_at=("SIGINT", "SIGHUP", "SIGQUIT"))
     finally:
         os.environ.pop(LAUNCHED_VARIABLE, None)
 
 
-def run(arguments: list[str]) -> int:
-    """Runs torchrun with these arguments; prints one line where it fails, and returns the exit status of the job."""
+def run(arguments: list[str], ends_at: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")) -> int:
+    """Runs torchrun with these arguments; prints one line where it fails, and returns the exit status of the job.
+
+    Args:
+        arguments: flags, the program, and the program's flags.
+        ends_at: the signals that end the job. One that is ignored at the start, as SIGHUP is under nohup, stays ignored.
+    """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
+    handled = [name for name in ends_at if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    arguments = [f"--signals-to-handle={','.join(handled)}", *arguments]
     logging.disable(logging.CRITICAL)  # torchrun would log 40 lines about what is printed below in one line
     try:
         torchrun(arguments)

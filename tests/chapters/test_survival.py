@@ -112,12 +112,22 @@ def test_killed_again_and_again(ranks, tmp_path: Path, name: str, nproc: int, ho
     pytest.param("02_ddp", 2, None, signal.SIGTERM, marks=pytest.mark.deep), ("06_zero", 2, 1, signal.SIGUSR1),
 ])  # fmt: skip
 def test_a_signal_saves_and_ends_with_status_0(tmp_path: Path, name: str, nproc: int, to: int | None, number: int) -> None:
-    """To the program itself, to the launcher, to rank 1; the ranks agree about the step. 06 saves in the background."""
+    """To the program itself, to the launcher, to rank 1; the ranks agree about the step. 06 saves in the background.
+
+    They run as under nohup, and the end of the terminal does not end them.
+    """
     how = ASYNC if name == "06_zero" else ()
     flags = (*how, "--max-steps", 5000, "--eval-every", 10_000, "--save-every", 10_000, "--nproc", nproc)
     chapter = Chapter(name, tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process = started(chapter, *flags)
-    os.kill(process.pid if to is None else ranks_below(process.pid)[to], number)
+    signal.signal(signal.SIGHUP, before)
+    ranks = ranks_below(process.pid)
+    for pid in (process.pid, *ranks.values()):
+        os.kill(pid, signal.SIGHUP)
+    rows = chapter.num_rows()
+    wait_until(lambda: chapter.num_rows() > rows + 1, "two more steps", lambda: process.poll() is None)
+    os.kill(process.pid if to is None else ranks[to], number)
     said = process.communicate(timeout=HANGS_S)[0]
     assert process.returncode == 0, said
     step = len(chapter.metrics())
