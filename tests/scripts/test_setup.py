@@ -68,11 +68,12 @@ class Checkout:
 
     def start(self, *flags: str, program: str = "train.sh", **environment: str) -> subprocess.Popen:
         """Starts a chapter's train.sh from another folder."""
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONUTF8"}  # tests/run.sh sets it
         path = {"PYTHON": sys.executable, "PYTHONPATH": str(self.fakes), "PIP_CALLS": str(self.calls)}
         return subprocess.Popen(
             ["bash", self.root / "chapters" / "00_single" / program, *flags],
             cwd="/",
-            env={**os.environ, **path, **environment},
+            env={**kept, **path, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

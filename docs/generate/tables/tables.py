@@ -46,6 +46,7 @@ TREE = {
     "CITATION.cff": "how to cite this repository",
     "LICENSE": "BSD-3-Clause",
     ".gitignore": "what runs and builds leave behind",
+    ".gitattributes": "the same line ends on every system",
 }
 
 # All chapters of the course; those without a train.py are shown as planned.
