@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from durable.printable import printable
+
 LONGEST_LINE = 2000  # characters; a path can have 4096, a list of mismatches more
 
 
@@ -13,7 +15,7 @@ def one_line(message: str) -> str:
     """A message with a user's text in it, which may have line breaks, control characters and any length."""
     line = " ".join(message.split())
     line = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE - 200]} [...] {line[-200:]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return printable(line)
 
 
 class WholeFlagsParser(argparse.ArgumentParser):

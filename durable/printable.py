@@ -1,4 +1,4 @@
-"""Writes escapes for characters that an encoding lacks, such as \\u4eca for a Chinese one in ISO-8859-1."""
+"""Writes escapes for characters that cannot be written: \\u4eca for a Chinese one in ISO-8859-1, \\n in one line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def escape_what_stdout_lacks() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def printable(text: object) -> str:
+    """str(text) in one line, with escapes for line breaks, control characters and half characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def utf8(text: str) -> str:

@@ -99,7 +99,7 @@ def check_output_folder(folder: Path | str, flag: str = "--output-dir", shown: P
     what = f"{flag} {folder if shown is None else shown} cannot be written"
     existing = Path(folder).absolute()
     if utf8(str(existing)) != str(existing):
-        raise UserError(f"{what}: its name is not UTF-8, which TensorBoard and safetensors need; give another one")
+        raise UserError(f"{what}: its name is not UTF-8, and not every library can write there; give another one")
     try:
         while True:
             try:

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from durable.printable import utf8
+from durable.printable import printable, utf8
 from gpt2_chinese.corpora.cleaning import Seen
 from gpt2_chinese.corpora.columnar import check_reader
 from gpt2_chinese.corpora.detect import TEXT_FORMATS, Decision, Head, detect, layout, take_head
@@ -30,7 +30,7 @@ from gpt2_chinese.corpora.prepare import Prepared, Rules, Stretch, batches, valu
 from gpt2_chinese.corpora.processes import prepared_by, prepared_here
 from gpt2_chinese.corpora.records import Choices, record_format
 from gpt2_chinese.corpora.report import Report
-from gpt2_chinese.corpora.sources import Source, input_files, open_sources, shown
+from gpt2_chinese.corpora.sources import Source, input_files, open_sources
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.progress import ByteProgress
 from gpt2_chinese.workers import num_cores
@@ -201,12 +201,12 @@ class Conversion:
         if self.report.unreadable.count > self.options.max_bad:
             raise UserError(
                 f"more than {self.options.max_bad} items cannot be read, the last is {place}, it {problem}: "
-                f"{shown(excerpt)!r}; raise --max-bad, or give the right --format"
+                f"{excerpt!r}; raise --max-bad, or give the right --format"
             )
 
 
 def _few(names: list[str]) -> str:
-    return shown(", ".join(names))[:80]
+    return printable(", ".join(names))[:80]
 
 
 def _check_encoding(name: str, head: Head, encoding: str) -> None:
@@ -220,7 +220,7 @@ def _check_encoding(name: str, head: Head, encoding: str) -> None:
 def convert(options: argparse.Namespace) -> None:
     """The command `convert`. Raises UserError."""
     files, left_out = input_files(options.inputs)
-    check_reader([shown(file) for _, file in files])
+    check_reader([printable(file) for _, file in files])
     vocabulary = None
     if options.vocab:
         from gpt2_chinese.vocabulary.vocabulary import Vocabulary
@@ -240,28 +240,29 @@ def convert(options: argparse.Namespace) -> None:
         if not report.kept:
             raise UserError(f"no item is left of {report.read} read: {report.reasons() or 'the inputs hold no text'}")
         shown_options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-        shown_options["inputs"] = [shown(path) for path in options.inputs]
+        shown_options["inputs"] = [str(path) for path in options.inputs]
         text = json.dumps({"options": shown_options, **report.as_dict()}, ensure_ascii=False, indent=2, default=str)
         (output.staging / "report.json").write_text(utf8(text) + "\n", encoding="utf-8")
         output.finish()
         output = None
     except (OSError, sqlite3.Error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--output {shown(options.output)} cannot be written: {reason}") from None
+        raise UserError(f"--output {printable(options.output)} cannot be written: {reason}") from None
     finally:
         if output is not None:
             output.discard()
     print(report.text())
     train, valid = (options.output / part for part in PARTS)
     if conversion.shards["valid"].items and conversion.shards["train"].items:
-        print(f"\nTrain on it with: --train-data {shown(train)} --valid-data {shown(valid)}")
+        print(f"\nTrain on it with: --train-data {printable(train)} --valid-data {printable(valid)}")
     else:
         there, missing = (train, valid) if conversion.shards["train"].items else (valid, train)
-        print(f"\nAll items are in {shown(there)}, none in {shown(missing)}: --valid-share and the texts alone decide that")
+        print(f"\nAll items are in {printable(there)}, none in {printable(missing)}: "
+              "--valid-share and the texts alone decide that")  # fmt: skip
 
 
 def _refuse_own_output(files: list[tuple[Path, Path]], final: Path) -> None:
     """Refuses inputs inside --output: the end of the conversion would delete them. Raises UserError."""
     for _, file in files:
         if final in Path(os.path.abspath(file)).parents:
-            raise UserError(f"{shown(file)} is inside --output {shown(final)}: give another --output")
+            raise UserError(f"{printable(file)} is inside --output {printable(final)}: give another --output")

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from gpt2_chinese.corpora.sources import shown
-
 if TYPE_CHECKING:
     from gpt2_chinese.corpora.output import Shards
     from gpt2_chinese.vocabulary.vocabulary import Vocabulary
@@ -123,14 +121,14 @@ class Report:
         """Counts an item that cannot be read; prints the first BAD_SHOWN at once."""
         self.unreadable.count += 1
         if self.unreadable.count <= BAD_SHOWN:
-            self.unreadable.examples.append(f"{place} {problem}: {shown(excerpt)!r}")
+            self.unreadable.examples.append(f"{place} {problem}: {excerpt!r}")
             print(f"passed over: {self.unreadable.examples[-1]}", file=sys.stderr, flush=True)
         elif self.unreadable.count == BAD_SHOWN + 1:
             print("passed over: more such items, which are counted only", file=sys.stderr, flush=True)
 
     def drop(self, rule: str, place: str, text: str) -> None:
         """Counts an item that a rule drops."""
-        self.dropped.setdefault(rule, Counted()).add(lambda: f"{place}: {shown(text[:30])!r}")
+        self.dropped.setdefault(rule, Counted()).add(lambda: f"{place}: {text[:30]!r}")
 
     def leave_out(self, name: str) -> None:
         """Counts a file or member that is no text by its name."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
+from durable.printable import printable
 from gpt2_chinese.corpora import columnar
 from gpt2_chinese.errors import UserError
 
@@ -78,12 +79,6 @@ class Source(NamedTuple):
     table: columnar.Table | None = None
 
 
-def shown(name: object) -> str:
-    """The name of a file or member as printed on one line: ? for what cannot be printed."""
-    text = str(name).encode("utf-8", "replace").decode()
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]:
     """Returns (input, file) for all files of the inputs, folders in order of names, and the names of files left out.
 
@@ -94,7 +89,7 @@ def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]
     left_out: list[str] = []
     for given in inputs:
         if not given.exists():
-            raise UserError(f"{shown(given)} does not exist: give files, folders or archives to convert")
+            raise UserError(f"{printable(given)} does not exist: give files, folders or archives to convert")
         if not given.is_dir():
             files.append((given, given))
             continue
@@ -107,10 +102,10 @@ def input_files(inputs: list[Path]) -> tuple[list[tuple[Path, Path]], list[str]]
                 if file.suffix.lower() in SUFFIXES and not columnar.belongs_to_datasets(file):
                     files.append((given, file))
                 else:
-                    left_out.append(shown(file))
+                    left_out.append(printable(file))
         if len(files) == before:
             expected = " ".join(SUFFIXES)
-            raise UserError(f"folder {shown(given)} holds no file to convert: their names must end in {expected}")
+            raise UserError(f"folder {printable(given)} holds no file to convert: their names must end in {expected}")
     return files, left_out
 
 
@@ -130,7 +125,7 @@ def open_sources(
     """
     for given, file in files:
         alone = given == file
-        name = shown(file)
+        name = printable(file)
         try:
             stream = io.BufferedReader(_Counted(file, progress), 1 << 18)
         except OSError as error:
@@ -192,7 +187,7 @@ def _guarded(name: str, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
 
 
 def _damaged(name: str, error: BaseException) -> str:
-    return f"{name} is damaged or cut short ({shown(error) or type(error).__name__}): get or pack it again"
+    return f"{name} is damaged or cut short ({printable(error) or type(error).__name__}): get or pack it again"
 
 
 def _limited(name: str, read: Callable[[int], bytes], packed: Callable[[], int], max_bytes: int) -> Callable[[int], bytes]:
@@ -237,7 +232,7 @@ def _check_member(archive: str, member: str) -> None:
     """Refuses names that lead out of a folder; no member is written to disk, but such an archive is made to do harm."""
     parts = re.split(r"[/\\]", member)
     if member.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", member) or ".." in parts or "\0" in member:
-        raise UserError(f"{archive} is refused: its member {shown(member)!r} has a path that leads out of the archive")
+        raise UserError(f"{archive} is refused: its member {member!r} has a path that leads out of the archive")
 
 
 def _wanted(archive: str, member: str, leave_out: Callable[[str], None]) -> bool:
@@ -247,7 +242,7 @@ def _wanted(archive: str, member: str, leave_out: Callable[[str], None]) -> bool
         return False
     if path.suffix.lower() in TEXT_SUFFIXES + ARCHIVE_SUFFIXES:  # _no_nesting refuses the archives, by name
         return True
-    leave_out(f"{archive}:{shown(member)}")
+    leave_out(f"{archive}:{printable(member)}")
     return False
 
 
@@ -262,7 +257,7 @@ def _zip_members(stream: BinaryIO, given: Path, name: str, leave_out, max_bytes:
     for member in members:
         _check_member(name, member.filename)
         if stat.S_ISLNK(member.external_attr >> 16):
-            raise UserError(f"{name} is refused: its member {shown(member.filename)!r} is a link")
+            raise UserError(f"{name} is refused: its member {member.filename!r} is a link")
         if member.flag_bits & 1:
             raise UserError(f"{name} is encrypted: unpack it with its password first")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -274,7 +269,7 @@ def _zip_members(stream: BinaryIO, given: Path, name: str, leave_out, max_bytes:
     for member in members:
         if member.is_dir() or not _wanted(name, member.filename, leave_out):
             continue
-        inside = f"{name}:{shown(member.filename)}"
+        inside = f"{name}:{printable(member.filename)}"
         try:
             current = archive.open(member)
         except _DAMAGE as error:
@@ -336,9 +331,9 @@ def _tar_members(stream, given: Path, name: str, leave_out) -> Iterator[Source]:
         if member.isdir():
             continue
         if not member.isreg() or member.issparse():
-            raise UserError(f"{name} is refused: its member {shown(member.name)!r} is a link, a device or a sparse file")
+            raise UserError(f"{name} is refused: its member {member.name!r} is a link, a device or a sparse file")
         if not _wanted(name, member.name, leave_out):
             continue
-        inside = f"{name}:{shown(member.name)}"
+        inside = f"{name}:{printable(member.name)}"
         group = (str(given), PurePosixPath(member.name).suffix.lower())
         yield Source(inside, group, False, _no_nesting(inside, _guarded(inside, archive.extractfile(member).read)))

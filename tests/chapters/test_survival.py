@@ -120,8 +120,10 @@ def test_a_signal_saves_and_ends_with_status_0(tmp_path: Path, name: str, nproc:
     flags = (*how, "--max-steps", 5000, "--eval-every", 10_000, "--save-every", 10_000, "--nproc", nproc)
     chapter = Chapter(name, tmp_path)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    process = started(chapter, *flags)
-    signal.signal(signal.SIGHUP, before)
+    try:
+        process = started(chapter, *flags)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     ranks = ranks_below(process.pid)
     for pid in (process.pid, *ranks.values()):
         os.kill(pid, signal.SIGHUP)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from durable.boxes import boxes
 from durable.files import replacing, write_flushed, write_json
 from durable.folders import digest, first_damage, put_in_place
-from durable.printable import escape_what_stdout_lacks
+from durable.printable import escape_what_stdout_lacks, printable
 
 
 @pytest.mark.parametrize("per_process", [False, True])
@@ -43,13 +43,14 @@ def test_json_keeps_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     assert "一" in written and json.loads(written) == {"train_data": name, "一": 1}
 
 
-def test_stdout_shows_escapes_for_characters_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escapes_for_characters_that_stdout_lacks_or_that_break_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for encoding, shown in (("iso-8859-1", "\\u4eca\\u5929 é"), ("gbk", "今天 é"), ("utf-8", "今天 é")):
         file = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding=encoding))
         escape_what_stdout_lacks()
         print("今天 é", end="", flush=True)
         assert file.getvalue().decode(encoding) == shown
+    assert printable("今\n\ud800\x1b[1m") == "今\\n\\ud800\\x1b[1m"
 
 
 def test_write_flushed_replaces_a_leftover_temporary_file(tmp_path: Path) -> None:

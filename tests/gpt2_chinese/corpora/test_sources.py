@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_chinese.corpora import sources
 from gpt2_chinese.corpora.sources import input_files, open_sources
 from gpt2_chinese.errors import UserError
 from tests.limits import peak_bytes
@@ -257,4 +256,3 @@ def test_missing_and_empty_inputs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(TEXT)
     files, left_out = input_files([tmp_path])
     assert [file.name for _, file in files] == ["a.txt"] and len(left_out) == 1, "folders behind links are not entered"
-    assert sources.shown("a\nb\ud800\x1b[1m") == "a?b??[1m"
