@@ -30,8 +30,10 @@ import ablation_rounds
 from ablation_rounds import Failures, Rounds
 from ablation_variants import VARIANTS, WARM_UP_STEPS, Result, Variant
 from command_line import at_least, parser_of, set_missing
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from processes import why_it_failed
+
+from durable.cores import num_cores
 
 __all__ = ["ROOT", "WARM_UP_STEPS", "Result", "Variant", "hardware", "run_once"]
 ROOT = Path(__file__).resolve().parents[1]

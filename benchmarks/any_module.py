@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from command_line import at_least, parser_of, publish, set_missing
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from turns import in_turns
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 SIZES = {

@@ -18,8 +18,10 @@ from typing import Any
 
 import ranks
 from command_line import at_least, parser_of, publish
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from ranks import Contender, Step
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 GOAL = 1.05

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from command_line import parser_of, publish
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from process_tree import run_and_watch
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 MB = 10**6

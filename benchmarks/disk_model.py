@@ -29,9 +29,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from command_line import at_least, parser_of, publish
-from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from facts import bullets, busy_seconds, processor, versions, when_and_how
 from process_memory import status
 from rank_memory import reset_peak, run, warm_up
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 MIB, GIB = 2**20, 2**30

@@ -9,11 +9,6 @@ import shlex
 from pathlib import Path
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def processor() -> str:
     """The name of the processor, or its architecture if the system does not give the name."""
     try:

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from command_line import at_least, parser_of
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from process_memory import status
 from processes import started
 from turns import in_turns
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

@@ -46,9 +46,11 @@ from typing import Any
 
 import ranks
 from command_line import at_least, parser_of, set_missing
-from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from facts import bullets, busy_seconds, processor, versions, when_and_how
 from processes import started
 from turns import in_turns
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 FULL = ranks.MODEL | {"batch": ranks.BATCH, "threads": num_cores()}

@@ -22,8 +22,10 @@ from typing import Any
 
 import ranks
 from command_line import at_least, parser_of, publish, set_missing
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from ranks import Contender, Job
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 JOBS = {

@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from command_line import parser_of, publish
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from process_memory import status
 from rank_memory import reset_peak, run, warm_up
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 MIB, STEPS, TOLERANCE = 2**20, 5, 0.05

@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from command_line import at_least, parser_of, publish, set_missing
-from facts import bullets, busy_seconds, num_cores, processor, versions, when_and_how
+from facts import bullets, busy_seconds, processor, versions, when_and_how
 from process_memory import status
 from processes import started
 from turns import in_turns
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 MODEL = {"n_layer": 12, "n_embd": 256, "n_head": 4, "n_positions": 128, "vocab_size": 21128}

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from command_line import at_least, parser_of, publish, set_missing
-from facts import bullets, num_cores, processor, versions, when_and_how
+from facts import bullets, processor, versions, when_and_how
 from memory_speed import WARM_UP_STEPS, Runner, busy_line, measure, spread
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20

@@ -27,8 +27,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from command_line import parser_of
-from facts import bullets, num_cores, versions, when_and_how
+from facts import bullets, versions, when_and_how
 from process_memory import status
+
+from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "chapters" / "06_zero")]

@@ -15,11 +15,6 @@ from pathlib import Path
 from typing import Any
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def start_worker(program: str, first: Any, pass_fds: tuple[int, ...] = (), **environment: str) -> subprocess.Popen[bytes]:
     """Starts Python with the text of a program and sends it its first pickle.
 

@@ -27,6 +27,8 @@ from pathlib import Path
 from locked import locked
 from moving_line import run_with_progress, say
 
+from durable.cores import num_cores
+
 REPO = Path(__file__).resolve().parents[1]
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
@@ -294,9 +296,8 @@ def patch(source: Path) -> None:
 
 def num_compilers() -> int:
     """The number of parallel compilers that cores and memory allow."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(cores, memory // BYTES_PER_COMPILER))
+    return max(1, min(num_cores(), memory // BYTES_PER_COMPILER))
 
 
 def build_environment(local: str, jobs: str, scratch: Path) -> dict[str, str]:

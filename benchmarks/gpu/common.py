@@ -13,7 +13,9 @@ import warnings
 from pathlib import Path
 
 from command_line import parser_of
-from facts import num_cores, versions, when_and_how
+from facts import versions, when_and_how
+
+from durable.cores import num_cores
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

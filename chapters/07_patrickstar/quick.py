@@ -15,7 +15,6 @@ All variants compute the same losses, bit for bit, except 8-bit states.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from durable.cores import num_cores
 from gpt2_chinese.errors import UserError, command_parser, exit_on_user_error
 
 SIZE = {"n_layer": 6, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 1024}
@@ -237,7 +237,7 @@ def fallen_away(device: str) -> list[str]:
     lacks = []
     if device == "cpu":
         lacks.append("no GPU: near is host memory with a budget, and the link is simulated")
-    if device == "cpu" and (os.cpu_count() or 1) < 2:
+    if device == "cpu" and num_cores() < 2:
         lacks.append("one core: copies and computation share it, so little can be hidden")
     if not cpu.paths():
         lacks.append("no C++ compiler: Adam runs on torch operations, with the same bits and more time")
@@ -259,7 +259,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--device cuda: torch finds no GPU here; leave the flag out")
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
     lacks, size = fallen_away(device), TINY if options.tiny else SIZE
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1) if hasattr(os, "sched_getaffinity") else 1)
+    torch.set_num_threads(max(1, num_cores() - 1))
     long = f"{options.rounds} round(s)" if options.rounds else f"about {options.minutes:g} minutes"
     print("\n".join([f"what each optimisation brings: {long}", *(f"  {line}" for line in lacks)]), flush=True)
     layer = 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import os
 import platform
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from durable.cores import num_cores
 from durable.files import replacing
 
 MB = 1e6
@@ -57,11 +57,10 @@ def facts(size: dict[str, int], batch: int, keys: dict[str, Any], timed: int, de
     """(name, fact) of the circumstances."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     link = f", link of {keys['simulated_link'] / MB:,.0f} MB/s" if "simulated_link" in keys else ""
     work = (f"GPT-2 of {size['n_layer']} layers, {size['n_embd']} wide, vocabulary {size['vocab_size']}, length "
             f"{size['n_positions']}, batch {batch}, fp32, near {keys['near_budget']}{link}; {torch.get_num_threads()} of "
-            f"{cores} cores compute ({processor()})")
+            f"{num_cores()} cores compute ({processor()})")
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     found = [("work", work), ("versions", f"torch {torch.__version__}, Python {platform.python_version()}")]
     found += [("missing", "; ".join(lacks))] if lacks else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from durable.cores import limit_threads
 from gpt2_chinese.checkpoint.find import PARTS, newest_complete, read_state
 from gpt2_chinese.checkpoint.model_state import load_weights
 from gpt2_chinese.checkpoint.sealed_folder import MANIFEST, new_damage
@@ -149,13 +150,14 @@ def load_model(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a command of one process: what --device auto, cpu or cuda means on this machine.
+    """The device of a command of one process: what --device auto, cpu or cuda means on this machine. Limits its threads.
 
     Raises:
         UserError: --device cuda, but torch finds no GPU.
     """
     import torch
 
+    limit_threads()
     found = torch.cuda.is_available()
     if name == "cuda" and not found:
         raise UserError(

@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from durable.cores import num_cores
 from durable.printable import printable, utf8
 from gpt2_chinese.corpora.cleaning import Seen
 from gpt2_chinese.corpora.columnar import check_reader
@@ -33,7 +34,6 @@ from gpt2_chinese.corpora.report import Report
 from gpt2_chinese.corpora.sources import Source, input_files, open_sources
 from gpt2_chinese.errors import UserError
 from gpt2_chinese.progress import ByteProgress
-from gpt2_chinese.workers import num_cores
 
 ENCODINGS = ("utf-8", "gb18030", "big5", "utf-16")
 PARALLEL_BYTES = 1 << 25  # smaller inputs are converted before other processes have started

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from durable.cores import num_cores
+
 BLOCK_BYTES = 4 << 20
 
 
@@ -61,7 +63,7 @@ def file_digests(path: Path) -> list[str]:
 
         if len(starts) < 2:
             return [digest(start) for start in starts]
-        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(len(starts), num_cores())) as pool:
             return list(pool.map(digest, starts))
     finally:
         os.close(handle)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from durable.cores import num_cores
 from gpt2_chinese.corpus import corpus_files
 from gpt2_chinese.data.sealed_json import block_digests
 from gpt2_chinese.data.token_parts import SUMS, Group, Job, file_groups, tokenise_group
@@ -29,7 +30,6 @@ from gpt2_chinese.errors import UserError, notice
 from gpt2_chinese.progress import ByteProgress
 from gpt2_chinese.vocabulary.profiles import VocabularyFile
 from gpt2_chinese.vocabulary.vocabulary import Vocabulary
-from gpt2_chinese.workers import num_cores
 
 PARALLEL_BYTES = 1 << 26  # of a smaller corpus one process is done before others have started
 

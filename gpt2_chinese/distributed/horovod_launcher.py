@@ -23,6 +23,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from durable.cores import num_cores
 from durable.printable import escape_what_stdout_lacks
 from gpt2_chinese.distributed import stop_signal
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, UserError
@@ -86,8 +87,7 @@ def start(settings: ParallelSettings, flags: Sequence[str] = ()) -> NoReturn:
             "Horovod is missing in this environment: start this chapter with its train.sh, which builds it once, "
             "or run bash scripts/build_horovod.sh"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = "1"
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # a lost peer raises an exception, which is printed once
     # A hanging rank ends the job: after the stall limits if only its program hangs, after gloo's timeout if Horovod's

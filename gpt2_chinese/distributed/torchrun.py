@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 
 from durable import closed_pipe
+from durable.cores import limit_threads
 from durable.hang_report import Watch
 from gpt2_chinese import background
 from gpt2_chinese.distributed import (
@@ -74,6 +75,7 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else torchrun_launcher.exit_interrupted)
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
+    limit_threads()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launcher == "horovodrun":

@@ -13,6 +13,7 @@ import sys
 import uuid
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from durable.cores import num_cores
 from gpt2_chinese.distributed import lost_links, stop_signal
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER
 
@@ -26,8 +27,7 @@ def start(settings: Settings) -> int:
     """Runs the program under torchrun on this machine; returns the exit status of the job."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // settings.nproc)))
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     # All ranks are on this machine. Without this, gloo looks its host name up, and warns where nothing resolves it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

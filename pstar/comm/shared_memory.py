@@ -32,6 +32,7 @@ from typing import TypeVar
 import torch
 
 from durable.calls import NUM_CALLS, Call, register
+from durable.cores import num_cores
 from pstar.errors import StateError
 
 SLICE_BYTES = 4 * 2**20
@@ -97,7 +98,7 @@ class SharedMemory:
         # Each rank's tags for its even and its odd exchange: a rank may be one exchange ahead of the others.
         self._tags = cells[:, 1:3]
         self._halves = data[head:].view(2, num_ranks, SLICE_BYTES)
-        self._naps = num_ranks > len(os.sched_getaffinity(0))
+        self._naps = num_ranks > num_cores()
         self._count = 0
         self._begun: deque[Exchange] = deque()
         self._last_look, self._waits = 0, False

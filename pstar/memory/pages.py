@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from durable.control_group import folders
+
 PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -41,8 +43,8 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of host memory that this process may still take, swap included: what the system has available, or what the limit
-    of its control group leaves, whichever is less. None if the system does not say.
+    """Bytes of host memory that this process may still take, swap included: what the system has available, or what the
+    limits of its control groups leave, whichever is less. None if the system does not say.
 
     root: of the file system with proc and sys (Linux: man proc_meminfo, admin-guide/cgroup-v1/memory and cgroup-v2).
     """
@@ -50,14 +52,14 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
     if "MemAvailable:" not in meminfo:
         return None
     free = [1024 * (meminfo["MemAvailable:"] + meminfo.get("SwapFree:", 0))]
-    for folder, limit, used, cache in (("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-                                       ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                        "total_inactive_file")):
-        try:
-            left = int((root / folder / limit).read_text()) - int((root / folder / used).read_text())
-        except (OSError, ValueError):    # not this version of control groups, or no limit: "max"
-            continue
-        free.append(max(0, left + _table(root / folder / "memory.stat").get(cache, 0)))
+    for folder in folders("memory", root):
+        for limit, used, cache in (("memory.max", "memory.current", "inactive_file"),
+                                   ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+            try:
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            except (OSError, ValueError):    # not this version of control groups, or no limit: "max"
+                continue
+            free.append(max(0, left + _table(folder / "memory.stat").get(cache, 0)))
     return min(free)
 
 

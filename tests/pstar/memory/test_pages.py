@@ -21,14 +21,16 @@ GROUPS = {
     "version 2": {"memory.max": "300000", "memory.current": "250000", "memory.stat": "anon 9\ninactive_file 40000\n"},
     "version 2, full": {"memory.max": "300000", "memory.current": "300001", "memory.stat": "anon 9\n"},
     "version 1": {"memory/memory.limit_in_bytes": "400000", "memory/memory.usage_in_bytes": "100000"},
+    "version 2, a job": {"slurm/job_7/memory.max": "350000", "slurm/job_7/memory.current": "100000", "memory.max": "max"},
     "version 1, no limit": {"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "100000"},
 }
 
 
-@pytest.mark.parametrize("group, free", list(zip(GROUPS, (665600, 665600, 90000, 0, 300000, 665600),
+@pytest.mark.parametrize("group, free", list(zip(GROUPS, (665600, 665600, 90000, 0, 300000, 250000, 665600),
                                                  strict=True)))
 def test_free_memory_is_what_the_system_and_the_control_group_leave(group, free, tmp_path):
-    files = {f"sys/fs/cgroup/{name}": text for name, text in GROUPS[group].items()} | {"proc/meminfo": MEMINFO}
+    files = {f"sys/fs/cgroup/{name}": text for name, text in GROUPS[group].items()}
+    files |= {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/slurm/job_7\n"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
