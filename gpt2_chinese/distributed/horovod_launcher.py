@@ -16,7 +16,6 @@ import functools
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence, Set
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from durable.cores import num_cores
 from durable.printable import escape_what_stdout_lacks
 from gpt2_chinese.distributed import stop_signal
+from gpt2_chinese.distributed.lost_rank import describe, num_killed_for_memory
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER, UserError
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def main(arguments: list[str]) -> int:
     unabbreviated = functools.partialmethod(argparse.ArgumentParser.__init__, allow_abbrev=False)
     argparse.ArgumentParser.__init__ = unabbreviated  # type: ignore[method-assign,assignment]
     sys.argv = ["horovodrun", *arguments]
-    problem = ""
+    problem, killed_before = "", num_killed_for_memory()
     with (
         stop_signal.passed_on(lambda: [event.set() for event in shutdown_events]) as install,
         contextlib.redirect_stdout(streams[0]),
@@ -188,12 +188,13 @@ def main(arguments: list[str]) -> int:
         return 0
     num_ranks = int(arguments[arguments.index("-np") + 1])
     said = " ".join(" ".join([*streams[0].said, *streams[1].said, problem]).split())
-    line = blame(streams[0].ended, streams[1].lost, num_ranks) or f"horovodrun failed: {said}"
+    memory_ran_out = num_killed_for_memory() > killed_before
+    line = blame(streams[0].ended, streams[1].lost, num_ranks, memory_ran_out) or f"horovodrun failed: {said}"
     print(f"error: {line}", file=sys.stderr, flush=True)
     return 1
 
 
-def blame(ended: Sequence[tuple[int, int]], lost: Set[int], num_ranks: int) -> str:
+def blame(ended: Sequence[tuple[int, int]], lost: Set[int], num_ranks: int, memory_ran_out: bool = False) -> str:
     """One line that names the rank that failed first; empty when no rank ended with an error.
 
     Horovod does not always tell how a rank ended that it killed: psutil's wait can take the exit status before the
@@ -203,6 +204,7 @@ def blame(ended: Sequence[tuple[int, int]], lost: Set[int], num_ranks: int) -> s
         ended: (rank, exit status) of the ranks that ended with an error, in that order.
         lost: ranks that printed LOST_LINE; a rank that hung printed none before the launcher killed it.
         num_ranks: ranks of the job.
+        memory_ran_out: the system has killed processes during the job, to get their memory.
     """
     if not ended:
         return ""
@@ -211,8 +213,7 @@ def blame(ended: Sequence[tuple[int, int]], lost: Set[int], num_ranks: int) -> s
     if not guilty and silent:
         return f"rank {silent[0]} stopped answering the other ranks; its output is above"
     rank, status = (guilty or ended)[0]
-    how = f" ({signal.Signals(-status).name})" if status < 0 else ""
-    return f"rank {rank} failed with status {status}{how}; its output is above"
+    return describe(rank, status, memory_ran_out)
 
 
 def _interrupted() -> int:

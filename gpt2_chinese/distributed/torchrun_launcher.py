@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from durable.cores import num_cores
 from gpt2_chinese.distributed import lost_links, stop_signal
+from gpt2_chinese.distributed.lost_rank import describe, num_killed_for_memory
 from gpt2_chinese.errors import LAUNCHED_VARIABLE, LOST_PEER
 
 if TYPE_CHECKING:
@@ -61,13 +62,14 @@ def run(arguments: list[str], ends_at: tuple[str, ...] = ("SIGTERM", "SIGINT", "
 
     handled = [name for name in ends_at if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     arguments = [f"--signals-to-handle={','.join(handled)}", *arguments]
+    killed_before = num_killed_for_memory()
     logging.disable(logging.CRITICAL)  # torchrun would log 40 lines about what is printed below in one line
     try:
         torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = _likeliest_cause(error)
-        how = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
-        print(f"error: rank {rank} failed with status {failure.exitcode}{how}; its output is above", file=sys.stderr)
+        line = describe(rank, failure.exitcode, num_killed_for_memory() > killed_before)
+        print(f"error: {line}", file=sys.stderr)
         return 1
     except (RendezvousError, DistError) as error:
         print(f"error: no connection to the other torchruns: {_first_cause(error)}", file=sys.stderr)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from durable.control_group import folders
 from durable.cores import num_cores
+from tests.control_group import join, limited_group
 
 CORES = 8
 GROUPS = {  # files below sys/fs/cgroup, /proc/self/cgroup
@@ -54,28 +54,6 @@ def test_a_system_without_proc_and_affinity(tmp_path: Path, monkeypatch: pytest.
     assert num_cores(tmp_path) == 6
 
 
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """A control group of this machine with the time of one core."""
-    try:
-        *_, outermost = (folder for folder in folders("cpu") if (folder / "cgroup.procs").exists())
-        folder = outermost / f"gpt2_chinese_{os.getpid()}"
-        folder.mkdir()
-    except (OSError, ValueError) as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        try:
-            if outermost.name == "cpu":
-                (folder / "cpu.cfs_quota_us").write_text("100000")
-            else:
-                (folder / "cpu.max").write_text("100000 100000")
-        except OSError as error:
-            pytest.skip(f"no control group can limit time here: {error}")
-        yield folder
-    finally:
-        folder.rmdir()
-
-
 TRAIN = """
 from types import SimpleNamespace
 from gpt2_chinese.distributed.torchrun import launch
@@ -93,14 +71,11 @@ print(num_cores(), torch.get_num_threads())
 
 
 @pytest.mark.parametrize("program", [TRAIN, GENERATE], ids=["train", "generate"])
-def test_programs_compute_with_the_cores_of_a_real_control_group(group: Path, program: str) -> None:
-    def join() -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    def said(**variables: str) -> str:
-        kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        return subprocess.run([sys.executable, "-c", program + PRINT], env=kept | variables, preexec_fn=join, check=True,
-                              capture_output=True, text=True).stdout.strip()  # fmt: skip
-
-    assert said() == "1 1"
-    assert program == TRAIN or said(OMP_NUM_THREADS="2") == "1 2"
+def test_programs_compute_with_the_cores_of_a_real_control_group(program: str) -> None:
+    one_core = {"cpu.cfs_quota_us": "100000"}, {"cpu.max": "100000 100000"}
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    with limited_group("cpu", *one_core) as group:
+        for given, cores_and_threads in (({}, "1 1"), ({"OMP_NUM_THREADS": "2"}, "1 2"))[: 2 if program == TRAIN else 1]:
+            said = subprocess.run([sys.executable, "-c", program + PRINT], env=kept | given, preexec_fn=partial(join, group),
+                                  check=True, capture_output=True, text=True).stdout  # fmt: skip
+            assert said.strip() == cores_and_threads
