@@ -27,3 +27,12 @@ def folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     for name, group in groups.items():
         for each in (group, *group.parents):
             yield root / "sys/fs/cgroup" / name / each
+
+
+def numbers(path: Path) -> dict[str, int]:
+    """A file of lines that begin with a name and a number, as memory.stat and /proc/meminfo; empty without the file."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

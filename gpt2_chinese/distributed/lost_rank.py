@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from durable.control_group import folders, numbers
+
 
 def describe(rank: int, status: int, memory_ran_out: bool = False) -> str:
     """One line about a failed rank, for both launchers.
@@ -14,16 +16,23 @@ def describe(rank: int, status: int, memory_ran_out: bool = False) -> str:
         status: its exit status; a signal is negative, as in subprocess.
         memory_ran_out: the system has killed processes during the job, to get their memory (see `num_killed_for_memory`).
     """
-    how = f" ({signal.Signals(-status).name})" if status < 0 else ""
+    how = ""
+    if status < 0:
+        named = -status in set(signal.Signals)
+        how = f" ({signal.Signals(-status).name if named else f'signal {-status}'})"
     if memory_ran_out and status == -signal.SIGKILL:
         how += ": memory ran out, and the system killed it"
     return f"rank {rank} failed with status {status}{how}; its output is above"
 
 
-def num_killed_for_memory(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Processes that the system has killed for their memory since its start (man proc_vmstat); 0 if it does not say."""
-    try:
-        lines = [line.split() for line in vmstat.read_text().splitlines()]
-    except OSError:
-        return 0
-    return sum(int(words[1]) for words in lines if words[0] == "oom_kill")
+def num_killed_for_memory(root: Path = Path("/")) -> int:
+    """Processes of this control group (without one: of the machine) that the system has killed because memory ran out.
+
+    Args:
+        root: of the file system with proc and sys (Linux: man proc_vmstat, admin-guide/cgroup-v1/memory and cgroup-v2).
+    """
+    for folder in folders("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := numbers(folder / name).get("oom_kill")) is not None:
+                return count
+    return numbers(root / "proc/vmstat").get("oom_kill", 0)

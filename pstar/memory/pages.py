@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from durable.control_group import folders
+from durable.control_group import folders, numbers
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -48,7 +48,7 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
 
     root: of the file system with proc and sys (Linux: man proc_meminfo, admin-guide/cgroup-v1/memory and cgroup-v2).
     """
-    meminfo = _table(root / "proc/meminfo")
+    meminfo = numbers(root / "proc/meminfo")
     if "MemAvailable:" not in meminfo:
         return None
     free = [1024 * (meminfo["MemAvailable:"] + meminfo.get("SwapFree:", 0))]
@@ -59,14 +59,5 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
                 left = int((folder / limit).read_text()) - int((folder / used).read_text())
             except (OSError, ValueError):    # not this version of control groups, or no limit: "max"
                 continue
-            free.append(max(0, left + _table(folder / "memory.stat").get(cache, 0)))
+            free.append(max(0, left + numbers(folder / "memory.stat").get(cache, 0)))
     return min(free)
-
-
-def _table(path: Path) -> dict[str, int]:
-    """A file of lines that begin with a name and a number; empty without the file."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

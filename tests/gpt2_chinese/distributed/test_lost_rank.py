@@ -15,20 +15,32 @@ from tests.chapters.program import ROOT
 from tests.control_group import join, limited_group
 from tests.limits import HANGS_S
 
-LIMIT = 1 << 30  # bytes, for the launcher with torch and a rank of half of it
+LIMIT = 1 << 30  # bytes: enough for the launcher, which imports torch
 
 
 @pytest.mark.parametrize("status, memory_ran_out, how", [
     (1, False, "1"), (1, True, "1"), (-15, True, "-15 (SIGTERM)"), (-9, False, "-9 (SIGKILL)"),
-    (-9, True, "-9 (SIGKILL): memory ran out, and the system killed it"),
+    (-40, False, "-40 (signal 40)"), (-9, True, "-9 (SIGKILL): memory ran out, and the system killed it"),
 ])  # fmt: skip
 def test_the_line(status: int, memory_ran_out: bool, how: str) -> None:
     assert describe(3, status, memory_ran_out) == f"rank 3 failed with status {how}; its output is above"
 
 
-def test_a_system_that_does_not_count_its_kills(tmp_path: Path) -> None:
-    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 2\n")
-    assert num_killed_for_memory(tmp_path / "vmstat") == 2 and num_killed_for_memory(tmp_path / "none") == 0
+COUNTS = {  # files below sys/fs/cgroup, and /proc/self/cgroup
+    "version 2": (2, {"job/memory.events": "oom 9\noom_kill 2\n", "memory.events": "oom_kill 5\n"}, "0::/job\n"),
+    "version 1": (4, {"memory/job/memory.oom_control": "under_oom 0\noom_kill 4\n"}, "4:memory:/job\n0::/\n"),
+    "no group": (7, {}, "0::/\n"),
+}
+
+
+@pytest.mark.parametrize("count, files, own", COUNTS.values(), ids=COUNTS)
+def test_the_kills_of_a_group_or_of_the_machine(count: int, files: dict[str, str], own: str, tmp_path: Path) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (files | {"proc/self/cgroup": own, "proc/vmstat": "pgfault 3\noom_kill 7\n"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert num_killed_for_memory(tmp_path) == count
+    assert num_killed_for_memory(tmp_path / "no Linux") == 0
 
 
 def test_memory_runs_out(tmp_path: Path) -> None:
