@@ -94,8 +94,9 @@ class Engine:
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
-            dist.barrier()    # so that the last step's bytes are its own
+            dist.barrier()
             before = counts_of("self")
+            dist.barrier()    # no rank sends bytes of the step before this one has read the count
             loss = self.step(rank)
             dist.barrier()
         seconds = (time.perf_counter() - begin) / steps
