@@ -34,7 +34,7 @@ def _share(folder: Path) -> list[float]:
 
 
 def limit_threads() -> None:
-    """Lets torch compute with no more threads than cores that this process may use; OMP_NUM_THREADS goes before.
+    """Lets torch compute with no more threads than cores that this process may use; OMP_NUM_THREADS takes precedence.
 
     torch counts the cores of the affinity. Its threads wait for each other in a loop, which uses up a limited CPU time: with
     two threads for the time of one core, a step took twice as long as with one.

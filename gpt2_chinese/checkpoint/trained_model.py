@@ -150,7 +150,9 @@ def load_model(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a command of one process: what --device auto, cpu or cuda means on this machine. Limits its threads.
+    """The device of a command of one process: what --device auto, cpu or cuda means on this machine.
+
+    Limits torch's threads (see `limit_threads`).
 
     Raises:
         UserError: --device cuda, but torch finds no GPU.

@@ -204,7 +204,7 @@ def blame(ended: Sequence[tuple[int, int]], lost: Set[int], num_ranks: int, memo
         ended: (rank, exit status) of the ranks that ended with an error, in that order.
         lost: ranks that printed LOST_LINE; a rank that hung printed none before the launcher killed it.
         num_ranks: ranks of the job.
-        memory_ran_out: the system has killed processes during the job, to get their memory.
+        memory_ran_out: the system has killed processes during the job because memory ran out.
     """
     if not ended:
         return ""

@@ -14,12 +14,12 @@ def describe(rank: int, status: int, memory_ran_out: bool = False) -> str:
     Args:
         rank: its number.
         status: its exit status; a signal is negative, as in subprocess.
-        memory_ran_out: the system has killed processes during the job, to get their memory (see `num_killed_for_memory`).
+        memory_ran_out: the system has killed processes during the job because memory ran out (see `num_killed_for_memory`).
     """
     how = ""
     if status < 0:
-        named = -status in set(signal.Signals)
-        how = f" ({signal.Signals(-status).name if named else f'signal {-status}'})"
+        names = {each.value: each.name for each in signal.Signals}
+        how = f" ({names.get(-status, f'signal {-status}')})"
     if memory_ran_out and status == -signal.SIGKILL:
         how += ": memory ran out, and the system killed it"
     return f"rank {rank} failed with status {status}{how}; its output is above"
