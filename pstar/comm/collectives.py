@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from durable.calls import name_next
 from pstar.comm import shared_memory
@@ -110,8 +111,8 @@ class Collectives:
         self.host_group = self.group
         if not self.alone and dist.get_backend(self.group) != "gloo":
             # Other ranks make no engine in this group, and so no such call: the members alone must suffice.
-            self.host_group = (dist.new_group(backend="gloo") if self.group is None
-                               else new_member_group(dist.get_process_group_ranks(self.group)))
+            self.host_group = (dist.new_group(timeout=self._host_timeout(), backend="gloo") if self.group is None
+                               else new_member_group(dist.get_process_group_ranks(self.group), self._host_timeout()))
         self.piece, self.num_pieces, self.replica, self.num_nodes = self.rank, self.num_ranks, 0, 1
         self._memory: SharedMemory | TwoLevels | None = None
         self._by_node: Replicas | NodeGroups | None = None
@@ -159,7 +160,7 @@ class Collectives:
         self.piece, self.num_pieces = ranks.index(self.rank), len(ranks)
         everyone = dist.get_process_group_ranks(self.group)
         inside = [everyone[rank] for rank in ranks]
-        self._pieces_group = new_member_group(inside)
+        self._pieces_group = new_member_group(inside, self._host_timeout())
         if isinstance(self._memory, Replicas):
             self._by_node = self._memory
         else:
@@ -179,7 +180,7 @@ class Collectives:
         seen = self._all_ranks(all(path is not None and os.path.exists(path) for path in paths))
         everyone, place = dist.get_process_group_ranks(self.group), ranks.index(self.rank)
         members = [everyone[rank] for rank in ranks]
-        memories = [SharedMemory(path, place, len(ranks), members) for path in paths] if seen else []
+        memories = [SharedMemory(path, place, len(ranks), members, self._timeout()) for path in paths] if seen else []
         dist.barrier(self.group)
         for path in filter(None, made):
             os.unlink(path)
@@ -191,7 +192,12 @@ class Collectives:
 
     def _timeout(self) -> timedelta:
         """Of the process group; a group made without a timeout would get torch's default."""
-        return (self.group or dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout
+        group = self.group or dist.group.WORLD
+        return group._get_backend(group._device_types[0]).options._timeout    # a group of NCCL has no backend for the CPU
+
+    def _host_timeout(self) -> timedelta:
+        """The same for a group on the host; a rank that writes a checkpoint may take longer than NCCL's default."""
+        return self._timeout() if dist.get_backend(self.group) == "gloo" else max(self._timeout(), default_pg_timeout)
 
     def from_all(self, value: object) -> list:
         """Returns the values of all ranks, by rank, on every rank; any object that can be pickled."""

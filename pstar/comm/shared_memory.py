@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -37,7 +38,6 @@ from pstar.errors import StateError
 
 SLICE_BYTES = 4 * 2**20
 COUNTER_BYTES = 64    # one cache line for each counter: no false sharing between ranks
-WAIT_S = 600.0
 NAP_S = 50e-6
 """Sleep of a waiting rank between two polls, if there are more ranks than cores: another rank can use its core."""
 
@@ -86,10 +86,12 @@ class SharedMemory:
         path: from make_file on one rank, which unlinks it when all ranks have opened it: no file remains.
         rank, num_ranks: this rank's number, and how many there are.
         members: the numbers of these ranks in the job, for the report of a hang; None: the same numbers.
+        timeout: how long this rank waits for the others in a collective.
     """
 
-    def __init__(self, path: str, rank: int, num_ranks: int, members: Sequence[int] | None = None):
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(self, path: str, rank: int, num_ranks: int, members: Sequence[int] | None = None,
+                 timeout: timedelta = timedelta(minutes=10)):
+        self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, timeout.total_seconds()
         self._members, self._name = tuple(members or range(num_ranks)), f"shared memory {os.path.basename(path)}"
         head = COUNTER_BYTES * num_ranks
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
@@ -256,7 +258,7 @@ class SharedMemory:
             self._waits = False
 
     def _finish(self, exchange: Exchange) -> None:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + self.timeout_s
         self.progress()
         while not exchange.done:
             if self._naps:
@@ -268,9 +270,9 @@ class SharedMemory:
                 raise self.late()
 
     def late(self) -> StateError:
-        """The error of a rank that has waited for WAIT_S; it names those that have not come."""
-        return StateError(f"rank {self._members[self.rank]} waited {WAIT_S:.0f} s in collective {self._count} for ranks "
-                          f"{list(self._missing())}: they hang, died, or made other collective calls")
+        """The error of a rank that has waited for the timeout; it names those that have not come."""
+        return StateError(f"rank {self._members[self.rank]} waited {self.timeout_s:.0f} s in collective {self._count} for "
+                          f"ranks {list(self._missing())}: they hang, died, or made other collective calls")
 
     def _missing(self) -> tuple[int, ...]:
         """The ranks that have not written their slices of the exchange for which this rank waits."""

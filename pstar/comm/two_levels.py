@@ -23,7 +23,6 @@ from typing import Protocol
 
 import torch
 
-from pstar.comm import shared_memory
 from pstar.comm.rail import Crossing, Rail
 from pstar.comm.shared_memory import NAP_S, SharedMemory, add_up, on_host
 from pstar.memory.tier import BETWEEN_NODES, MOVES, SUM, Ledger
@@ -221,7 +220,7 @@ class TwoLevels:
             if exchange.done:
                 return
             if exchange.stage is not stage:
-                stage, nap, deadline = exchange.stage, NAP_S, time.monotonic() + shared_memory.WAIT_S
+                stage, nap, deadline = exchange.stage, NAP_S, time.monotonic() + exchange.lane.memory.timeout_s
             time.sleep(nap)
             if isinstance(stage, Crossing):    # it has the timeout of its process group
                 nap = min(2 * nap, LONG_NAP_S)

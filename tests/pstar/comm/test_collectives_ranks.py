@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pstar.comm import shared_memory
+from pstar.comm import collectives as collectives_module
+from pstar.comm import node_groups, shared_memory
 from pstar.comm.collectives import Collectives
+from pstar.comm.shared_memory import SharedMemory
 from pstar.memory.tier import Ledger
 from tests.cover import quick_only
 from tests.elsewhere import Elsewhere, elsewhere
@@ -143,10 +146,16 @@ def test_without_shared_memory_the_process_group_takes_over_on_all_ranks(ranks, 
         assert not through_memory and total.tolist() == [2, 2, 2]
 
 
+def memories(collectives: Collectives) -> list[SharedMemory]:
+    memory = collectives._memory
+    return [memory] if isinstance(memory, SharedMemory) else [memory._gathers.memory, memory._reductions.memory]
+
+
 def late_case(rank: int, num_ranks: int, nodes: str = ""):
     """Rank 0 sums alone. nodes: a letter for each rank's node; the system's if empty."""
-    shared_memory.WAIT_S = 0.5
     collectives = Collectives(None, Ledger(), node=nodes[rank : rank + 1] or None)
+    for memory in memories(collectives):
+        memory.timeout_s = 0.5
     message = ""
     if rank == 0:
         try:
@@ -154,9 +163,33 @@ def late_case(rank: int, num_ranks: int, nodes: str = ""):
         except Exception as error:
             message = str(error)
     dist.barrier()
-    shared_memory.WAIT_S = 600.0
     return message
 
 
 def test_a_rank_that_does_not_come_is_named(ranks):
     assert "for ranks [1]: they hang, died, or made other collective calls" in ranks(2).run(late_case)[0]
+
+
+def timeout_case(rank: int, num_ranks: int, nodes: str) -> list[float]:
+    """Seconds that collectives wait in shared memory, if the process group's timeout is 1234 s."""
+    group = dist.new_group(timeout=timedelta(seconds=1234))
+    return [memory.timeout_s for memory in memories(Collectives(group, Ledger(), node=nodes[rank]))]
+
+
+@pytest.mark.parametrize("nodes", ["aaaa", "aabb"])
+def test_shared_memory_waits_as_long_as_the_process_group(ranks, nodes):
+    assert {seconds for found in ranks(4).run(timeout_case, nodes) for seconds in found} == {1234}
+
+
+def without_cpu_case(rank: int, num_ranks: int) -> list[float]:
+    """Timeouts of the groups that the collectives make from a group which, as one of NCCL, has no backend for the CPU."""
+    group = dist.new_group(timeout=timedelta(hours=2), backend="cuda:gloo")
+    make = mock.Mock(wraps=node_groups.new_member_group)
+    with mock.patch.object(collectives_module, "new_member_group", make), mock.patch.object(
+            node_groups, "new_member_group", make):    # fmt: skip
+        Collectives(group, Ledger(), node="aabb"[rank], replicate=True)
+    return [call.args[1].total_seconds() for call in make.call_args_list]
+
+
+def test_ownership_node_starts_in_a_process_group_without_a_cpu_backend_and_keeps_its_timeout(ranks):
+    assert ranks(4).run(without_cpu_case) == [[7200] * 4] * 4    # of the host, of the pieces, inside a node, between nodes
