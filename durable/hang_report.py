@@ -62,7 +62,8 @@ class Watch:
     ) -> None:  # fmt: skip
         self.store, self.rank, self.num_ranks, self.after_s, self.folder = store, rank, num_ranks, after_s, Path(folder)
         self.sources, self.advice, self._end, self._save_more = sources, advice, end, save_more
-        self.period_s, self._moved = min(LONGEST_PERIOD_S, after_s / 4), time.monotonic()
+        self.period_s = min(LONGEST_PERIOD_S, after_s / 4)
+        self._moved = self._looked = time.monotonic()
         self._stop, self._asking, self._warned = threading.Event(), threading.Thread(), False
         self._thread = threading.Thread(target=self._run, name="hang report", daemon=True)
         self._thread.start()
@@ -83,11 +84,14 @@ class Watch:
 
     def _is_late(self) -> bool:
         """True if this rank waits too long. Looks closely only if it has begun no call for so long."""
+        now, looked = time.monotonic(), self._looked
+        self._looked = now
+        was_stopped = now - looked > 2 * self.period_s + STORE_S  # by Ctrl-Z, or with the whole machine
         try:
             known = self._known()
-            if sum(source.is_moving() for source in known):  # asks all of them
-                self._moved = time.monotonic()
-            if time.monotonic() - self._moved < self.after_s:
+            if sum(source.is_moving() for source in known) or was_stopped:  # asks all of them
+                self._moved = now
+            if now - self._moved < self.after_s:
                 return False
             return any(call.began < time.time() - self.after_s for source in known for call in source.waiting())
         except Exception as error:

@@ -140,6 +140,20 @@ def test_without_an_answer_of_the_store_a_rank_still_reports(tmp_path, capsys):
     assert json.loads((tmp_path / "new" / "hang-rank0.json").read_text())["silent"] == [1]
 
 
+def test_the_seconds_of_a_stopped_process_are_no_hang(tmp_path):
+    """As after Ctrl-Z and fg: all ranks were stopped, and some wait in a call that began before."""
+    call = Call("receive", "weights", "messages", (1,), began=0.0, missing=(1,))
+    source = mock.Mock(**{"is_moving.return_value": False, "waiting.return_value": [call]})
+    watch = hang_report.Watch(mock.Mock(), 0, 2, 300, tmp_path, mock.Mock(), [source])
+    watch.close()
+    begin, late = watch._moved, []
+    with mock.patch.object(hang_report.time, "monotonic") as clock:
+        for seconds in (5, 1000, *range(1005, 1305, 5)):
+            clock.return_value = begin + seconds
+            late.append(watch._is_late())
+    assert late == [False] * 61 + [True]
+
+
 def test_the_table_has_a_line_for_each_rank_and_names_files_that_cannot_be_read(tmp_path):
     for one in (answer(0, collective(2), waiting=1), answer(1, collective(1))):
         (tmp_path / f"hang-rank{one['rank']}.json").write_text(json.dumps(one | {"host": f"h{one['rank']}"}))
