@@ -51,7 +51,7 @@ def flag(default: Any, help: str, choices: tuple[Any, ...] | None = None, shown:
 class Settings:
     """All flags of a chapter, in the order of --help. After `resolve()` no value that the config gives is None."""
 
-    without: typing.ClassVar[dict[str, str]] = {}  # fields that are no flag of this chapter -> its own flag for the same
+    without: typing.ClassVar[dict[str, str]] = {}  # fields that are no flag of this chapter -> its own flag for it, or ""
 
     nproc: int = flag(1, "Processes on this machine.")
     model_config: str = flag("tiny", "tiny, small, medium, large, xl, or the path of a GPT-2 config.json.")
@@ -318,7 +318,7 @@ def _parse(cls: type[Settings], program_file: str, description: str | None, argv
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].split("=")[0]
-        own = [flag for other, flag in cls.without.items() if dashed(other) == name]
+        own = [flag for other, flag in cls.without.items() if flag and dashed(other) == name]
         near = own or difflib.get_close_matches(name, [dashed(name) for name in cls.flags()], 1)
         hint = f": did you mean {near[0]}?" if near else " (--help lists all flags)"
         raise UserError(f"unknown flag {unknown[0]}{hint}")

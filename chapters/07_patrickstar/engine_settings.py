@@ -9,8 +9,7 @@ from typing import Any
 
 from gpt2_chinese.errors import UserError, notice
 from gpt2_chinese.files import check_output_file
-from gpt2_chinese.settings import Settings as BaseSettings
-from gpt2_chinese.settings import dashed, flag
+from gpt2_chinese.settings import ParallelSettings, dashed, flag
 
 # Configuration key -> the setting with the same meaning. The optimizer's other keys have no flag and are passed on as given.
 SAME_AS = {
@@ -43,8 +42,8 @@ PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory
 
 
 @dataclass
-class Settings(BaseSettings):
-    without = {"recompute": "--activation-checkpointing"}
+class Settings(ParallelSettings):
+    without = {"recompute": "--activation-checkpointing", "check_sync": ""}    # no weights that ranks replicate
     nproc: int = flag(2, "Processes on this machine.", shown="one per GPU, 2 without a GPU; with --backend own 1")
     backend: str = flag("pstar", "own (chunks.py: one process, fp32) or pstar.", choices=("own", "pstar"))
     near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min (the least that works), or "

@@ -28,8 +28,9 @@ def test_a_worker_in_a_sleep_ends_the_job_and_is_named(tmp_path: Path, capsys: p
 
 
 @pytest.mark.deep
-def test_a_stopped_rank_cannot_answer_and_the_others_say_so(tmp_path: Path) -> None:
-    chapter = Chapter("02_ddp", tmp_path)
+@pytest.mark.parametrize("name", ["02_ddp", "07_patrickstar"])
+def test_a_stopped_rank_cannot_answer_and_the_others_say_so(tmp_path: Path, name: str) -> None:
+    chapter = Chapter(name, tmp_path)
     said = end_a_rank(chapter, 3, 1, signal.SIGSTOP, "--hang-after", 10, *SHORT)
     assert "rank 1 is missing and has not answered: it is stopped" in said and "Traceback" not in said, said
     assert "rank 1 failed with status -9 (SIGKILL)" in said, said
