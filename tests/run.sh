@@ -10,7 +10,7 @@ cd "$REPO"
 
 # One worker more than cores: a third of the time a test waits for a process to start or to end. At most three, because each
 # forks ranks of its own, and tests/tally.py has budgets for that.
-cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+cores=$("$PYTHON" -c 'from durable.cores import num_cores; print(num_cores())')
 workers=$((cores > 1 ? 3 : 2))
 shared=(--numprocesses "$workers" --no-loadscope-reorder --durations 30 --durations-min 1 --tb short)
 case "${1-}" in
