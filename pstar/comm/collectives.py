@@ -193,7 +193,8 @@ class Collectives:
     def _timeout(self) -> timedelta:
         """Of the process group; a group made without a timeout would get torch's default."""
         group = self.group or dist.group.WORLD
-        return group._get_backend(group._device_types[0]).options._timeout    # a group of NCCL has no backend for the CPU
+        backend = group._get_backend(group._device_types[0])    # a group of NCCL has none for the CPU
+        return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)    # some backends tell none
 
     def _host_timeout(self) -> timedelta:
         """The same for a group on the host; a rank that writes a checkpoint may take longer than NCCL's default."""

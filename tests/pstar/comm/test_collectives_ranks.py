@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from pstar.comm import collectives as collectives_module
 from pstar.comm import node_groups, shared_memory
@@ -193,3 +195,10 @@ def without_cpu_case(rank: int, num_ranks: int) -> list[float]:
 
 def test_ownership_node_starts_in_a_process_group_without_a_cpu_backend_and_keeps_its_timeout(ranks):
     assert ranks(4).run(without_cpu_case) == [[7200] * 4] * 4    # of the host, of the pieces, inside a node, between nodes
+
+
+@pytest.mark.parametrize("backend", [SimpleNamespace(), SimpleNamespace(options=None)])
+def test_a_backend_that_tells_no_timeout_gets_that_of_torch(backend):
+    """As torch's "fake", or one from outside of torch."""
+    group = SimpleNamespace(_device_types=["cuda"], _get_backend={"cuda": backend}.get)
+    assert Collectives._timeout(SimpleNamespace(group=group)) == default_pg_timeout
