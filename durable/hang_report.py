@@ -62,12 +62,16 @@ class Watch:
     ) -> None:  # fmt: skip
         self.store, self.rank, self.num_ranks, self.after_s, self.folder = store, rank, num_ranks, after_s, Path(folder)
         self.sources, self.advice, self._end, self._save_more = sources, advice, end, save_more
-        self.period_s = min(LONGEST_PERIOD_S, after_s / 4)
         self._moved = self._looked = time.monotonic()
         self._stop, self._asking, self._warned = threading.Event(), threading.Thread(), False
         self._thread = threading.Thread(target=self._run, name="hang report", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside of the store's code would abort the process when Python ends
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two looks."""
+        return min(LONGEST_PERIOD_S, self.after_s / 4)
 
     def close(self) -> None:
         """Ends the thread."""

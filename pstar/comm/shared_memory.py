@@ -91,7 +91,7 @@ class SharedMemory:
 
     def __init__(self, path: str, rank: int, num_ranks: int, members: Sequence[int] | None = None,
                  timeout: timedelta = timedelta(minutes=10)):
-        self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, timeout.total_seconds()
+        self.rank, self.timeout_s = rank, timeout.total_seconds()
         self._members, self._name = tuple(members or range(num_ranks)), f"shared memory {os.path.basename(path)}"
         head = COUNTER_BYTES * num_ranks
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
@@ -109,6 +109,10 @@ class SharedMemory:
         """Number of the next collective's unit, -1 for none; it is part of the tag that ranks compare."""
         self._staged = False    # whether the first begun exchange has written its slice and waits for the others
         register(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._members)
 
     def all_gather(self, flat: torch.Tensor) -> Exchange:
         """In place: flat, (p * S,), holds this rank's piece at its position, and afterwards the pieces of all ranks."""
