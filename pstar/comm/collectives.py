@@ -180,7 +180,7 @@ class Collectives:
         seen = self._all_ranks(all(path is not None and os.path.exists(path) for path in paths))
         everyone, place = dist.get_process_group_ranks(self.group), ranks.index(self.rank)
         members = [everyone[rank] for rank in ranks]
-        memories = [SharedMemory(path, place, len(ranks), members, self._timeout()) for path in paths] if seen else []
+        memories = [SharedMemory(path, place, members, self._timeout()) for path in paths] if seen else []
         dist.barrier(self.group)
         for path in filter(None, made):
             os.unlink(path)
@@ -194,7 +194,7 @@ class Collectives:
         """Of the process group; a group made without a timeout would get torch's default."""
         group = self.group or dist.group.WORLD
         backend = group._get_backend(group._device_types[0])    # a group of NCCL has none for the CPU
-        return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)    # some backends tell none
+        return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)    # some have no such option
 
     def _host_timeout(self) -> timedelta:
         """The same for a group on the host; a rank that writes a checkpoint may take longer than NCCL's default."""

@@ -84,15 +84,15 @@ class SharedMemory:
 
     Args:
         path: from make_file on one rank, which unlinks it when all ranks have opened it: no file remains.
-        rank, num_ranks: this rank's number, and how many there are.
-        members: the numbers of these ranks in the job, for the report of a hang; None: the same numbers.
+        rank: this rank's place among the members.
+        members: the numbers of the p ranks in the job, for the report of a hang.
         timeout: how long this rank waits for the others in a collective.
     """
 
-    def __init__(self, path: str, rank: int, num_ranks: int, members: Sequence[int] | None = None,
-                 timeout: timedelta = timedelta(minutes=10)):
+    def __init__(self, path: str, rank: int, members: Sequence[int], timeout: timedelta):
         self.rank, self.timeout_s = rank, timeout.total_seconds()
-        self._members, self._name = tuple(members or range(num_ranks)), f"shared memory {os.path.basename(path)}"
+        self._members, self._name = tuple(members), f"shared memory {os.path.basename(path)}"
+        num_ranks = self.num_ranks
         head = COUNTER_BYTES * num_ranks
         data = torch.from_file(path, shared=True, size=head + 2 * num_ranks * SLICE_BYTES, dtype=torch.uint8)
         cells = data[:head].view(torch.int64).view(num_ranks, -1)
