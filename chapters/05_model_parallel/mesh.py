@@ -54,7 +54,8 @@ class Mesh:
         if self.ranks.num_ranks == 1 or len(members[0]) == 1:
             return None
         found = None
-        for group in map(dist.new_group, members):
+        for numbers in members:
+            group = dist.new_group(numbers, self.ranks.timeout)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 self._own.append(group)
                 found = group

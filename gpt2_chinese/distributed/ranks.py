@@ -24,6 +24,7 @@ class Ranks:
         device: where this rank computes.
         group: the process group of all ranks, None for a single process.
         watch: reports a hang, or None.
+        timeout: of a collective, for groups that are made of these ranks; None: torch's.
     """
 
     rank: int = 0
@@ -32,6 +33,7 @@ class Ranks:
     device: torch.device = torch.device("cpu")
     group: Any = None
     watch: Watch | None = None
+    timeout: timedelta | None = None
 
     @property
     def is_main(self) -> bool:
@@ -62,11 +64,11 @@ class Ranks:
         """Waits until every rank has called this."""
         self.max(0.0)
 
-    def apart(self, timeout_s: float) -> Ranks:
+    def apart(self) -> Ranks:
         """The same ranks on the CPU with a process group of their own, for another thread; all ranks must call together."""
         if self.group is None:
             return Ranks(self.rank, self.num_ranks, self.local_rank)
-        group = dist.new_group(dist.get_process_group_ranks(self.group), timedelta(seconds=timeout_s), backend="gloo")
+        group = dist.new_group(dist.get_process_group_ranks(self.group), self.timeout, backend="gloo")
         return Ranks(self.rank, self.num_ranks, self.local_rank, group=group)
 
     def close(self) -> None:

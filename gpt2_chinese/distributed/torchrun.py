@@ -97,12 +97,13 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
         store, processes = meeting.meet(settings.timeout_s)
     num_ranks = len(processes)
     flight_recorder.choose_size()
+    timeout = timedelta(seconds=settings.timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("ranks", store),
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=settings.timeout_s),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     if len({host for host, _ in processes}) > 1:
@@ -110,7 +111,8 @@ def launch(settings: Settings, launcher: str = "torchrun", flags: Sequence[str] 
     stop_signal.listen(is_lost=lambda: any(_is_gone(host, int(pid)) for host, pid in processes))
     torch_hook = sys.excepthook  # set by init_process_group: prints a traceback whose lines begin with the rank
     sys.excepthook = lambda *error: _end_rank(*error, torch_hook, store, rank, num_ranks, inherited)
-    return Ranks(rank, num_ranks, local_rank, device, dist.group.WORLD, _watch(settings, store, rank, num_ranks))
+    watch = _watch(settings, store, rank, num_ranks)
+    return Ranks(rank, num_ranks, local_rank, device, dist.group.WORLD, watch, timeout)
 
 
 def _watch(settings: Settings, store: Any, rank: int, num_ranks: int) -> Watch | None:

@@ -120,7 +120,7 @@ class Saving:
         write = prepare(self._copy if self.settings.async_save else None)
         if not self.settings.async_save:
             return act(self.ranks)
-        self._apart = apart = self._apart or self.ranks.apart(self.settings.timeout_s)
+        self._apart = apart = self._apart or self.ranks.apart()
         background.start(lambda: act(apart))
 
     def close(self) -> None:

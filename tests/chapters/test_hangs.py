@@ -35,3 +35,20 @@ def test_a_stopped_rank_cannot_answer_and_the_others_say_so(tmp_path: Path, name
     assert "rank 1 is missing and has not answered: it is stopped" in said and "Traceback" not in said, said
     assert "rank 1 failed with status -9 (SIGKILL)" in said, said
     assert sorted(reports(chapter.output)) == [0, 2]
+
+
+IN_VAIN = "rank 0 waited in vain for the others: rank 1 did not come, or not within --timeout-s\n"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name, flags, line", [
+    ("02_ddp", (), IN_VAIN),
+    ("05_model_parallel", ("--tp", 2), IN_VAIN),
+    ("07_patrickstar", (), "rank 0: rank 0 waited 15 s in collective "),
+])  # fmt: skip
+def test_the_others_wait_as_long_as_timeout_s_for_a_stopped_rank(
+    tmp_path: Path, name: str, flags: tuple[object, ...], line: str
+) -> None:
+    chapter = Chapter(name, tmp_path)
+    said = end_a_rank(chapter, 2, 1, signal.SIGSTOP, "--hang-after", 0, "--timeout-s", 15, *flags, *SHORT)
+    assert f"error: {line}" in said and "Traceback" not in said, said
