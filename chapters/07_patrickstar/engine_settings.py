@@ -43,7 +43,7 @@ PSTAR_ONLY = ("far_budget", "ownership", "communication", "policy", "near_memory
 
 @dataclass
 class Settings(ParallelSettings):
-    without = {"recompute": "--activation-checkpointing", "check_sync": ""}    # no weights that ranks replicate
+    without = {"recompute": "--activation-checkpointing", "check_sync": ""}    # ranks replicate no weights
     nproc: int = flag(2, "Processes on this machine.", shown="one per GPU, 2 without a GPU; with --backend own 1")
     backend: str = flag("pstar", "own (chunks.py: one process, fp32) or pstar.", choices=("own", "pstar"))
     near_budget: str = flag("auto", "Device memory for chunks: 64MiB, 25% of all model data, min (the least that works), or "

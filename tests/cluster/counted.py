@@ -29,7 +29,7 @@ def counting(run: Run, step: int, **values: object) -> None:
         _, sent = counts_of("self")
         with (Path(plan["folder"]) / platform.node()).open("a") as file:
             file.write(json.dumps([step, *sent]) + "\n")
-    run.ranks.barrier()    # no rank sends bytes of the next step before these have read the counts
+    run.ranks.barrier()    # no rank sends bytes of the next step before the first rank of each node has read its count
     log(run, step, **values)
 
 
