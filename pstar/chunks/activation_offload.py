@@ -186,7 +186,7 @@ class Offload:
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != self.device.type:
             return False    # a parameter, a subclass with other kinds of memory, a sparse tensor, an input in host memory
-        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return False    # has no version, or its values differ from its bytes
         storage = tensor.untyped_storage()
         return storage.nbytes() >= LEAST_BYTES and storage.data_ptr() not in self._staying

@@ -153,7 +153,11 @@ class Parameters:
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose near buffer is a tensor's memory, or was in this step; None for a tensor with other memory."""
         storage = tensor.untyped_storage()
-        unit = self._unit_at.get(storage.data_ptr())
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:    # a tangent of forward-mode AD that is all zero has no memory
+            return None
+        unit = self._unit_at.get(address)
         if unit is None and self._has_views:
             spec, step = getattr(storage, "_pstar_unit", (None, None))
             return spec if step == self.schedule.num_steps else None

@@ -13,6 +13,8 @@ never on how fast a rank is: the ranks must agree about evictions.
 from collections.abc import Hashable
 
 import torch
+from torch._C._functorch import maybe_current_level as level_of_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from pstar.chunks.gradients import Gradients
 from pstar.chunks.parameters import Parameters
@@ -70,6 +72,9 @@ class Chunks:
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """HOLD or RELEASED -> COMPUTE: the parameters' bytes are copied to near and pinned there."""
+        if level_of_transforms() is not None:    # torch.func.jvp and others wrap each new tensor, a buffer too
+            with temporarily_clear_interpreter_stack():
+                return self.acquire(names)
         pinned = None
         for name in names:
             unit = self.units.place[name][0]
@@ -143,6 +148,9 @@ class Chunks:
     def bind_all(self) -> None:
         """RELEASED -> HOLD: copies all parameters to near, from where none is evicted. Between two steps, or in one."""
         if self.parameters.num_bound < len(self.units.records):
+            if level_of_transforms() is not None:
+                with temporarily_clear_interpreter_stack():
+                    return self.bind_all()
             with self.schedule.paused():    # nothing will be evicted, so the trace need not know their uses
                 for unit in self.units.records:
                     self._need(unit)

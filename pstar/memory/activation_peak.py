@@ -163,7 +163,9 @@ class AllocatorPeak:
 
 
 def _storage(value: object) -> torch.UntypedStorage | None:
-    """A tensor's memory; None if it is no ordinary memory of the CPU."""
+    """A tensor's memory; None if it is no ordinary memory of the CPU, or a tangent of forward-mode AD that has none."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return None
+    if value._is_zerotensor():
         return None
     return value.untyped_storage()
