@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pstar.errors import StateError
 from pstar.modules.generator_calls import GeneratorCalls
-from pstar.modules.trainable import check_trainable
+from pstar.modules.trainable import check_made, check_trainable
 
 # In-place operations that write every element of their first argument and read none of them.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_", "copy_",
@@ -208,7 +208,7 @@ class Recipe:
             take: called with that label and the storage's bytes as a flat uint8 tensor in host memory; returns true if no
                 tensor keeps them, so that later values may use the memory.
 
-        Raises StateError if the operations do not make all of them.
+        A storage that no operation makes stays on the meta device (modules/trainable.py, check_made).
         """
         live, last_use = self._liveness(set(wanted))
         made: dict[int, torch.UntypedStorage] = {}
@@ -228,8 +228,6 @@ class Recipe:
                     if take(wanted[key], torch.empty(0, dtype=torch.uint8).set_(storage)):
                         scratch.release(storage)
                     wanted = {other: name for other, name in wanted.items() if other != key}
-        if wanted:
-            raise StateError(f"the model's start does not say how these are made: {list(wanted.values())}")
 
     def _liveness(self, needed: set[int]) -> tuple[list[bool], dict[int, int]]:
         """(for each operation whether a needed storage depends on it, for each storage its last such operation)."""
@@ -351,4 +349,6 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
         reason = str(error).split("\n")[0]
         warnings.warn(f"lazy start is not possible for this model, so every rank builds all of it: {reason}", stacklevel=3)
     check_trainable(module)
+    if recipe is None:
+        check_made(module)
     return module, recipe

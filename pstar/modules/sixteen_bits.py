@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "half|float16"}
-_WIDER = r"(?<!b)float(?!16)|double"
-"""How torch's errors name these dtypes, in lower case."""
+_WIDER, _SIXTEEN = r"(?<!b)float(?!16)|double", "bfloat16|half|float16"
+_NAMES = {torch.bfloat16: ("bfloat16", _WIDER), torch.float16: ("half|float16", _WIDER),
+          torch.float32: (r"(?<!b)float(?!16)", _SIXTEEN)}
+"""How torch's errors name a dtype of parameters and the dtypes that a model mixes it with, in lower case."""
 
 
 def keep_statistics_wide(module: torch.nn.Module) -> None:
@@ -46,7 +47,7 @@ def _with_wide_weights(norm: torch.nn.Module, forward: Callable[..., Any]) -> Ca
 
 
 def explain_mixed_dtypes(module: torch.nn.Module, dtype: torch.dtype, error: BaseException) -> str | None:
-    """The line that says where a model mixed two dtypes and what to do; None if the error is another one, or in fp32.
+    """The line that says where a model mixed two dtypes and what to do; None if the error is another one.
 
     Args:
         module: the model, whose parameters and inputs have this dtype.
@@ -55,10 +56,11 @@ def explain_mixed_dtypes(module: torch.nn.Module, dtype: torch.dtype, error: Bas
     if dtype not in _NAMES or not isinstance(error, RuntimeError):
         return None
     said = str(error).lower()
-    if not (re.search(_NAMES[dtype], said) and re.search(_WIDER, said)):
+    if not all(re.search(name, said) for name in _NAMES[dtype]):
         return None
     name, short = _innermost(module, error.__traceback__), str(dtype).removeprefix("torch.")
-    return (f"{name} mixes dtypes ({str(error).splitlines()[0]}): parameters and inputs are {short}, but buffers and "
+    return (f"{name} mixes dtypes ({str(error).splitlines()[0]}): parameters and inputs are {short}"
+            f"{' (no bf16 or fp16 in the configuration)' if dtype == torch.float32 else ''}, but buffers and "
             "tensors that the model makes keep their dtype; cast them where they are used, x + self.table.to(x.dtype)")
 
 

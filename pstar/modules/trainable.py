@@ -35,6 +35,15 @@ def check_trainable(module: torch.nn.Module) -> None:
                           "them one Parameter (second.weight = first.weight), or give one of them its own memory")
 
 
+def check_made(module: torch.nn.Module) -> None:
+    """Raises ConfigError for a parameter or buffer to which model_func gave no values. To be called when the others have
+    theirs: while a lazy start records model_func, all are on the meta device."""
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.device.type == "meta":
+            raise ConfigError(f"{name} has no values, because model_func makes it on torch's meta device: make the model "
+                              "without it (torch.device('meta'), init_empty_weights), the engine's start is lazy anyway")
+
+
 def _overlapping(params: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, str]]:
     """Pairs of parameters with common elements, of which at least one is trained."""
     by_storage: dict[int, list[tuple[str, range]]] = {}

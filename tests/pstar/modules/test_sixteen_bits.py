@@ -77,6 +77,25 @@ def test_a_model_that_mixes_dtypes_is_told_which_module_and_what_to_do(keys, nea
     model.backward(model(rows(0)))    # nothing of the failed forward is left
 
 
+class CastsByItself(nn.Module):
+    """As a model whose author had bf16 parameters in mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.bfloat16()).square().mean()
+
+
+def test_in_fp32_a_model_that_casts_to_16_bits_by_itself_is_told_that_the_configuration_names_none():
+    model, _ = pstar.initialize_engine(CastsByItself, 0, {})
+    with pytest.raises(pstar.ConfigError, match="^module 'layer' mixes dtypes .* float32 .no bf16 or fp16 in the config"):
+        model(rows(0))
+    model, _ = pstar.initialize_engine(CastsByItself, 0, BITS[0])
+    model.backward(model(rows(0)))
+
+
 def test_other_errors_stay_what_they_are():
     model, _ = pstar.initialize_engine(Shifted, 0, BITS[0])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

@@ -38,6 +38,9 @@ def slice_of_the_layer(trained: bool):
     (lambda model: nn.LazyLinear(3), r"parameter other\.weight has no shape yet"),
     (lambda model: nn.Embedding(9, 8, sparse=True), "embedding other makes sparse gradients, which a chunk cannot hold"),
     (lambda model: nn.EmbeddingBag(9, 8, sparse=True), "embedding other makes sparse gradients"),
+    (lambda model: nn.Linear(3, 3, device="meta"), r"other\.weight has no values, .* torch's meta"),
+    (lambda model: nn.LSTM(3, 3, device="meta"), r"other\.weight_ih_l0 has no values"),
+    (lambda model: model.register_buffer("shift", torch.ones(3, device="meta")), "shift has no values"),
     (slice_of_the_layer(trained=True), r"parameters other and layer\.weight share their memory"),
     (slice_of_the_layer(trained=False), r"parameters other and layer\.weight share their memory"),
     (lambda model: nn.Parameter(model.layer.weight.data), r"parameters other and layer\.weight share their memory")])
@@ -45,6 +48,20 @@ def slice_of_the_layer(trained: bool):
 def test_a_model_that_the_engine_cannot_train_is_named(add, message):
     with pytest.raises(pstar.ConfigError, match=message):
         toy.build(lambda: With(add))
+
+
+def test_a_model_that_gets_its_values_after_the_meta_device_trains():
+    """As FSDP's users write it."""
+    def model_func() -> nn.Module:
+        with torch.device("meta"):
+            model = toy.Toy()
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return model
+
+    toy.compare(model_func, lambda model, step: model(*toy.batch(step)), 3)
 
 
 def test_neighbours_in_one_memory_are_no_tie():
