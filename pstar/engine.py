@@ -231,7 +231,8 @@ class Engine(torch.nn.Module):
         call loss.backward() instead, and itself divide the loss by the number of micro-steps, as in plain PyTorch.
         """
         if not self.schedule.in_step:
-            raise StateError("model.backward(loss) without a training forward before it: call model(...) in train mode")
+            raise StateError("model.backward(loss) without a training forward before it: call model(...) in train mode and "
+                             "outside of torch.no_grad()")
         steps = self.config.gradient_accumulation_steps
         loss = loss / steps if steps > 1 else loss
         scale = self._optimizer.loss_scale

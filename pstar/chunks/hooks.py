@@ -36,6 +36,7 @@ from pstar.chunks.borrowed import Idle, Lender
 from pstar.chunks.interrupts import whole
 from pstar.chunks.step import Chunks
 from pstar.errors import StateError
+from pstar.layout.layout import Unit
 from pstar.modules.compiled_blocks import owners
 
 NOTHING_ACQUIRED = nullcontext()
@@ -51,6 +52,28 @@ class SavedView:
     """In elements, inside the parameter."""
     size: torch.Size
     stride: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SavedBits:
+    """The same for a view that reads a chunk's bits in another way: view_as_complex, view(dtype), a conjugate."""
+
+    name: str
+    offset: int
+    """In bytes, inside the parameter."""
+    size: torch.Size
+    stride: tuple[int, ...]
+    """In elements of the dtype."""
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
+
+    def of(self, param: torch.Tensor) -> torch.Tensor:
+        begin = (param.storage_offset() * param.itemsize + self.offset) // self.dtype.itemsize
+        view = torch.empty(0, dtype=self.dtype, device=param.device)
+        view.set_(param.untyped_storage(), begin, self.size, self.stride)
+        view = view.conj() if self.conjugated else view
+        return torch._neg_view(view) if self.negated else view
 
 
 @dataclass(slots=True)
@@ -247,7 +270,7 @@ class Hooks:
 
         @whole
         def unpack(saved: object) -> torch.Tensor:
-            return self._unpack(saved) if isinstance(saved, SavedView) else unpack_below(saved)
+            return self._unpack(saved) if isinstance(saved, SavedView | SavedBits) else unpack_below(saved)
 
         pack.of = self
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -264,7 +287,7 @@ class Hooks:
             self.chunks.room.watch.count((tensor,))
         return away or Kept(tensor.detach(), None if tensor.is_inference() else tensor._version)
 
-    def _pack(self, tensor: torch.Tensor) -> SavedView | None:
+    def _pack(self, tensor: torch.Tensor) -> SavedView | SavedBits | None:
         if issubclass(type(tensor), Idle):    # ctx.save_for_backward of a borrowed parameter
             name = self.lender.name_of(tensor)
             if not self.lender.asked_within(name, sys._getframe(2)):
@@ -275,13 +298,21 @@ class Hooks:
             if tensor.dim() and not tensor.stride(-1) and self._parameters.is_placeholder(tensor):
                 self.lender.refuse_view(tensor)
             return None
+        if tensor.dtype is not self._parameters.dtype or tensor.is_neg():
+            return self._pack_bits(tensor, unit)
         start = tensor.storage_offset()
         for slot in unit.slots:
             if slot.offset <= start < slot.offset + slot.numel:
                 return SavedView(slot.name, start - slot.offset, tensor.size(), tensor.stride())
         raise StateError(f"a tensor saved for backward begins at element {start} of group {unit.group}, in no parameter")
 
-    def _unpack(self, saved: SavedView) -> torch.Tensor:
+    def _pack_bits(self, tensor: torch.Tensor, unit: Unit) -> SavedBits:
+        start, itemsize = tensor.storage_offset() * tensor.itemsize, self._parameters.dtype.itemsize
+        slot = next(slot for slot in unit.slots if slot.offset <= start // itemsize < slot.offset + slot.numel)
+        return SavedBits(slot.name, start - slot.offset * itemsize, tensor.size(), tensor.stride(), tensor.dtype,
+                         tensor.is_conj(), tensor.is_neg())
+
+    def _unpack(self, saved: SavedView | SavedBits) -> torch.Tensor:
         node = torch._C._current_autograd_node()
         if node is not self._node or node is None:
             self._leave_node()
@@ -289,6 +320,8 @@ class Hooks:
         self.chunks.acquire((saved.name,))
         self._in_backward += (saved.name,)
         param = self.chunks.params[saved.name]
+        if isinstance(saved, SavedBits):
+            return saved.of(param.data)
         return param.data.as_strided(saved.size, saved.stride, param.data.storage_offset() + saved.offset)
 
     def _leave_node(self) -> None:
