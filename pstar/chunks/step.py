@@ -13,10 +13,9 @@ never on how fast a rank is: the ranks must agree about evictions.
 from collections.abc import Hashable
 
 import torch
-from torch._C._functorch import maybe_current_level as level_of_transforms
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from pstar.chunks.gradients import Gradients
+from pstar.chunks.modes import level_of_transforms, num_dispatch_modes, outside_modes, program_sees_operations
 from pstar.chunks.parameters import Parameters
 from pstar.chunks.prefetch import Prefetch
 from pstar.chunks.resident import ResidentSteps
@@ -72,8 +71,8 @@ class Chunks:
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """HOLD or RELEASED -> COMPUTE: the parameters' bytes are copied to near and pinned there."""
-        if level_of_transforms() is not None:    # torch.func.jvp and others wrap each new tensor, a buffer too
-            with temporarily_clear_interpreter_stack():
+        if level_of_transforms() is not None or num_dispatch_modes() and program_sees_operations():
+            with outside_modes():
                 return self.acquire(names)
         pinned = None
         for name in names:
@@ -148,8 +147,8 @@ class Chunks:
     def bind_all(self) -> None:
         """RELEASED -> HOLD: copies all parameters to near, from where none is evicted. Between two steps, or in one."""
         if self.parameters.num_bound < len(self.units.records):
-            if level_of_transforms() is not None:
-                with temporarily_clear_interpreter_stack():
+            if level_of_transforms() is not None or num_dispatch_modes() and program_sees_operations():
+                with outside_modes():
                     return self.bind_all()
             with self.schedule.paused():    # nothing will be evicted, so the trace need not know their uses
                 for unit in self.units.records:

@@ -47,6 +47,7 @@ FOLDER_ROWS = {
         "activation_streams": 0,
         "borrowed": 0,
         "interrupts": 0,
+        "modes": 0,
         "peak_watch": 0,
         "unit": 0,
         "update_tiers": 0,
