@@ -138,7 +138,7 @@ class Engine(torch.nn.Module):
                 made = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                 if name:
                     write(self._optimizer, PARAM, name, made)
-                    made = torch.empty(0)
+                    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
                 if isinstance(tensor, torch.nn.Parameter):
                     made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)

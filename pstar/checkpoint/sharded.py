@@ -107,7 +107,7 @@ class Part:
                 raise CheckpointError(f"{index.fqn} holds numbers that are not finite: it is not saved")
             return values
         if offsets not in self._loaded:
-            self._loaded[offsets] = torch.empty(box.sizes, dtype=self._dtype)
+            self._loaded[offsets] = torch.empty(box.sizes, dtype=self._dtype, device="cpu")
         return self._loaded[offsets]
 
     def loaded(self, span: Span) -> torch.Tensor:
@@ -262,7 +262,7 @@ def load_sharded(optimizer: ChunkedAdam, path: Path, buffers: Mapping[str, torch
     for name, buffer in buffers.items():
         key = next((key for key in (f"{BUFFER}{name}.{ranks.rank}", f"{BUFFER}{name}.0") if key in known), None)
         if key is not None:    # older checkpoints have none
-            values = torch.empty(buffer.shape, dtype=buffer.dtype)
+            values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
             _read(reader, {key: values}, path)
             buffer.copy_(values)
     optimizer.steps.update({name: int(state["steps"].get(key, 0)) for name, key in own_keys.items()

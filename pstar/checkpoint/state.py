@@ -53,7 +53,7 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
             for slot in group.slots if flat is not None else ():
                 values = flat[slot.offset : slot.offset + slot.numel].view(chunks.parameters.shapes[slot.name]).clone()
                 found[kind][slot.name] = values
-    steps = {name: torch.tensor(float(count)) for name, count in optimizer.steps.items()}
+    steps = {name: torch.tensor(float(count), dtype=torch.float32, device="cpu") for name, count in optimizer.steps.items()}
     for name in outside.params:
         keys = outside.keys(name)
         count = steps.pop(name)
@@ -73,7 +73,8 @@ def gather_state(optimizer: ChunkedAdam) -> tuple[Tensors, Tensors]:
     moments = {PREFIXES[kind] + key: found[kind][key] for key in order for kind in (EXP_AVG, EXP_AVG_SQ)}
     moments |= {f"step.{key}": steps[key] for key in order} | scales
     if optimizer.precision.name == "fp16":
-        moments |= {SCALER + key: torch.tensor(value) for key, value in optimizer.scaler.state().items()}
+        moments |= {SCALER + key: torch.tensor(value, dtype=torch.float32, device="cpu")
+                    for key, value in optimizer.scaler.state().items()}
     check()
     return weights, moments
 
@@ -101,7 +102,7 @@ def load_state(optimizer: ChunkedAdam, weights: Mapping[str, torch.Tensor],
             for kind in (EXP_AVG, EXP_AVG_SQ):
                 if f"{kind}.{key}" in moments:
                     write(optimizer, kind, name, moments[f"{kind}.{key}"], moments.get(SCALE_PREFIXES[kind] + key))
-            optimizer.steps[name] = int(moments.get(f"step.{key}", torch.tensor(0.0)))
+            optimizer.steps[name] = int(moments.get(f"step.{key}", 0))
     scaler = {key.removeprefix(SCALER): float(value) for key, value in (moments or {}).items() if key.startswith(SCALER)}
     if scaler:
         optimizer.scaler.load(scaler)
@@ -180,11 +181,12 @@ def read_piece(optimizer: ChunkedAdam, kind: str, group: int) -> torch.Tensor:
         if kind == PARAM:
             codes = optimizer.store.blocks[PARAM, group].codes
             if codes is not None and places[PARAM, group][0] != NEAR:
-                data[PARAM] = codes.decode(data[PARAM], torch.empty(its_group.piece_elems, dtype=precision.param_dtype))
+                data[PARAM] = codes.decode(data[PARAM], torch.empty(its_group.piece_elems, dtype=precision.param_dtype,
+                                                                    device="cpu"))
             return precision.read_master(data)
         if SCALES not in data:
             return data[kind].clone()
-        values = torch.zeros(its_group.piece_elems, device=data[kind].device)
+        values = torch.zeros(its_group.piece_elems, dtype=torch.float32, device=data[kind].device)
         for span in its_group.spans(optimizer.chunks.collectives.piece):
             part = span.part
             values[part] = precision.read_moment(kind, precision.part_of(data, part, span.blocks))

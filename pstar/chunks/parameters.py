@@ -40,7 +40,7 @@ class Parameters:
                  schedule: Schedule):
         self.units, self.params, self.dtype, self.device, self.schedule = units, params, dtype, device, schedule
         self.shapes = {name: param.shape for name, param in params.items()}
-        self.strides = {name: torch.empty(shape, device="meta").stride() for name, shape in self.shapes.items()}
+        self.strides = {name: torch.empty(shape, dtype=dtype, device="meta").stride() for name, shape in self.shapes.items()}
         self.uses: dict[str, int] = dict.fromkeys(params, 0)
         """Number of current uses of each parameter (COMPUTE if not 0); modules nest."""
         self.lent = False

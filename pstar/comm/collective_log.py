@@ -48,7 +48,7 @@ class CollectiveLog:
     def _from_all(self, values: list[int]) -> list[tuple[int, ...]]:
         """Every rank's values, by rank."""
         rows = torch.zeros(self.collectives.num_ranks, len(values), dtype=torch.float64, device=self.device)
-        rows[self.collectives.rank] = torch.tensor(values, dtype=torch.float64)
+        rows[self.collectives.rank] = torch.tensor(values, dtype=torch.float64, device="cpu")
         return [tuple(map(int, row)) for row in self.collectives.sum(rows).tolist()]
 
 

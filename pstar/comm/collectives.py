@@ -304,7 +304,7 @@ class Collectives:
                         group: "dist.ProcessGroup | None") -> torch.Tensor | None:
         if num_ranks == 1:
             return values
-        flat = torch.empty(num_ranks, values.numel(), dtype=values.dtype) if rank == 0 else None
+        flat = torch.empty(num_ranks, values.numel(), dtype=values.dtype, device="cpu") if rank == 0 else None
         parts = list(flat.unbind(0)) if flat is not None else None
         dist.gather(values, parts, group=group, group_dst=0)
         return flat.view(-1) if flat is not None else None

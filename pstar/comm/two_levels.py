@@ -184,7 +184,7 @@ class TwoLevels:
         """The sum of values over the ranks, node by node; waits for it. Each rank of a node adds up a part."""
         lane, places = self._reductions, len(self.nodes[0])
         width = -(-values.numel() // places)
-        whole = torch.zeros(width * places, dtype=values.dtype)
+        whole = torch.zeros(width * places, dtype=values.dtype, device="cpu")
         whole[: values.numel()].copy_(values.reshape(-1))
 
         def stages() -> Iterator[Stage]:

@@ -85,7 +85,7 @@ def _fused_add(start: torch.Tensor, values: torch.Tensor, factor: float, out: to
 
 @cache
 def _torch_fuses_on_cpu() -> bool:
-    x = torch.full((100,), 1 + 2**-12, dtype=torch.float32)
+    x = torch.full((100,), 1 + 2**-12, dtype=torch.float32, device="cpu")
     # x * x is 1 + 2**-11 + 2**-24, and rounded to fp32 it is 1 + 2**-11.
     return bool((torch.full_like(x, -1 - 2**-11).add_(x, alpha=1 + 2**-12) == 2**-24).all())
 
@@ -96,7 +96,7 @@ def _rounded_once(start: torch.Tensor, values: torch.Tensor, factor: float) -> t
     The sum is rounded to odd: if it is not exact, its last bit is 1. Then rounding it to fp32 gives what one rounding of the
     exact sum gives (Boldo and Melquiond 2008), which two roundings to nearest do not.
     """
-    product = values.to(torch.float64) * torch.tensor(factor, dtype=torch.float32).to(torch.float64)
+    product = values.to(torch.float64) * torch.tensor(factor, dtype=torch.float32, device="cpu").to(torch.float64)
     other = start.to(torch.float64)
     total = product + other
     part = total - product
@@ -121,7 +121,7 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
     """
     places = master.view(torch.int32), high.view(torch.int16), low
     if master.device.type == "cpu" and all(each.is_contiguous() for each in places):
-        scratch = torch.empty(min(SPLIT_ELEMS, master.numel()), dtype=torch.int32)
+        scratch = torch.empty(min(SPLIT_ELEMS, master.numel()), dtype=torch.int32, device="cpu")
         for bits, its_high, its_low in zip(*(each.view(-1).split(SPLIT_ELEMS) for each in places), strict=True):
             kept = torch.add(bits, 0x8000, out=scratch[: bits.numel()]).bitwise_right_shift_(16)
             its_high.copy_(kept)
@@ -144,7 +144,7 @@ def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def round_stochastically(values: torch.Tensor, seed: int, first_index: int) -> torch.Tensor:
     """bf16 from fp32 (N,): rounds up with a probability equal to the cut-off part. A function of (seed, first_index + i)."""
     mask = 0xFFFFFFFF
-    index = torch.arange(first_index, first_index + values.numel(), device=values.device)
+    index = torch.arange(first_index, first_index + values.numel(), dtype=torch.int64, device=values.device)
     x = (index & mask) ^ (seed & mask)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
     x = ((x ^ (x >> 15)) + (index >> 32) * 0x9E3779B9) & mask

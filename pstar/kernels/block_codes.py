@@ -44,10 +44,10 @@ team of threads slows the model (pstar.memory.links.Links.copy)."""
 @cache
 def _table(bits: int, device: torch.device) -> torch.Tensor:
     """(256, weights in a byte) fp32: what each byte of codes means. Of two 4-bit codes the first is in the high half."""
-    byte = torch.arange(256)
+    byte = torch.arange(256, dtype=torch.int64, device="cpu")
     if bits == 8:
         return (byte.to(torch.uint8).view(torch.int8).float() / 127)[:, None].to(device)
-    book = torch.tensor(NF4)
+    book = torch.tensor(NF4, dtype=torch.float32, device="cpu")
     return torch.stack([book[byte >> 4], book[byte & 15]], 1).to(device)
 
 
@@ -71,7 +71,7 @@ class BlockCodes:
         if self.bits == 8:
             codes = (relative * 127).round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
         else:
-            book = torch.tensor(NF4, device=values.device)
+            book = torch.tensor(NF4, dtype=torch.float32, device=values.device)
             nearest = torch.bucketize(relative, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
             codes = nearest[:, ::2] << 4 | nearest[:, 1::2]
         scales = most.to(torch.bfloat16)[:, None].view(torch.uint8)

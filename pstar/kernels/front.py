@@ -55,10 +55,11 @@ def squared_norms(grads: list[torch.Tensor], implementation: str | None = None) 
     """
     _check_grads(grads)
     if not grads:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     device = grads[0].device
     if implementation != "torch" and device.type == "cpu" and cpu.library() is not None:
-        return torch.tensor([cpu.squared_norm_on_cpu(grad, implementation) for grad in grads], dtype=torch.float64)
+        sums = [cpu.squared_norm_on_cpu(grad, implementation) for grad in grads]
+        return torch.tensor(sums, dtype=torch.float64, device="cpu")
     if implementation != "torch" and device.type == "cuda" and cuda.library() is not None:
         return cuda.squared_norms_on_cuda(grads)
     return torch.stack([squared_norm_with_torch(grad) for grad in grads])
@@ -96,7 +97,7 @@ def norm_blocks(grad: torch.Tensor, implementation: str | None = None) -> torch.
     """
     _check_grads([grad])
     if implementation != "torch" and grad.device.type == "cpu" and cpu.library() is not None:
-        sums = torch.empty(-(-grad.numel() // NORM_BLOCK), dtype=torch.float64)
+        sums = torch.empty(-(-grad.numel() // NORM_BLOCK), dtype=torch.float64, device="cpu")
         cpu.norm_blocks_on_cpu(grad, sums, implementation)
         return sums
     if implementation != "torch" and grad.device.type == "cuda" and cuda.library() is not None:

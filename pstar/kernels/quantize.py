@@ -34,7 +34,7 @@ def code_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch
     unsigned = [10.0**-NUM_DECADES, *_magnitudes(128), 1.0]
     tables = []
     for values in (signed, unsigned):
-        exact = torch.tensor(values, dtype=torch.float64)
+        exact = torch.tensor(values, dtype=torch.float64, device="cpu")
         boundaries = torch.cat([(exact[1:] + exact[:-1]) / 2, exact.new_full((1,), torch.inf)])
         tables += [exact.float().to(device), boundaries.float().to(device)]
     return tuple(tables)
@@ -46,7 +46,7 @@ def least_codes() -> tuple[torch.Tensor, torch.Tensor]:
 
     Most numbers have that code, the others the next one: so the CPU finds a code without a search. A NaN gets 0.
     """
-    upper = torch.arange(65536)
+    upper = torch.arange(65536, dtype=torch.int64, device="cpu")
     magnitude, negative = upper & 0x7FFF, upper >= 0x8000
     # The least number of a cell: its lower bound if positive; if negative, just above the next larger magnitude.
     bits = torch.where(negative, magnitude + 1, magnitude).to(torch.int32) << 16

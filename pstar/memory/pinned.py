@@ -69,7 +69,7 @@ class CudaRegistration:
     def _forget_error(self) -> None:
         """The runtime reports a failed call again at the next launch of a kernel, and then forgets it: launches one."""
         with suppress(RuntimeError):
-            torch.ones(1, device=self.device).add_(1)
+            torch.ones(1, dtype=torch.float32, device=self.device).add_(1)
 
 
 def registration_for(device: torch.device) -> Registration | None:
@@ -103,7 +103,7 @@ class LockedPages:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """num_bytes, uint8, zeros, at the begin of new pages, which live as long as tensors that view them."""
         if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         pages = _LockedPages(whole_pages(num_bytes), self)
         buffer = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
         pages.address = buffer.data_ptr()

@@ -225,7 +225,7 @@ class Recipe:
             for key in [key for key in made if last_use.get(key, -1) <= index]:
                 storage = made.pop(key)
                 if key in wanted:
-                    if take(wanted[key], torch.empty(0, dtype=torch.uint8).set_(storage)):
+                    if take(wanted[key], torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)):
                         scratch.release(storage)
                     wanted = {other: name for other, name in wanted.items() if other != key}
 
@@ -252,7 +252,8 @@ class Recipe:
                 return leaf
             if leaf.storage not in made:
                 made[leaf.storage] = allocate(leaf.storage_bytes)
-            return torch.empty(0, dtype=leaf.dtype).set_(made[leaf.storage], leaf.offset, leaf.size, leaf.stride)
+            view = torch.empty(0, dtype=leaf.dtype, device=made[leaf.storage].device)
+            return view.set_(made[leaf.storage], leaf.offset, leaf.size, leaf.stride)
 
         args, kwargs = tree_unflatten([real(leaf) for leaf in op.leaves], op.spec)
         results = [value for value in tree_flatten(op.func(*args, **kwargs))[0] if isinstance(value, torch.Tensor)]
@@ -314,7 +315,8 @@ def _kept_elsewhere(module: torch.nn.Module, recipe: Recipe) -> torch.Tensor | N
 
 def _check_profiler() -> None:
     """Raises StateError if a profiler runs that keeps references to the tensors it sees: torch does not swap those."""
-    one, other = torch.ones(1), torch.ones(1)
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    other = one.clone()
     one.add_(other)
     try:
         torch.utils.swap_tensors(one, other)

@@ -76,7 +76,7 @@ class _TiledLoss(torch.autograd.Function):
                  torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None,
                  torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None]
         weight_of_products = weight.to(dtype)
-        total = torch.zeros((), device=hidden.device)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         first = 0
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in parts:

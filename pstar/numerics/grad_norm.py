@@ -63,7 +63,7 @@ class _Found:
 
     numbers: list[int] = field(default_factory=list)
     """Numbers of the parameters that are whole on this rank."""
-    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
     """Their sums of squares, (len(numbers),), float64."""
     blocks: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """(number of the first block, sums of squares, float64) of runs of blocks that are whole on this rank."""
@@ -155,7 +155,7 @@ class ParameterNorms:
                 numbers.append(self._number[span.name])
                 parts.append(part_of(span))
         found.numbers += numbers
-        found.squares = torch.tensor(known, dtype=torch.float64)
+        found.squares = torch.tensor(known, dtype=torch.float64, device="cpu")
         if parts:
             squares = squared_norms(parts)
             found.squares = torch.cat([found.squares, squares]) if known else squares
@@ -175,9 +175,9 @@ class ParameterNorms:
         arrived: whether a parameter got a gradient on this rank.
         """
         num = len(self._names)
-        values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64)
+        values = torch.zeros(2 * num + self._num_blocks, dtype=torch.float64, device="cpu")
         squares, present, blocks = values[:num], values[num : 2 * num], values[2 * num :]
-        rows = torch.zeros(len(self._shared), NORM_BLOCK)
+        rows = torch.zeros(len(self._shared), NORM_BLOCK, dtype=torch.float32, device="cpu")
         # Replicas of other nodes have the same gradients: only the first node's count, so that all nodes get its bits.
         found = [] if self._collectives.replica else list(self._found.values())
         on_host = iter(_on_host([part for each in found for part in each.parts()]))

@@ -136,7 +136,7 @@ class OutsideParams:
         if names and self.collectives.num_ranks > 1:
             users = self._sum([name in used for name in names])
             squares = self._sum([float(norms.get(name, 0.0)) ** 2 for name in names])
-            norms |= {name: torch.tensor(square).sqrt().to(torch.float32)
+            norms |= {name: torch.tensor(square, dtype=torch.float32, device="cpu").sqrt()
                       for name, count, square in zip(names, users, squares, strict=True) if count}
         return norms, used
 

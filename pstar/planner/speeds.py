@@ -165,10 +165,10 @@ def _host_adam(precision: Precision, grad_dtype: torch.dtype, elems: int, num_up
     updates = []
     for _ in range(num_updates):
         # Ones, not zeros: the system maps all pages that were never written to one page, which is in the cache.
-        buffers = {kind: torch.ones(precision.numel_of(kind, elems, num_blocks(elems)),
+        buffers = {kind: torch.ones(precision.numel_of(kind, elems, num_blocks(elems)), device="cpu",
                                     dtype=precision.states.get(kind, precision.param_dtype)) for kind in precision.kinds}
         buffers = precision.part_of(buffers, slice(None), slice(None))
-        updates.append(precision.update(torch.ones(elems, dtype=grad_dtype), buffers, step=1, options=options))
+        updates.append(precision.update(torch.ones(elems, dtype=grad_dtype, device="cpu"), buffers, step=1, options=options))
     around = itertools.cycle(updates)
     return elems / _median_s(lambda: adam_steps([next(around)]))
 

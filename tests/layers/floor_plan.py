@@ -71,6 +71,10 @@ FOLDER_ROWS = {
 # Objects of pstar get their callables in the constructor. Exceptions: pstar replaces these in the user's modules, where copy
 # and pickle look up the first, moves and casts the second.
 ASKED_OF_AN_OBJECT = {"__reduce_ex__", "_apply"}
+# torch's functions that make a tensor of the default dtype, or on the default device, if they are not given another.
+MAKE_TENSORS = {f"torch.{name}" for name in (
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones",
+    "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros")}
 # Pure functions of numbers: files, and folders with all that is in them.
 PSTAR_WITHOUT_TORCH = ("errors", "config", "deepspeed", "layout", "schedule", "profile", "numerics.loss_scaler",
                        "planner.gpt_shape", "planner.adam_choice", "planner.disk_traffic", "planner.early_updates",
@@ -426,5 +430,18 @@ def over_budget(repo: Path) -> list[str]:
     return problems
 
 
+def left_to_defaults(repo: Path) -> list[str]:
+    """pstar names the dtype and the device of each tensor that it makes: torch's defaults are the program's, which may set
+    bf16 or a GPU for its own tensors (torch.set_default_dtype, torch.set_default_device)."""
+    problems = []
+    for file in python_files(repo, "pstar"):
+        for node in ast.walk(ast.parse((repo / file).read_text(), str(file))):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in MAKE_TENSORS:
+                given = {keyword.arg for keyword in node.keywords}
+                left = [key for key in ("dtype", "device") if key not in given]
+                problems += [f"{file}:{node.lineno}: {name} must be given {' and '.join(left)}"] if left else []
+    return problems
+
+
 CHECKS = (forbidden_imports, chapters_that_reach_out, chapters_in_circles, strangers_to_ranks, rooms_out_of_order,
-          folders_out_of_order, numbers_that_know_tensors, wired_from_outside, over_budget)
+          folders_out_of_order, numbers_that_know_tensors, wired_from_outside, left_to_defaults, over_budget)

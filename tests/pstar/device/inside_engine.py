@@ -32,6 +32,30 @@ def test_near_is_the_accelerator_and_far_is_pinned():
     assert far and model.far.locked.locked_bytes == model.far.reserved_bytes
 
 
+@pytest.mark.parametrize("keys", [{"near_budget": "min"}, {"near_budget": "60%", "far_states": "stream"}, {},
+                                  {"near_budget": "min", "bf16": {"enabled": True}}], ids=str)
+def test_the_programs_default_device_is_not_far(keys: dict):
+    """torch.set_default_device("cuda") is the first line of many programs."""
+    def losses_of() -> list[float]:
+        model, optimizer = toy.build(default_chunk_size=5_000, **keys)
+        losses = []
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = model(inputs, targets)
+            model.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    batches = [tuple(part.to("cuda") for part in toy.batch(step)) for step in range(STEPS)]
+    expected = losses_of()
+    torch.set_default_device("cuda")
+    try:
+        assert losses_of() == expected
+    finally:
+        torch.set_default_device(None)
+
+
 def test_the_launcher_says_which_device_is_near(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(pstar.ConfigError, match=r"^local_rank is 1, and this process sees 1 cuda device\(s\)"):
@@ -41,6 +65,7 @@ def test_the_launcher_says_which_device_is_near(monkeypatch):
 
 
 def test_without_a_budget_near_is_a_part_of_the_accelerators_free_memory():
+    gc.collect()    # engines of other tests
     kept = torch.ones(2**24, device="cuda")
     free = accelerator.free_bytes(kept.device)
     assert free == PROPERTIES.total_memory - torch.accelerator.memory_allocated() <= PROPERTIES.total_memory - kept.nbytes
