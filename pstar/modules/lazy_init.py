@@ -28,9 +28,9 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pstar.errors import StateError
+from pstar.errors import ConfigError, StateError
 from pstar.modules.generator_calls import GeneratorCalls
-from pstar.modules.trainable import check_made, check_trainable
+from pstar.modules.trainable import attributes, check_aliases, check_made, check_trainable
 
 # In-place operations that write every element of their first argument and read none of them.
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_", "copy_",
@@ -291,26 +291,28 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
 def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
     """The name of an attribute with a recorded tensor that replay would not make; None if there is none."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for prefix, child in module.named_modules():
-        for name, value in vars(child).items():
-            for leaf in tree_flatten(value)[0] if name not in ("_parameters", "_buffers", "_modules") else ():
-                if (isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and id(leaf) not in known
-                        and storage_key(leaf) in recipe.kept):
-                    return f"{prefix}.{name}" if prefix else name
-    return None
+    return next((name for name, tensor in attributes(module) if tensor.device.type == "meta" and id(tensor) not in known
+                 and storage_key(tensor) in recipe.kept), None)
 
 
-def _kept_elsewhere(module: torch.nn.Module, recipe: Recipe) -> torch.Tensor | None:
-    """A recorded tensor, no parameter and no buffer, that something still refers to: a function of a hook, for example."""
+def _kept_elsewhere(module: torch.nn.Module, recipe: Recipe) -> list[tuple[str, torch.Tensor]]:
+    """The recorded tensors, no parameters and no buffers, that something still refers to: a function of a hook, for example.
+    With the words for each."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
-    def found() -> torch.Tensor | None:
+    def found() -> list[torch.Tensor]:
         tensors = (reference() for reference in recipe.made)
-        return next((tensor for tensor in tensors if tensor is not None and id(tensor) not in known), None)
+        return [tensor for tensor in tensors if tensor is not None and id(tensor) not in known]
 
-    if found() is not None:
-        gc.collect()    # it may be in a cycle that nobody needs
-    return found()
+    if found():
+        gc.collect()    # they may be in a cycle that nobody needs
+    return [(f"a tensor of shape {tuple(tensor.shape)}, in a function for example,", tensor) for tensor in found()]
+
+
+def _base_among(module: torch.nn.Module) -> str | None:
+    """The name of a buffer that is a view of another buffer or of a parameter: torch does not swap that one."""
+    known = set(map(id, (*module.parameters(), *module.buffers())))
+    return next((name for name, buffer in module.named_buffers() if id(buffer._base) in known), None)
 
 
 def _check_profiler() -> None:
@@ -336,13 +338,19 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
         module, recipe = record(model_func)
         if (name := _unregistered(module, recipe)) is not None:
             raise StateError(f"its {name} is a tensor, neither a parameter nor a buffer (register_buffer makes it one)")
-        if (tensor := _kept_elsewhere(module, recipe)) is not None:
-            raise StateError(f"it keeps a tensor of shape {tuple(tensor.shape)}, in a function for example, that is neither "
-                             "a parameter nor a buffer (register_buffer makes it one)")
+        kept = _kept_elsewhere(module, recipe)
+        check_aliases(module, [*module.named_buffers(), *kept])
+        if kept:
+            raise StateError(f"it keeps {kept[0][0]} that is neither a parameter nor a buffer (register_buffer makes it "
+                             "one)")
+        if (name := _base_among(module)) is not None:
+            raise StateError(f"its buffer {name} is a view of another")
         _check_profiler()
         recipe.made.clear()    # no weak reference of ours counts in the next line
         if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
+    except ConfigError:
+        raise
     except Exception as error:    # the model's code may raise any error when it computes with shapes alone
         random.setstate(of_python)    # model_func has drawn from them
         if numpy:

@@ -1,11 +1,13 @@
 """Whether the engine can train a model: what it cannot train is named before anything starts."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from pstar.errors import ConfigError
+from pstar.modules.scope import mode_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,6 +35,30 @@ def check_trainable(module: torch.nn.Module) -> None:
     for first, second in _overlapping(dict(module.named_parameters())):
         raise ConfigError(f"parameters {first} and {second} share their memory, and in chunks each would have its own: make "
                           "them one Parameter (second.weight = first.weight), or give one of them its own memory")
+    check_aliases(module, itertools.chain(module.named_buffers(), attributes(module)))
+
+
+def check_aliases(module: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigError if one of these named tensors shares its memory with a trained parameter, which moves into a chunk:
+    the tensor would keep the initial values. A parameter itself may be among them."""
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad and mode_of(param) is None}
+    known = set(map(id, params.values()))
+    storages = {param.untyped_storage()._cdata for param in params.values()}
+    for alias, tensor in tensors:
+        if id(tensor) in known or tensor.layout != torch.strided or tensor.untyped_storage()._cdata not in storages:
+            continue
+        for name, _ in _overlapping({**params, alias: tensor}):
+            raise ConfigError(f"{alias} shares the memory of parameter {name}, which moves into a chunk, and would keep the "
+                              "initial values: use the parameter itself in forward, or a clone of it")
+
+
+def attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the tensors in attributes of all modules, also in lists, tuples and dicts there."""
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            for leaf in tree_leaves(value) if name not in ("_parameters", "_buffers", "_modules") else ():
+                if isinstance(leaf, torch.Tensor):
+                    yield f"{prefix}.{name}" if prefix else name, leaf
 
 
 def check_made(module: torch.nn.Module) -> None:
@@ -44,8 +70,8 @@ def check_made(module: torch.nn.Module) -> None:
                               "without it (torch.device('meta'), init_empty_weights), the engine's start is lazy anyway")
 
 
-def _overlapping(params: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, str]]:
-    """Pairs of parameters with common elements, of which at least one is trained."""
+def _overlapping(params: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of tensors with common elements, of which at least one is trained."""
     by_storage: dict[int, list[tuple[str, range]]] = {}
     for name, param in params.items():
         if param.numel():

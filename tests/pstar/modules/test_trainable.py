@@ -30,6 +30,18 @@ def slice_of_the_layer(trained: bool):
     return lambda model: nn.Parameter(model.layer.weight.data[2:5], requires_grad=trained)
 
 
+def view_of_the_layer(how: str, trained: bool = True):
+    """A tensor that shares the layer's memory and is kept as a buffer, in an attribute, in a list or by a function."""
+    def add(model: nn.Module):
+        model.layer.weight.requires_grad_(trained)
+        view = model.layer.weight.detach()[2]
+        if how == "buffer":
+            return model.register_buffer("shift", view)
+        return {"attribute": view, "list": [view], "function": lambda: view}[how]
+
+    return add
+
+
 @pytest.mark.parametrize("add, message", [
     (of_dtype(torch.int64), "parameter other is int64: the engine trains floating numbers only"),
     (of_dtype(torch.complex64), "parameter other is complex64: the engine trains floating numbers only"),
@@ -41,6 +53,10 @@ def slice_of_the_layer(trained: bool):
     (lambda model: nn.Linear(3, 3, device="meta"), r"other\.weight has no values, .* torch's meta"),
     (lambda model: nn.LSTM(3, 3, device="meta"), r"other\.weight_ih_l0 has no values"),
     (lambda model: model.register_buffer("shift", torch.ones(3, device="meta")), "shift has no values"),
+    (view_of_the_layer("buffer"), r"shift shares the memory of parameter layer\.weight, .* would keep the initial values"),
+    (view_of_the_layer("attribute"), r"other shares the memory of parameter layer\.weight"),
+    (view_of_the_layer("list"), r"other shares the memory of parameter layer\.weight"),
+    (view_of_the_layer("function"), "a tensor of shape .*, in a function for example, shares the memory"),
     (slice_of_the_layer(trained=True), r"parameters other and layer\.weight share their memory"),
     (slice_of_the_layer(trained=False), r"parameters other and layer\.weight share their memory"),
     (lambda model: nn.Parameter(model.layer.weight.data), r"parameters other and layer\.weight share their memory")])
@@ -48,6 +64,28 @@ def slice_of_the_layer(trained: bool):
 def test_a_model_that_the_engine_cannot_train_is_named(add, message):
     with pytest.raises(pstar.ConfigError, match=message):
         toy.build(lambda: With(add))
+
+
+@pytest.mark.filterwarnings("ignore:lazy start is not possible")
+@pytest.mark.parametrize("how", ["buffer", "attribute", "list", "function"])
+def test_a_view_of_a_frozen_parameter_keeps_the_right_values(how):
+    toy.compare(lambda: With(view_of_the_layer(how, trained=False)), lambda model, step: model(torch.ones(2, 8)), 2)
+
+
+@pytest.mark.filterwarnings("ignore:lazy start is not possible")
+def test_a_buffer_may_be_a_view_of_another():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("counts", torch.zeros(3, 8))
+            self.register_buffer("last", self.counts[2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.counts.add_(1)
+            return (self.layer(x) * self.last).square().mean()
+
+    toy.compare(Counts, lambda model, step: model(torch.ones(2, 8)), 3)
 
 
 def test_a_model_that_gets_its_values_after_the_meta_device_trains():
