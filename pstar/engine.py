@@ -41,7 +41,6 @@ from pstar.modules.module_calls import refuse_copy, replace_calls
 from pstar.modules.not_finite import FirstNotFinite
 from pstar.modules.scope import mode_of
 from pstar.modules.sixteen_bits import explain_mixed_dtypes, keep_statistics_wide
-from pstar.modules.trainable import check_made
 from pstar.numerics.loss_scaler import scaler_for
 from pstar.numerics.precision import PARAM
 from pstar.optim.chunked_adam import ChunkedAdam
@@ -146,7 +145,6 @@ class Engine(torch.nn.Module):
             return all(name for name, _ in tensors)
 
         recipe.replay(wanted, take)
-        check_made(self.module)
         for name, param in self._chunks.params.items():    # real parameters, which model_func did not make itself
             if param.numel() and all(name != other for tensors in wanted.values() for other, _ in tensors):
                 write(self._optimizer, PARAM, name, param.data)

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -208,7 +209,7 @@ class Recipe:
             take: called with that label and the storage's bytes as a flat uint8 tensor in host memory; returns true if no
                 tensor keeps them, so that later values may use the memory.
 
-        A storage that no operation makes stays on the meta device (modules/trainable.py, check_made).
+        Raises StateError if the operations do not make all of them.
         """
         live, last_use = self._liveness(set(wanted))
         made: dict[int, torch.UntypedStorage] = {}
@@ -228,6 +229,8 @@ class Recipe:
                     if take(wanted[key], torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)):
                         scratch.release(storage)
                     wanted = {other: name for other, name in wanted.items() if other != key}
+        if wanted:
+            raise StateError(f"the model's start does not say how these are made: {list(wanted.values())}")
 
     def _liveness(self, needed: set[int]) -> tuple[list[bool], dict[int, int]]:
         """(for each operation whether a needed storage depends on it, for each storage its last such operation)."""
@@ -315,6 +318,12 @@ def _base_among(module: torch.nn.Module) -> str | None:
     return next((name for name, buffer in module.named_buffers() if id(buffer._base) in known), None)
 
 
+def _not_recorded(module: torch.nn.Module, recipe: Recipe) -> str | None:
+    """The name of a parameter or buffer that model_func itself puts on the meta device: device=self.weight.device."""
+    return next((name for name, tensor in chain(module.named_parameters(), module.named_buffers())
+                 if tensor.device.type == "meta" and storage_key(tensor) not in recipe.kept), None)
+
+
 def _check_profiler() -> None:
     """Raises StateError if a profiler runs that keeps references to the tensors it sees: torch does not swap those."""
     one = torch.ones(1, dtype=torch.float32, device="cpu")
@@ -345,6 +354,8 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
                              "one)")
         if (name := _base_among(module)) is not None:
             raise StateError(f"its buffer {name} is a view of another")
+        if (name := _not_recorded(module, recipe)) is not None:
+            raise StateError(f"its {name} is made on the device of another tensor, which while it is recorded is meta")
         _check_profiler()
         recipe.made.clear()    # no weak reference of ours counts in the next line
         if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):

@@ -62,8 +62,7 @@ def attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_made(module: torch.nn.Module) -> None:
-    """Raises ConfigError for a parameter or buffer to which model_func gave no values. To be called when the others have
-    theirs: while a lazy start records model_func, all are on the meta device."""
+    """Raises ConfigError for a parameter or buffer to which model_func, called without being recorded, gave no values."""
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} has no values, because model_func makes it on torch's meta device: make the model "

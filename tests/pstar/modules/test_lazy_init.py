@@ -225,6 +225,22 @@ class Closed(Loss):
         self.layers[0].weight.register_hook(lambda grad: grad * mask)
 
 
+def test_a_tensor_on_the_device_of_a_parameter_is_real():
+    """While a lazy start records the model, that device is meta; Nystromformer makes a buffer so."""
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = nn.Linear(8, 8, device=self.first.weight.device)
+            self.register_buffer("shift", torch.arange(8.0, device=self.first.weight.device))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x) + self.shift).square().mean()
+
+    with pytest.warns(UserWarning, match="its second.weight is made on the device of another tensor"):
+        toy.compare(Positions, lambda model, step: model(torch.ones(2, 8)), 3)
+
+
 def test_a_tensor_that_a_function_keeps_is_real():
     with pytest.warns(UserWarning, match=r"keeps a tensor of shape \(16,\), in a function for example"):
         compare(Closed)
