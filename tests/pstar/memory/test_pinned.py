@@ -219,11 +219,11 @@ class Runtime:
     def cudaGetErrorString(self, status):    # noqa: N802
         return "out of memory"
 
-    def ones(self, numel, device):
+    def ones(self, numel, dtype, device):
         if self.pending:
             self.pending = False
             raise RuntimeError("CUDA error: out of memory")
-        return torch.ones(numel)
+        return torch.ones(numel, dtype=dtype)
 
 
 @pytest.mark.parametrize("status", [0, 2])
