@@ -16,6 +16,7 @@ from pstar.checkpoint.state import check_names, gather_state, load_state, write
 from pstar.chunks import Hooks, Offload, assemble
 from pstar.chunks.gradients import KINDS
 from pstar.chunks.interrupts import check, wait_for_operations, whole
+from pstar.chunks.modes import outside_modes
 from pstar.chunks.peak_watch import PeakWatch
 from pstar.chunks.stages import Stages
 from pstar.comm.collectives import Collectives, check_initialized, launchers_local_rank
@@ -191,7 +192,10 @@ class Engine(torch.nn.Module):
         if collectives.num_ranks > 1 and self._plan.near_memory is None:
             return None
         shapes = tuple(shape_of(value) for value in (*args, *kwargs.items()))
-        return tuple(collectives.from_all(shapes)) if collectives.num_ranks > 1 else shapes
+        if collectives.num_ranks == 1:
+            return shapes
+        with outside_modes():
+            return tuple(collectives.from_all(shapes))
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

@@ -26,5 +26,6 @@ def program_sees_operations() -> bool:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
+    """Inside, no transform and no dispatch mode is in force."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield

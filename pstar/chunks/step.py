@@ -133,7 +133,8 @@ class Chunks:
 
     def release(self, names: tuple[str, ...]) -> None:
         """COMPUTE -> HOLD. Raises StateError for a parameter that is not COMPUTE."""
-        self.collectives.progress()
+        if level_of_transforms() is None and not (num_dispatch_modes() and program_sees_operations()):
+            self.collectives.progress()    # else the next call will: a collective copies tensors
         blocks, place = self.store.blocks, self.units.place
         for name in names:
             self.parameters.end_use(name)

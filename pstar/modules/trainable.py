@@ -47,9 +47,10 @@ def check_aliases(module: torch.nn.Module, tensors: Iterable[tuple[str, torch.Te
     for alias, tensor in tensors:
         if id(tensor) in known or tensor.layout != torch.strided or tensor.untyped_storage()._cdata not in storages:
             continue
-        for name, _ in _overlapping({**params, alias: tensor}):
-            raise ConfigError(f"{alias} shares the memory of parameter {name}, which moves into a chunk, and would keep the "
-                              "initial values: use the parameter itself in forward, or a clone of it")
+        for name, param in params.items():
+            if any(_overlapping({name: param, alias: tensor})):
+                raise ConfigError(f"{alias} shares the memory of parameter {name}, which moves into a chunk, and would keep "
+                                  "the initial values: use the parameter itself in forward, or a clone of it")
 
 
 def attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
