@@ -20,6 +20,10 @@ class StateError(PstarError, RuntimeError):
     """An illegal change of state: a bug in the engine, calls in a wrong order, or a parameter that is read between steps."""
 
 
+class LateError(StateError, TimeoutError):
+    """A collective that some ranks did not join before the process group's timeout: they hang, died, or call another one."""
+
+
 class ArgumentError(PstarError, ValueError):
     """Bad arguments: tensors or numbers that a kernel cannot take; the message begins with the argument's name."""
 

@@ -159,7 +159,7 @@ def _end_rank(
         status = closed_pipe.STATUS  # the launcher says one line
     elif isinstance(error, RunError):
         print_on_rank_0(str(error), rank)
-    elif getattr(error, "one_line", False):  # of a library, with advice in its message; perhaps not on all ranks
+    elif getattr(error, "one_line", False) and not isinstance(error, TimeoutError):  # of a library, perhaps not on all ranks
         with contextlib.suppress(Exception):
             if store.add("an error was said", 1) == 1:
                 print(f"\nerror: rank {rank}: {error}", file=sys.stderr, flush=True)
@@ -230,7 +230,8 @@ def _is_gone(host: str, pid: int) -> bool:
 
 
 def _is_about_peers(error: BaseException) -> bool:
-    """True for what torch.distributed raises when another rank went away or did not come."""
-    text = str(error).lower()
+    """True for what torch.distributed and pstar's shared memory raise when another rank went away or did not come."""
+    if isinstance(error, (dist.DistError, TimeoutError)):
+        return True
     words = ("timed out", "timeout", "connection", "connect ", "socket", "gloo", "nccl")
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words))
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

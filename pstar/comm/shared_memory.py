@@ -34,7 +34,7 @@ import torch
 
 from durable.calls import NUM_CALLS, Call, register
 from durable.cores import num_cores
-from pstar.errors import StateError
+from pstar.errors import LateError, StateError
 
 SLICE_BYTES = 4 * 2**20
 COUNTER_BYTES = 64    # one cache line for each counter: no false sharing between ranks
@@ -75,7 +75,7 @@ class Exchange:
         self.done = False
 
     def wait(self) -> None:
-        """Returns when the result is there. Raises StateError if a rank does not arrive, or arrives with another call."""
+        """Returns when the result is there. Raises LateError if a rank does not come, StateError if its call is another."""
         self._memory.finish(self)
 
 
@@ -273,10 +273,10 @@ class SharedMemory:
             if time.monotonic() > deadline:
                 raise self.late()
 
-    def late(self) -> StateError:
+    def late(self) -> LateError:
         """The error of a rank that has waited for the timeout; it names those that have not come."""
-        return StateError(f"rank {self._members[self.rank]} waited {self.timeout_s:.0f} s in collective {self._count} for "
-                          f"ranks {list(self._missing())}: they hang, died, or made other collective calls")
+        return LateError(f"rank {self._members[self.rank]} waited {self.timeout_s:.0f} s in collective {self._count} for "
+                         f"ranks {list(self._missing())}: they hang, died, or made other collective calls")
 
     def _missing(self) -> tuple[int, ...]:
         """The ranks that have not written their slices of the exchange for which this rank waits."""

@@ -99,8 +99,8 @@ class TwoLevelExchange:
                 return
 
     def wait(self) -> None:
-        """Returns when the result is there. Raises StateError if a rank of this node does not arrive or makes another call,
-        and RuntimeError if another node is lost."""
+        """Returns when the result is there. Raises LateError if a rank of this node does not come, StateError if it makes
+        another call, and RuntimeError if another node is lost."""
         self._levels.finish(self)
 
 

@@ -37,18 +37,11 @@ def test_a_stopped_rank_cannot_answer_and_the_others_say_so(tmp_path: Path, name
     assert sorted(reports(chapter.output)) == [0, 2]
 
 
-IN_VAIN = "rank 0 waited in vain for the others: rank 1 did not come, or not within --timeout-s\n"
-
-
 @pytest.mark.deep
-@pytest.mark.parametrize("name, flags, line", [
-    ("02_ddp", (), IN_VAIN),
-    ("05_model_parallel", ("--tp", 2), IN_VAIN),
-    ("07_patrickstar", (), "rank 0: rank 0 waited 15 s in collective "),
-])  # fmt: skip
-def test_the_others_wait_as_long_as_timeout_s_for_a_stopped_rank(
-    tmp_path: Path, name: str, flags: tuple[object, ...], line: str
-) -> None:
+@pytest.mark.parametrize("name, flags", [("02_ddp", ()), ("05_model_parallel", ("--tp", 2)), ("07_patrickstar", ())])
+def test_the_others_wait_timeout_s_for_a_stopped_rank(tmp_path: Path, name: str, flags: tuple[object, ...]) -> None:
+    """Chapter 07's ranks wait for each other in pstar's shared memory, or in the process group between steps."""
     chapter = Chapter(name, tmp_path)
     said = end_a_rank(chapter, 2, 1, signal.SIGSTOP, "--hang-after", 0, "--timeout-s", 15, *flags, *SHORT)
-    assert f"error: {line}" in said and "Traceback" not in said, said
+    assert "error: rank 0 waited in vain for the others: rank 1 did not come, or not within --timeout-s\n" in said, said
+    assert "Traceback" not in said, said

@@ -16,6 +16,7 @@ from pstar.comm import collectives as collectives_module
 from pstar.comm import node_groups, shared_memory
 from pstar.comm.collectives import Collectives
 from pstar.comm.shared_memory import SharedMemory
+from pstar.errors import LateError
 from pstar.memory.tier import Ledger
 from tests.cover import quick_only
 from tests.elsewhere import Elsewhere, elsewhere
@@ -162,7 +163,7 @@ def late_case(rank: int, num_ranks: int, nodes: str = ""):
     if rank == 0:
         try:
             collectives.sum(torch.ones(1))
-        except Exception as error:
+        except LateError as error:
             message = str(error)
     dist.barrier()
     return message
