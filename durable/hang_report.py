@@ -167,7 +167,25 @@ class Watch:
             self._tell("said")
         else:
             self._wait_for(["said"], patience_s)
+        if self.rank not in found["missing"]:  # when the launcher sees that this rank has ended, it kills the missing ones
+            _wait_until_ended([answers[rank] for rank in found["missing"] if rank in answers])
         self._end(self.rank in found["missing"], found["silent"])
+
+
+def _wait_until_ended(answers: Sequence[Mapping[str, Any]]) -> None:
+    """Waits ANSWER_S at most until the ranks of these answers that run on this machine have ended, with their own status."""
+    deadline = time.monotonic() + ANSWER_S
+    for pid in (answer["pid"] for answer in answers if answer["host"] == socket.gethostname()):
+        while not _has_ended(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _has_ended(pid: int) -> bool:
+    """True if the process has ended, even if its parent has not asked for its status yet; always where /proc is missing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def own_answer(rank: int, num_ranks: int, sources: Sequence[Source]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Job:
         for replaced in (
             mock.patch.object(hang_report, "ANSWER_S", HANGS_S),
             mock.patch.object(os, "_exit", self._exit),
+            mock.patch.object(hang_report, "_has_ended", lambda pid: True),  # the ranks of a pool go on
             mock.patch.object(torchrun.flight_recorder, "FlightRecorder", lambda: self.recorder),
         ):
             replaced.start()

@@ -86,11 +86,15 @@ def exit_interrupted(*_: Any) -> NoReturn:
 
 
 def _likeliest_cause(error: Any) -> tuple[int, Any]:
-    """(rank, failure) to report: first a killed rank (not by SIGTERM), then one that failed, then one that lost a peer."""
+    """(rank, failure) to report: first a killed rank, then one that failed, one ended by SIGTERM, one that lost a peer.
+
+    torchrun sends SIGTERM to the other ranks when one has ended.
+    """
+    last = {-signal.SIGTERM: 2, LOST_PEER: 3}
 
     def order(item: tuple[int, Any]) -> tuple[int, int]:
         code = item[1].exitcode
-        return (0 if code < 0 and code != -signal.SIGTERM else 2 if code == LOST_PEER else 1), item[1].timestamp
+        return last.get(code, 0 if code < 0 else 1), item[1].timestamp
 
     return min(error.failures.items(), key=order)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from dataclasses import asdict
 from typing import Any
@@ -152,6 +156,14 @@ def test_the_seconds_of_a_stopped_process_are_no_hang(tmp_path):
             clock.return_value = begin + seconds
             late.append(watch._is_late())
     assert late == [False] * 61 + [True]
+
+
+def test_a_rank_that_waits_ends_after_the_missing_one_which_keeps_its_own_status():
+    """Else the launcher would send SIGTERM to the missing one, and name that signal as the cause."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    here, elsewhere = {"host": socket.gethostname(), "pid": process.pid}, {"host": "other", "pid": os.getpid()}
+    hang_report._wait_until_ended([here, elsewhere])
+    assert process.poll() == 0
 
 
 def test_the_table_has_a_line_for_each_rank_and_names_files_that_cannot_be_read(tmp_path):
