@@ -68,11 +68,11 @@ def healthy(rank: int, num_ranks: int, folder: str) -> int:
     store = dist.distributed_c10d._get_default_store()
     with mock.patch.object(hang_report, "LONGEST_PERIOD_S", 0.001):
         watch = hang_report.Watch(store, rank, num_ranks, HANGS_S, Path(folder), pytest.fail, [Looks()])
-    more = torch.ones(1)
-    while more:
-        more.fill_(len(looks) < 20)
-        dist.all_reduce(more)
-    watch.close()
+        more = torch.ones(1)
+        while more:
+            more.fill_(len(looks) < 20)
+            dist.all_reduce(more)
+        watch.close()
     return len(looks)
 
 
