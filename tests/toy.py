@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -133,23 +134,45 @@ def build(model_func=Toy, **keys) -> tuple[pstar.Engine, pstar.optim.chunked_ada
 
 def losses_of_both(plain, oracle, model, optimizer, loss_of, num_steps: int,
                    before=lambda model, step: None) -> Iterator[tuple[float, float]]:
-    """Trains `plain` with the optimizer `oracle`, and the engine with the same dropout; yields both losses of each step."""
+    """Trains `plain` with the optimizer `oracle`, and the engine with the same dropout; yields both losses of each step.
+
+    Among several ranks each has rows of its own: those of another step. All draw the same random numbers: a model that
+    leaves layers out must leave out the same ones on all ranks.
+    """
     params = [param for group in oracle.param_groups for param in group["params"]]
-    for step in range(num_steps):
-        torch.manual_seed(step)
+    rank, num_ranks = ranks()
+    for seed, step in enumerate(range(rank, num_steps * num_ranks, num_ranks)):
+        torch.manual_seed(seed)
         oracle.zero_grad()
         before(plain, step)
         expected = loss_of(plain, step)
         expected.backward()
+        average_gradients(params, num_ranks)
         clip_grad_norm_(params, CLIP)
         oracle.step()
-        torch.manual_seed(step)
+        torch.manual_seed(seed)
         optimizer.zero_grad()
         before(model, step)
         loss = loss_of(model, step)
         model.backward(loss)
         optimizer.step()
         yield expected.item(), loss.item()
+
+
+def ranks() -> tuple[int, int]:
+    """(this rank, number of ranks)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def average_gradients(params, num_ranks: int) -> None:
+    """Sets each gradient to its mean over the ranks: exact for two, whose sum does not depend on the order."""
+    for param in params if num_ranks > 1 else []:
+        has = torch.tensor(param.grad is not None)
+        dist.all_reduce(has, dist.ReduceOp.MAX)
+        if has:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad /= num_ranks
 
 
 def compare(model_func, loss_of, num_steps: int, before=lambda model, step: None, **keys) -> pstar.Engine:
@@ -165,8 +188,8 @@ def compare(model_func, loss_of, num_steps: int, before=lambda model, step: None
     losses = losses_of_both(plain, oracle, model, optimizer, loss_of, num_steps, before)
     for step, (expected, loss) in enumerate(losses):
         assert loss == expected, f"step {step}"
-    weights, _ = model.gather_state()
-    for name, value in plain.named_parameters():
+    weights, _ = model.gather_state()    # to rank 0
+    for name, value in plain.named_parameters() if ranks()[0] == 0 else ():
         assert torch.equal(weights[name], value), name
     return model
 
