@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +21,18 @@ from pstar.numerics.precision import Precision
 from pstar.optim.group_updates import GroupUpdates
 from pstar.optim.speculative import Speculation
 from pstar.optim.unmanaged import OutsideParams
+
+
+class InChunks(dict):
+    """`optimizer.state`, always empty. Refuses to read or reset a parameter's moments here: they are in chunks."""
+
+    ERROR = ("Adam's moments are in chunks, not in optimizer.state: model.gather_state() copies them, and "
+             "model.load_state(weights, moments) sets them")
+
+    def refuse(self, *_: Any) -> NoReturn:
+        raise StateError(self.ERROR)
+
+    __missing__ = __setitem__ = clear = update = refuse
 
 
 class ChunkedAdam(torch.optim.Optimizer):
@@ -79,6 +91,16 @@ class ChunkedAdam(torch.optim.Optimizer):
     @property
     def store(self) -> BlockStore:
         return self.chunks.store
+
+    @property
+    def state(self) -> InChunks:
+        """Empty; see InChunks."""
+        return InChunks()
+
+    @state.setter
+    def state(self, states: dict) -> None:
+        if hasattr(self, "names"):    # torch.optim.Optimizer sets it at the start
+            raise StateError(InChunks.ERROR)
 
     def add_param_group(self, param_group: dict) -> None:
         """As any torch optimizer, but only at the start. Raises StateError later: chunks cannot take new parameters."""
@@ -309,3 +331,9 @@ class ChunkedAdam(torch.optim.Optimizer):
         """param_groups only: weights and moments are gathered by the engine's gather_state."""
         state = super().state_dict()
         return {"param_groups": state["param_groups"], "state": {}}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Takes param_groups. Raises StateError if there are moments, as in the state dict of another optimizer."""
+        if state_dict["state"]:
+            raise StateError(f"this state dict has moments. {InChunks.ERROR}")
+        super().load_state_dict(state_dict)
