@@ -12,7 +12,7 @@ import torch
 
 from pstar.checkpoint.export import export_weights, import_weights
 from pstar.checkpoint.sharded import Writer, copy_sharded, load_sharded, save_sharded
-from pstar.checkpoint.state import check_names, gather_state, load_state, write
+from pstar.checkpoint.state import check_names, gather_state, load_state, warn_of_new_parameters, write
 from pstar.chunks import Hooks, Offload, assemble
 from pstar.chunks.gradients import KINDS
 from pstar.chunks.interrupts import check, wait_for_operations, whole
@@ -176,6 +176,8 @@ class Engine(torch.nn.Module):
             self.schedule.begin_step(shapes)
             self.ledger.begin_step()
             self._stages.begin_step(self.schedule.num_steps)
+            if self.schedule.recording:
+                warn_of_new_parameters(self.module, self._optimizer)
         self._chunks.begin_forward(shapes)
         self.schedule.touch(("inputs", shapes))
         self._stages.begin("forward")

@@ -1,5 +1,6 @@
 """The model's state as plain tensors by name, gathered from chunks and put back: any layout, any number of ranks."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -19,12 +20,26 @@ SCALE_PREFIXES = {EXP_AVG: "exp_avg_scale.", EXP_AVG_SQ: "exp_avg_sq_scale."}
 """Of the scales of 8-bit moments."""
 
 
+def warn_of_new_parameters(module: torch.nn.Module, optimizer: ChunkedAdam) -> None:
+    """Warns of parameters that were put into the module after the start of the engine: nothing trains them."""
+    known = set(map(id, _params(optimizer).values()))
+    new = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in known]
+    if new:
+        names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
+        warnings.warn(f"the engine does not train {names}: the model was changed after initialize_engine; make that change "
+                      "in model_func", stacklevel=2)
+
+
+def _params(optimizer: ChunkedAdam) -> dict[str, torch.nn.Parameter]:
+    return optimizer.chunks.params | optimizer.outside.params
+
+
 def check_names(module: torch.nn.Module, optimizer: ChunkedAdam) -> None:
     """Raises StateError if a parameter of the module is new since the start of the engine, or has another name.
 
     A file with the engine's values would make another model then. Parameters that the module no longer has do no harm.
     """
-    ours = optimizer.chunks.params | optimizer.outside.params
+    ours = _params(optimizer)
     known = set(map(id, ours.values()))
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) not in known or ours.get(name, param) is not param:

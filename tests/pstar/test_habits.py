@@ -313,6 +313,7 @@ def swapped(layers: nn.ModuleList) -> None:
     layers[0], layers[1] = layers[1], layers[0]
 
 
+@pytest.mark.filterwarnings("ignore:the engine does not train")
 @pytest.mark.parametrize("change, name", [
     (lambda layers: layers.append(nn.Linear(16, 16)), "layers.5.weight"),
     (lambda layers: setattr(layers[3], "bias", nn.Parameter(torch.ones(16))), "layers.3.bias"),
@@ -333,6 +334,15 @@ def test_a_model_that_changed_after_the_start_is_neither_saved_nor_loaded(change
         with pytest.raises(pstar.StateError, match=f"^{name} is not the parameter that the engine saves and loads"):
             call()
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("near", ["min", "100%"])
+def test_a_warning_names_a_parameter_that_comes_after_the_start_and_is_not_trained(near):
+    model, optimizer = toy.build(Loss, near_budget=near)
+    model.module.layers.append(nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match=r"does not train layers\.5\.weight, layers\.5\.bias: the model was changed after"):
+        model.backward(model(x(0)))
+    optimizer.step()
 
 
 def test_layers_may_be_dropped_after_the_start():
