@@ -56,6 +56,24 @@ def test_a_program_may_look_whether_there_are_states_and_load_its_own_param_grou
     assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.state_dict()["state"] == {}
 
 
+@pytest.mark.parametrize("near", ["min", "100%"])
+def test_load_state_resets_the_moments(near: str) -> None:
+    """As plain PyTorch with the same weights and a new optimizer."""
+    model, optimizer = trained(near)
+    weights, moments = model.gather_state()
+    model.load_state(weights, {name: torch.zeros_like(values) for name, values in moments.items()})
+    plain = toy.Toy()
+    plain.load_state_dict(weights, strict=False)    # the head is tied, and has one name in the engine
+    new = toy.adamw(plain.parameters(), lr=toy.LR, weight_decay=toy.WEIGHT_DECAY)
+    for step, loss in enumerate(toy.train(model, optimizer, STEPS, first=STEPS), STEPS):
+        new.zero_grad()
+        expected = plain(*toy.batch(step))
+        expected.backward()
+        toy.clip_grad_norm_(plain.parameters(), toy.CLIP)
+        new.step()
+        assert loss == expected.item()
+
+
 def test_torchs_distributed_checkpoints_make_no_step() -> None:
     """They call step() of an optimizer without states, to make it have some."""
     model, optimizer = trained("min")
