@@ -159,7 +159,7 @@ def _end_rank(
         status = closed_pipe.STATUS  # the launcher says one line
     elif isinstance(error, RunError):
         print_on_rank_0(str(error), rank)
-    elif getattr(error, "one_line", False) and not isinstance(error, TimeoutError):  # of a library, perhaps not on all ranks
+    elif _has_one_line(error) and not _is_about_peers(error):  # of a library, perhaps not on all ranks
         with contextlib.suppress(Exception):
             if store.add("an error was said", 1) == 1:
                 print(f"\nerror: rank {rank}: {error}", file=sys.stderr, flush=True)
@@ -205,7 +205,7 @@ def _report_alone(
     """Reports the uncaught error of a single process; afterwards Python ends the process with status 1."""
     if isinstance(error, BrokenPipeError) and closed_pipe.silence():
         os._exit(closed_pipe.STATUS)  # its output is read by nobody any more, as after `| head`
-    if isinstance(error, RunError) or getattr(error, "one_line", False):
+    if isinstance(error, RunError) or _has_one_line(error):
         print(f"\nerror: {error}", file=sys.stderr, flush=True)
     else:
         print_traceback(kind, error, trace)
@@ -231,7 +231,13 @@ def _is_gone(host: str, pid: int) -> bool:
 
 def _is_about_peers(error: BaseException) -> bool:
     """True for what torch.distributed and pstar's shared memory raise when another rank went away or did not come."""
-    if isinstance(error, (dist.DistError, TimeoutError)):
-        return True
+    if _has_one_line(error):
+        return isinstance(error, TimeoutError)
     words = ("timed out", "timeout", "connection", "connect ", "socket", "gloo", "nccl")
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in text for word in words))
+
+
+def _has_one_line(error: BaseException) -> bool:
+    """True for an error of a library, such as pstar's, whose message says what is wrong and what to do."""
+    return getattr(error, "one_line", False)
