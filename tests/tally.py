@@ -27,7 +27,7 @@ STRICT_VARIABLE = "TESTS_STRICT"  # set by conftest.py where CI is set: a skip t
 # a file goes to another of the three workers, and after another file. So the budget of ranks is three times the need of one
 # worker. The browser of tests/docs counts as a program; programs inside of a command that are forked count as nothing.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "benchmarks": (30, 3), "chapters": (120, 120), "cluster": (80, 3), "docs": (90, 123), "durable": (3, 0),
+    "benchmarks": (30, 3), "chapters": (120, 120), "cluster": (80, 3), "docs": (90, 123), "durable": (4, 0),
     "exercises": (4, 40), "fresh": (0, 0), "gpt2_chinese": (96, 22), "harness": (21, 70), "layers": (30, 0),
     "pstar": (52, 80), "scripts": (82, 3),
 }  # fmt: skip
