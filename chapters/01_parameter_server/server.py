@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,14 +37,15 @@ def parameter_server(model: nn.Module, ranks: Any, settings: Any) -> ParameterSe
 
     Args:
         model: on its device, the same architecture on all ranks.
-        ranks: has rank, num_ranks and group.
+        ranks: has rank, num_ranks, group and timeout.
         settings: has backend, mode, staleness, slow_worker_s, num_devices, resume_step.
     """
     if settings.backend == "torch":
         return DataParallel(model, settings.num_devices)
     bound = settings.staleness if settings.mode == "async" else None
     idle_s = settings.slow_worker_s if ranks.rank == 1 else 0.0
-    return ParameterServer(model, ranks.rank, ranks.num_ranks, ranks.group, bound, settings.resume_step, idle_s)
+    return ParameterServer(model, ranks.rank, ranks.num_ranks, ranks.group, bound, settings.resume_step, idle_s,
+                           timeout=ranks.timeout)
 
 
 def must_wait(step: int, works_on: int, bound: int | None) -> bool:
@@ -102,6 +104,7 @@ class ParameterServer:
         bound: largest staleness of the asynchronous mode, None for the synchronous mode.
         version: number of steps already taken with these weights.
         idle_s: seconds that this rank idles in each step, to act as a straggler.
+        timeout: how long a message may take, if `group` is not gloo's and the server makes one; None for torch's default.
 
     Attributes:
         version: of this rank's weights: the number of the server's step that made them.
@@ -111,13 +114,13 @@ class ParameterServer:
 
     def __init__(
         self, model: nn.Module, rank: int, num_ranks: int, group: Any = None, bound: int | None = None, version: int = 0,
-        idle_s: float = 0.0,
+        idle_s: float = 0.0, timeout: timedelta | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rank, self.num_ranks, self.bound = model, rank, num_ranks, bound
         # Messages are in host memory. The default group is not stored: its threads would outlive it and abort.
         self.group = None if group is None or group is dist.group.WORLD else group
         if num_ranks > 1 and dist.get_backend(self.group) != "gloo":
-            self.group = dist.new_group(backend="gloo")
+            self.group = dist.new_group(timeout=timeout, backend="gloo")
         self.messages, self.version, self.idle_s = Messages(model), version, idle_s
         self.loss, self.staleness = float("nan"), [0]
         self.sent_bytes = self.received_bytes = 0

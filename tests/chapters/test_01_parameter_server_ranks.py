@@ -4,6 +4,7 @@ bound on staleness."""
 from __future__ import annotations
 
 from concurrent.futures import wait
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -190,3 +191,15 @@ def overflow(rank, num_ranks):
 
 def test_an_overflow_on_a_worker_skips_the_step_and_the_scale_reaches_all(ranks):
     assert ranks(3).run(overflow) == [(512.0, True)] * 3
+
+
+def timeout_case(rank, num_ranks):
+    """As on GPUs, whose group is NCCL's."""
+    with mock.patch.object(dist, "get_backend", lambda group: "nccl"):
+        server = server_module.ParameterServer(Small(), rank, num_ranks, dist.group.WORLD, timeout=timedelta(seconds=1234))
+    dist.barrier()    # a rank that ends its group would end the connections of one that still pulls
+    return server.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_the_server_s_own_group_waits_as_long_as_the_run_says(ranks):
+    assert ranks(2).run(timeout_case) == [1234] * 2
