@@ -171,17 +171,17 @@ class Engine(torch.nn.Module):
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begins a micro-step, and with the first one a step."""
         self._stages.forget_failed_backward()
-        shapes = self._signature(args, kwargs)
-        if not self.schedule.in_step:
-            self.schedule.begin_step(shapes)
+        shapes, schedule = self._signature(args, kwargs), self.schedule
+        if not schedule.in_step:
+            schedule.begin_step(shapes)
             self.ledger.begin_step()
-            self._stages.begin_step(self.schedule.num_steps)
-            if self.schedule.recording:
+            self._stages.begin_step(schedule.num_steps)
+            if schedule.recording:
                 warn_of_new_parameters(self.module, self._optimizer)
         self._chunks.begin_forward(shapes)
-        self.schedule.touch(("inputs", shapes))
+        schedule.touch(("inputs", shapes))
         self._stages.begin("forward")
-        if self._watch is not None and self.schedule.recording:
+        if self._watch is not None and schedule.recording:
             self._watch.start()
 
     def _signature(self, args: tuple, kwargs: dict[str, Any]) -> Any:

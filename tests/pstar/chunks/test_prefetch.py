@@ -3,19 +3,17 @@ number."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
-import pstar
 from pstar.chunks import Hooks
 from pstar.memory.tier import NEAR, Tier
 from tests import toy
 from tests.limits import HANGS_S
+from tests.pstar.python_calls import PythonCalls
 
 KEYS = {"near_budget": "25%", "default_chunk_size": 5_000}    # parameters just fit: all states are far
 
@@ -193,18 +191,9 @@ def calls_of_a_step(layers: int, **keys) -> int:
     """Calls of Python functions of pstar in one traced step, on this thread."""
     model, optimizer = toy.build(lambda: toy.Toy(layers), default_chunk_size=2_400, **keys)
     toy.train(model, optimizer, 2)
-    folder, calls = str(Path(pstar.__file__).parent), 0
-
-    def count(frame, event, _):
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(folder)
-
-    sys.setprofile(count)
-    try:
+    with PythonCalls() as calls:
         toy.train(model, optimizer, 1, first=2)
-    finally:
-        sys.setprofile(None)
-    return calls
+    return calls.num
 
 
 def test_the_calls_of_a_step_grow_with_the_layers_and_less_with_measured_activations():
