@@ -291,9 +291,14 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
     return module, Recipe(recorder.ops, recorder.kept, recorder.made)
 
 
+def _registered(module: torch.nn.Module) -> set[int]:
+    """The ids of its parameters and buffers."""
+    return set(map(id, (*module.parameters(), *module.buffers())))
+
+
 def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
     """The name of an attribute with a recorded tensor that replay would not make; None if there is none."""
-    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    known = _registered(module)
     return next((name for name, tensor in attributes(module) if tensor.device.type == "meta" and id(tensor) not in known
                  and storage_key(tensor) in recipe.kept), None)
 
@@ -301,7 +306,7 @@ def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
 def _kept_elsewhere(module: torch.nn.Module, recipe: Recipe) -> list[tuple[str, torch.Tensor]]:
     """The recorded tensors, no parameters and no buffers, that something still refers to: a function of a hook, for example.
     With the words for each."""
-    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    known = _registered(module)
 
     def found() -> list[torch.Tensor]:
         tensors = (reference() for reference in recipe.made)
@@ -314,7 +319,7 @@ def _kept_elsewhere(module: torch.nn.Module, recipe: Recipe) -> list[tuple[str, 
 
 def _base_among(module: torch.nn.Module) -> str | None:
     """The name of a buffer that is a view of another buffer or of a parameter: torch does not swap that one."""
-    known = set(map(id, (*module.parameters(), *module.buffers())))
+    known = _registered(module)
     return next((name for name, buffer in module.named_buffers() if id(buffer._base) in known), None)
 
 
