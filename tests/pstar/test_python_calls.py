@@ -14,7 +14,8 @@ from tests.pstar.python_calls import PythonCalls
 
 STEPS = 4
 LIMITS = {"min": 5_581, "100%": 1_869}
-"""By near budget: chunks move in the whole step, or all of them stay near. To lower a limit, lower its number."""
+"""By near budget: chunks move in the whole step, or all of them stay near. To lower a limit, lower its number. These are of
+Python 3.11; newer ones call less, because a comprehension is no function there."""
 
 
 def calls_of_a_step(near: str) -> int:
@@ -31,12 +32,12 @@ def test_a_step_calls_no_more_than_its_limit(near):
     assert calls_of_a_step(near) <= LIMITS[near]
 
 
-def test_one_call_more_in_a_hook_is_over_the_limit(monkeypatch):
-    acquire = Chunks.acquire
+def test_one_call_more_in_a_hook_is_counted(monkeypatch):
+    acquire, before = Chunks.acquire, calls_of_a_step("min")
 
     def slower(self: Chunks, names: tuple[str, ...]) -> None:
         acquire(self, names)
         self.schedule.recording    # noqa: B018  a property, so this is a call
 
     monkeypatch.setattr(Chunks, "acquire", slower)
-    assert calls_of_a_step("min") > LIMITS["min"] + 10
+    assert calls_of_a_step("min") > before + 10
