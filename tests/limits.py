@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 HANGS_S = 600.0  # limit for a program, for a process that a test waits for, or for a condition
 
@@ -49,6 +50,13 @@ def wait_until(
 
 def _words(what: Callable[[], str] | str) -> str:
     return what if isinstance(what, str) else what()
+
+
+def timeout_s(group: Any) -> float:
+    """Seconds that a call of a gloo group waits for the other ranks."""
+    import torch  # not at the top: programs without torch have limits too
+
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -104,7 +104,8 @@ class ParameterServer:
         bound: largest staleness of the asynchronous mode, None for the synchronous mode.
         version: number of steps already taken with these weights.
         idle_s: seconds that this rank idles in each step, to act as a straggler.
-        timeout: how long a message may take, if `group` is not gloo's and the server makes one; None for torch's default.
+        timeout: how long a message may take in the gloo group that is made if `group` is of another backend; None: torch's
+            default.
 
     Attributes:
         version: of this rank's weights: the number of the server's step that made them.

@@ -27,7 +27,7 @@ from tests.chapters.technique import (
     rows,
     technique,
 )  # fmt: skip
-from tests.limits import wait_until
+from tests.limits import timeout_s, wait_until
 
 server_module = technique("01_parameter_server", "server")
 
@@ -198,7 +198,7 @@ def timeout_case(rank, num_ranks):
     with mock.patch.object(dist, "get_backend", lambda group: "nccl"):
         server = server_module.ParameterServer(Small(), rank, num_ranks, dist.group.WORLD, timeout=timedelta(seconds=1234))
     dist.barrier()    # a rank that ends its group would end the connections of one that still pulls
-    return server.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return timeout_s(server.group)
 
 
 def test_the_server_s_own_group_waits_as_long_as_the_run_says(ranks):

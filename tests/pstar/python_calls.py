@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from torch import nn
+
 import pstar
+from tests import toy
 
 PSTAR = str(Path(pstar.__file__).parent)
 
 
 class PythonCalls:
-    """Counts them in this thread while a `with` statement runs. Meanwhile no garbage is collected: an engine may be in it.
+    """Counts them in this thread while a `with` statement runs.
+
+    The garbage collector is off meanwhile: the calls that end another test's engine would count.
 
     Attributes:
         num: the calls until now.
@@ -33,3 +39,12 @@ class PythonCalls:
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
         self.num += event == "call" and frame.f_code.co_filename.startswith(PSTAR)
+
+
+def calls_of_a_step(model_func: Callable[[], nn.Module] = toy.Toy, **keys: object) -> int:
+    """The calls in one step of an engine that has traced its step."""
+    model, optimizer = toy.build(model_func, **keys)
+    toy.train(model, optimizer, 2)
+    with PythonCalls() as calls:
+        toy.train(model, optimizer, 1, first=2)
+    return calls.num

@@ -13,7 +13,7 @@ from pstar.chunks import Hooks
 from pstar.memory.tier import NEAR, Tier
 from tests import toy
 from tests.limits import HANGS_S
-from tests.pstar.python_calls import PythonCalls
+from tests.pstar.python_calls import calls_of_a_step
 
 KEYS = {"near_budget": "25%", "default_chunk_size": 5_000}    # parameters just fit: all states are far
 
@@ -187,21 +187,16 @@ def test_one_pair_of_saved_tensor_hooks_serves_a_whole_forward(monkeypatch):
     assert sum(pairs) == 1 < len(pairs)
 
 
-def calls_of_a_step(layers: int, **keys) -> int:
-    """Calls of Python functions of pstar in one traced step, on this thread."""
-    model, optimizer = toy.build(lambda: toy.Toy(layers), default_chunk_size=2_400, **keys)
-    toy.train(model, optimizer, 2)
-    with PythonCalls() as calls:
-        toy.train(model, optimizer, 1, first=2)
-    return calls.num
+def calls_of_layers(layers: int, **keys) -> int:
+    return calls_of_a_step(lambda: toy.Toy(layers), default_chunk_size=2_400, **keys)
 
 
 def test_the_calls_of_a_step_grow_with_the_layers_and_less_with_measured_activations():
     """Rule 2 looks at up to 256 stretches of the trace at a moment. It once called five functions for each: with 40 layers
     and `near_memory` 250,000 calls a step in place of 81,000."""
-    few, many = (calls_of_a_step(layers, near_budget="25%") for layers in (10, 40))
+    few, many = (calls_of_layers(layers, near_budget="25%") for layers in (10, 40))
     assert many < 4.4 * few, "four times the layers"
-    assert calls_of_a_step(40, near_memory="10900KiB") < 1.8 * many, "more blocks leave near, and come again"
+    assert calls_of_layers(40, near_memory="10900KiB") < 1.8 * many, "more blocks leave near, and come again"
 
 
 def test_backward_searches_nothing_while_all_that_is_away_waits_for_its_update():

@@ -17,7 +17,7 @@ from pstar.comm.two_levels import Lane, TwoLevelExchange
 from pstar.layout.nodes import ranks_by_node, sent_by_flat_ring, sent_in_two_levels
 from pstar.memory.tier import BETWEEN_NODES, Ledger
 from tests.elsewhere import Elsewhere, elsewhere
-from tests.limits import HANGS_S
+from tests.limits import HANGS_S, timeout_s
 from tests.pstar.comm.test_collectives_ranks import late_case, stay, values
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="no shared memory with ordered writes on this machine")
@@ -205,7 +205,7 @@ def group_case(rank: int, num_ranks: int):
         flat = torch.zeros(3)
         flat[rank - 1] = rank
         collectives.all_gather(flat).wait()
-        of_rails = [rail._made()._get_backend(torch.device("cpu")).options._timeout.total_seconds() for rail in made]
+        of_rails = [timeout_s(rail._made()) for rail in made]
         found = collectives.num_nodes, flat.tolist(), of_rails
     later = dist.new_group(list(range(num_ranks)))
     total = torch.ones(1)
