@@ -25,6 +25,8 @@ bound, so its share alone looks too good: compare the seconds too, which each ro
 
 Speculative updates (speculative_update) begin before the last gradient has arrived, and are undone if they were wrong.
 So the second bound does not hold for them: what they updated is loaded during backward. Here nothing is clipped or undone.
+Their copies are made in the order in which the next forward needs them. A copy under way is not interrupted, so the smaller
+the chunks, the less an urgent one waits: hence the variants with three chunks a layer.
 
 Each table has a separate file, memory_fits.md and memory_link.md: --only renews one of them.
 
@@ -67,6 +69,9 @@ VARIANTS = {"0": {"prefetch": 0}, "2": {"prefetch": 2},
             "2, near filled": {"prefetch": 2, "near_states": "fill"},
             "2, speculative": {"prefetch": 2} | SPECULATIVE,
             "2, near filled, speculative": {"prefetch": 2, "near_states": "fill"} | SPECULATIVE,
+            "6, speculative, chunks of a third": {"prefetch": 6, "default_chunk_size": "third"} | SPECULATIVE,
+            "6, near filled, speculative, thirds": {"prefetch": 6, "near_states": "fill",
+                                                    "default_chunk_size": "third"} | SPECULATIVE,
             "4, near filled, and overlap_update": {"prefetch": 4, "near_states": "fill", "overlap_update": True}}
 WAYS = {"in": "far to near", "out": "near to far"}
 WARM_UP_STEPS = 3    # the first is traced, the second follows the trace
@@ -301,6 +306,7 @@ def link_row(name: str, runner: Runner, base: Runner, at_need: Runner, speed: fl
 def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     """The table of a near that holds a part: links of several speeds, several values of prefetch and near_states."""
     layer = 12 * size["n_embd"] ** 2 + 13 * size["n_embd"]
+    third = 4 * size["n_embd"] ** 2 + 8 * size["n_embd"]    # attention with both norms; each matrix of the MLP is smaller
     small = {"near_budget": options.near, "default_chunk_size": layer}
     probes = [Runner("near", size, "pstar", {"default_chunk_size": layer}), Runner("no link", size, "pstar", small)]
     measure(probes, 2, options.steps, close=False)
@@ -327,6 +333,8 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
     for multiple in LINKS[:1] if options.quick else LINKS:
         speed = moved / (multiple * compute)
         keys = {name: small | {"simulated_link": speed} | more for name, more in VARIANTS.items()}
+        for config in keys.values():
+            config |= {"default_chunk_size": third} if config["default_chunk_size"] == "third" else {}
         base = Runner("everything near", size, "pstar", {"default_chunk_size": layer})
         runners = [Runner(f"prefetch {name}", size, "pstar", config) for name, config in keys.items()]
         busiest = max(busiest, measure([base, *runners], options.rounds, options.steps))

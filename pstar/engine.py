@@ -83,7 +83,7 @@ class Engine(torch.nn.Module):
         self._watch = None
         if plan.near_memory is not None or profile is not None:
             self._watch = PeakWatch(self.near, self.far, collectives, profile)
-        links = Links(config.prefetch > 0, config.simulated_link or None, device)
+        links = Links(config.prefetch > 0, config.simulated_link or None, device, config.speculative_update)
         self._far_choice = choose_far_states(plan, links, collectives, device)
         in_chunks = {name: param for name, param in params.items() if mode_of(param) is None}
         self._chunks = assemble(plan, in_chunks, self.near, self.far, self.disk, links, collectives, self._watch, profile,

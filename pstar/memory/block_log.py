@@ -10,6 +10,7 @@ import torch
 
 from pstar.memory.block import Key
 from pstar.memory.block_store import BlockStore
+from pstar.memory.copy_queue import Handle
 from pstar.memory.tier import FAR, Tier
 
 
@@ -25,6 +26,7 @@ class BlockLog:
         self.store = store
         self.tier = Tier("log", torch.device("cpu"), budget_bytes)
         self._copies: dict[int, dict[Key, torch.Tensor]] = {}
+        self._changes: dict[int, Handle | None] = {}    # of background jobs
 
     def __contains__(self, group: int) -> bool:
         return group in self._copies
@@ -37,18 +39,19 @@ class BlockLog:
         return self.tier.has_room(sum(self.store.blocks[key].num_bytes for key in keys))
 
     def record(self, group: int, keys: Sequence[Key], reads: Sequence[Key],
-               change: Callable[[dict[Key, torch.Tensor]], Callable[[], object]], name: str, background: bool) -> None:
+               prepare: Callable[[dict[Key, torch.Tensor]], Callable[[], object]], name: str, background: bool) -> None:
         """Copies a group's blocks into the log, then changes them in far, as BlockStore.work does.
 
         keys: the blocks that the job changes; has_room(keys) must be true. reads: blocks that it only reads.
-        change: returns the job, given the buffers of all of them.
+        prepare: returns the job, given the buffers of all of them.
 
         Raises BudgetError, and changes nothing, if far has no room for blocks that are not there.
         """
         copies: dict[Key, torch.Tensor] = {}
+        fences: list[Handle] = []    # the last jobs that used these buffers
 
-        def prepare(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
-            job = change(buffers)
+        def logged(buffers: dict[Key, torch.Tensor]) -> Callable[[], None]:
+            job = prepare(buffers)
 
             def run() -> None:
                 for key, copy in copies.items():
@@ -59,17 +62,17 @@ class BlockLog:
 
         try:
             for block in (self.store.blocks[key] for key in keys):
-                # Nothing waits for the last job that used this buffer: all these jobs run one after the other.
-                copies[block.key] = self.tier.allocate(block.numel, block.dtype, block.key[0], [])
-            self.store.work(name, [*reads, *keys], FAR, prepare, background)
+                copies[block.key] = self.tier.allocate(block.numel, block.dtype, block.key[0], fences)
+            change = self.store.work(name, [*reads, *keys], FAR, logged, background, fences)
         except BaseException:
             for copy in copies.values():
-                self.tier.release(copy)
+                self.tier.release(copy, fences)
             raise
-        self._copies[group] = copies
+        self._copies[group], self._changes[group] = copies, change
 
     def restore(self, group: int) -> None:
         """Undoes the group's change: its blocks in far get their bytes back, copies in other tiers are dropped."""
+        del self._changes[group]
         for key, copy in self._copies.pop(group).items():
             self.store.ensure(key, FAR).copy_(copy)    # waits for the change
             self.store.mark_written(key, FAR)
@@ -84,5 +87,8 @@ class BlockLog:
 
     def forget(self, group: int) -> None:
         """The change is final: the copies are dropped, when it has ended."""
-        for key, copy in self._copies.pop(group).items():
-            self.tier.release(copy, tuple(self.store.blocks[key].pending))
+        change = self._changes.pop(group)
+        # Not all that is pending on these blocks: copies wait for the change, whose job may keep this log alive to the last.
+        fences = () if change is None or change.done else (change,)
+        for copy in self._copies.pop(group).values():
+            self.tier.release(copy, fences)

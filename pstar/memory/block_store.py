@@ -102,13 +102,16 @@ class BlockStore:
         return block.copies[tier]
 
     def work(self, name: str, keys: Sequence[Key], tier: str,
-             prepare: Callable[[dict[Key, torch.Tensor]], Callable[[], object]], background: bool) -> None:
-        """Copies blocks to a tier and runs a job there that reads and writes them, now or in the background.
+             prepare: Callable[[dict[Key, torch.Tensor]], Callable[[], object]], background: bool,
+             fences: Sequence[Handle] = ()) -> Handle | None:
+        """Copies blocks to a tier and runs a job there that reads and writes them, now or in the background. Returns the
+        handle of a background job.
 
         prepare: returns the job, given the blocks' buffers (copies into them may be under way). It is called before the job
-        is submitted. A background job begins when its blocks are in the tier; the next use of one of them waits for its end.
+        is submitted. A background job begins when its blocks are in the tier and the copies `fences` have ended; the next
+        use of one of its blocks waits for its end.
         """
-        buffers, before, handle = {}, [], None
+        buffers, before, handle = {}, [*fences], None
         with Pins() as pins:    # none of these blocks is evicted for another one
             for key in keys:
                 pins.add(self._block(key), tier)
@@ -125,7 +128,8 @@ class BlockStore:
 
             if background:
                 timed = self._timed("compute", name, 0, job)
-                handle = self.links.update(when_there)
+                needed = self.schedule.needed(keys[0][1]) if self.links.by_need else 0.0
+                handle = self.links.update(when_there, before, needed)
             else:
                 self.wait(before, tier)
                 job()
@@ -135,6 +139,7 @@ class BlockStore:
                 self._block(key).pending.append(handle)
             elif (block := self._block(key)).pending:    # waited for above: later steps need not look at ended ones
                 block.pending = [each for each in block.pending if not each.done]
+        return handle
 
     def is_settled(self, key: Key) -> bool:
         """Whether all background work on the block has ended."""
@@ -291,7 +296,8 @@ class BlockStore:
                 self.make_room(tier, num_bytes, f"{block.key[0]} of group {block.key[1]}")
         if tier == DISK:
             return self.tiers[DISK].allocate(*block.shape_in(DISK), block.key[0])
-        return self.tiers[tier].allocate(*block.shape_in(tier), block.key[0], fences)
+        after = block.pending if self.links.by_need and tier == NEAR else ()
+        return self.tiers[tier].allocate(*block.shape_in(tier), block.key[0], fences, after)
 
     def _evict(self, tier: str, next_use: float | None = None) -> bool:
         """Evicts one block from a tier to the next slower one; returns whether one could be evicted."""
@@ -386,8 +392,9 @@ class BlockStore:
 
         record = self.recorder(way, f"{block.key[0]} {block.key[1]}", num_bytes)
         self.ledger.add(way, num_bytes, for_next_step)
+        needed = self.schedule.needed(block.key[1]) if self.links.by_need else 0.0
         with nullcontext() if self.links.asynchronous else self._waiting():
-            block.pending.append(self.links.submit(source, tier, carry, num_bytes, before, record))
+            block.pending.append(self.links.submit(source, tier, carry, num_bytes, before, record, needed))
         self._add_copy(block, tier, buffer)
 
     def recorder(self, lane: str, name: str, num_bytes: int) -> Callable[[float, float], None]:

@@ -22,16 +22,21 @@ class Links:
         bytes_per_s: simulates links of this speed between near and far, each direction separately.
         device: near's device. On a GPU copies to and from near are issued to two streams (device_stream.py) and not waited
             for. The caller issues a copy itself, if no job of the host is before it; else the link's worker does.
+        by_need: for updates that begin during backward: updates, and copies between near and far, are made in the order in
+            which their results are needed. Else, and on a GPU, in which they were submitted.
     """
 
-    def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None):
-        self._in = CopyQueue("far to near", asynchronous, bytes_per_s)
-        self._out = CopyQueue("near to far", asynchronous, bytes_per_s)
+    def __init__(self, asynchronous: bool = True, bytes_per_s: float | None = None, device: torch.device | None = None,
+                 by_need: bool = False):
+        on_device = asynchronous and device is not None and accelerator.is_accelerator(device)
+        self.by_need = by_need and asynchronous and not on_device
+        self._in = CopyQueue("far to near", asynchronous, bytes_per_s, self.by_need)
+        self._out = CopyQueue("near to far", asynchronous, bytes_per_s, self.by_need)
         self._read, self._write = CopyQueue("disk to far", asynchronous), CopyQueue("far to disk", asynchronous)
-        self._update = CopyQueue("update")
+        self._update = CopyQueue("update", by_need=self.by_need)
         self.asynchronous, self.simulated = asynchronous, bytes_per_s is not None
         self._streams: dict[CopyQueue, CopyStream] = {}
-        if asynchronous and device is not None and accelerator.is_accelerator(device):
+        if on_device:
             self._streams = {queue: CopyStream(device, self.now) for queue in (self._in, self._out)}
             self._waits = EventTimes(device, self.now)
             self._device = device
@@ -58,10 +63,11 @@ class Links:
         then()
 
     def submit(self, source: str, target: str, job: Callable[[], object], num_bytes: int, before: Sequence[Handle] = (),
-               record: Record = lambda begin, end: None) -> Handle:
+               record: Record = lambda begin, end: None, needed: float = 0.0) -> Handle:
         """Queues a copy of num_bytes between two tiers, behind the earlier ones of the same link and the copies `before`.
 
-        job: calls `copy`, or reads or writes the disk. record: receives the times at which the copy begins and ends.
+        job: calls `copy`, or reads or writes the disk. record: receives the times at which the copy begins and ends. needed:
+        with by_need, when the copied bytes are needed: the smallest number comes first.
         """
         if DISK in (source, target):
             queue = self._read if source == DISK else self._write
@@ -77,7 +83,7 @@ class Links:
             job()
             record(begin, self.now())
 
-        return queue.submit(run, num_bytes)
+        return queue.submit(run, num_bytes, before=before if self.by_need else (), needed=needed)
 
     def _issue(self, queue: CopyQueue, job: Callable[[], object], num_bytes: int, before: Sequence[Handle],
                record: Record) -> Handle:
@@ -112,9 +118,9 @@ class Links:
         ended.record(stream)
         self._waits.add(began, ended, lambda begin, end: waited(end - begin))
 
-    def update(self, job: Callable[[], object]) -> Handle:
-        """Queues an update on the host, behind the earlier ones."""
-        return self._update.submit(job)
+    def update(self, job: Callable[[], object], before: Sequence[Handle] = (), needed: float = 0.0) -> Handle:
+        """Queues an update on the host, behind the earlier ones and the copies `before`, for which the job waits as well."""
+        return self._update.submit(job, before=before if self.by_need else (), needed=needed)
 
     def report_times(self) -> None:
         """Reports the times of the copies and waits on a GPU that have ended."""

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from pstar.errors import BudgetError, ConfigError, PstarError, StateError
+from pstar.memory.copy_queue import Handle
 from pstar.memory.pages import buffer_of, is_out_of_host_memory, whole_pages
 from pstar.memory.pinned import LockedPages, Registration
 
@@ -197,10 +198,12 @@ class Tier:
         if num_bytes is not None:
             self._shrink_idle(0)
 
-    def allocate(self, numel: int, dtype: torch.dtype, kind: str, fences: list[Fence] | None = None) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str, fences: list[Fence] | None = None,
+                 after: Sequence[Handle] = ()) -> torch.Tensor:
         """A buffer (numel,) of dtype, its content undefined.
 
         fences: a list that receives the copies for which the buffer's user must wait; None: this call waits for them.
+        after: copies for which that user waits in any case.
         Raises BudgetError if it does not fit; the caller makes room.
         """
         num_bytes = numel * dtype.itemsize
@@ -209,9 +212,12 @@ class Tier:
             raise self._too_many(num_bytes, kind)
         idle = self._idle[num_bytes]
         if idle:
-            # The last released one without fences (it may be in a cache), else the first, whose copies will end first.
-            free = [number for number, (_, pending) in enumerate(idle) if not pending]
-            buffer, pending = idle.pop(free[-1] if free else 0)
+            number = self._of_copies_before(idle, after) if after else None
+            if number is None:
+                # The last released one without fences (it may be in a cache), else the first, whose copies will end first.
+                free = [number for number, (_, pending) in enumerate(idle) if not pending]
+                number = free[-1] if free else 0
+            buffer, pending = idle.pop(number)
             self.idle_bytes -= size
             if fences is not None:
                 fences.extend(pending)
@@ -223,6 +229,15 @@ class Tier:
         self._taken[buffer.data_ptr()] = (buffer, kind)
         self._use(size, kind)
         return buffer.view(dtype)
+
+    @staticmethod
+    def _of_copies_before(idle: list[tuple[torch.Tensor, Sequence[Fence]]], after: Sequence[Handle]) -> int | None:
+        """The number of an idle buffer whose copies end before those of `after` do, or None. Who waits for `after` does not
+        wait longer for it, and a buffer that is free now stays for somebody who need not wait."""
+        for number, (_, fences) in enumerate(idle):
+            if fences and all(any(each.follows(fence) for each in after) for fence in fences):
+                return number
+        return None
 
     def release(self, tensor: torch.Tensor, fences: Sequence[Fence] = (), keep: bool = True) -> None:
         """Releases a buffer, which is free when its fences have ended. keep: reuse it for the next allocation; False: other

@@ -333,6 +333,15 @@ class Schedule:
             return NEVER
         return min((self.trace.next_use(use, self._moment) for use in self._uses(key)), default=NEVER)
 
+    def needed(self, group: int) -> float:
+        """When a module next needs a group's parameters, which come back to near behind their gradients and their update: a
+        moment, counted on over all steps as if each had this trace. 0 while no trace is known."""
+        if self.trace is None:
+            return 0.0
+        uses = [use for use in self._uses(("param", group)) if use[0] != "adam"]
+        next_use = min((self.trace.next_use(use, self._moment) for use in uses), default=NEVER)
+        return self.num_steps * len(self.trace) + next_use
+
     def is_in_next_step(self, moment: float) -> bool:
         """Whether a moment that was counted on belongs to the next step."""
         return self.trace is not None and moment >= len(self.trace)

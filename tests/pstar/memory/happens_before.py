@@ -17,6 +17,9 @@ Who acts, and what orders the actions:
 An operation that reads or writes a buffer of near belongs to the current stream, every other one to the thread. A buffer
 that a tier drops returns to the allocator, which may give it to any later kernel of the compute stream: that is a write.
 
+With `host` nothing is a GPU: near belongs to the threads as well, and each job of a background worker is an actor of its
+own, because a queue by need may run its jobs in any order that the handles allow.
+
 The recorder is more careful than a GPU in one way: reading a number (`tensor.item()`) orders nothing here. Of the memory
 outside of tiers it sees only offloaded activations. It does not see code that asks for a tensor's device type.
 """
@@ -93,9 +96,14 @@ class Buffer:
 
 
 class Recorder:
-    """Records while it is used in a with statement, in all threads of the process. `races` holds one line for each race."""
+    """Records while it is used in a with statement, in all threads of the process. `races` holds one line for each race.
 
-    def __init__(self) -> None:
+    Args:
+        host: near is host memory, as on a machine without a GPU; False: it is a GPU's.
+    """
+
+    def __init__(self, host: bool = False) -> None:
+        self.host = host
         self.races: list[str] = []
         self.accesses = 0
         self._lock = threading.RLock()
@@ -128,6 +136,10 @@ class Recorder:
         if not hasattr(self._local, "actor"):
             self._local.actor = self.new_actor(f"thread {threading.current_thread().name}")
         return self._local.actor
+
+    def begin_job(self) -> None:
+        """From now on this thread acts as another actor."""
+        self._local.actor = self.new_actor(f"a job of {threading.current_thread().name}")
 
     @property
     def stream(self) -> Stream:
@@ -213,7 +225,7 @@ class Recorder:
             buffers = [(self._buffers[address], address in written) for address in sorted(touched)]
             tiers = {buffer.tier for buffer, _ in buffers}
             actor = self.thread
-            if NEAR in tiers or self.stream is not self.compute:
+            if not self.host and (NEAR in tiers or self.stream is not self.compute):
                 actor = self.stream.actor
                 actor.follow(self.thread.act())
             for buffer, writes in buffers:
@@ -332,8 +344,8 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
     patches.setattr(pstar.kernels.cpu, "library", lambda: None)    # Adam in operations of torch, which Watch sees
 
     def make_links(original: Callable, self: links.Links, asynchronous: bool = True, bytes_per_s: float | None = None,
-                   device: object = None) -> None:
-        original(self, asynchronous, bytes_per_s, _Device(recorder))
+                   device: object = None, by_need: bool = False) -> None:
+        original(self, asynchronous, bytes_per_s, None if recorder.host else _Device(recorder), by_need)
 
     def new_buffer(original: Callable, tier: Tier, num_bytes: int, kind: str) -> torch.Tensor:
         buffer = original(tier, num_bytes, kind)
@@ -361,7 +373,14 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
     wrap(Offload, "__init__", make_offload)
     wrap(ActivationStreams, "leave", leave)
     wrap(ActivationStreams, "bring_back", bring_back)
+    def copy(original: Callable, self: links.Links, target: torch.Tensor, source: torch.Tensor, *then: Any) -> None:
+        """In host memory a worker copies with numpy, which Watch does not see."""
+        if recorder.host:
+            recorder.operation("a copy", recorder.find((target, source)), recorder.find(target), True)
+        original(self, target, source, *then)
+
     wrap(links.Links, "__init__", make_links)
+    wrap(links.Links, "copy", copy)
     wrap(Tier, "_new_buffer", new_buffer)
     wrap(DiskTier, "_transfer", transfer)
     _order_threads(patches, wrap, recorder)
@@ -374,8 +393,10 @@ def _order_threads(patches: pytest.MonkeyPatch, wrap: Callable, recorder: Record
         handle.begin_clock = recorder.thread_acts()
 
     def run(original: Callable, handle: Handle) -> BaseException | None:
-        recorder.thread_follows(handle.begin_clock)
         in_worker = threading.current_thread() is handle._copy_queue._worker.thread    # other threads have their own Watch
+        if in_worker and recorder.host:
+            recorder.begin_job()
+        recorder.thread_follows(handle.begin_clock)
         with Watch(recorder) if in_worker else contextlib.nullcontext():
             error = original(handle)
         recorder.job_ended()

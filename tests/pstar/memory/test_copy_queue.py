@@ -1,5 +1,6 @@
 """A copy queue: copies in order, errors that are not lost, and processes that end."""
 
+import functools
 import gc
 import os
 import subprocess
@@ -7,13 +8,20 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
 
 from pstar.errors import StateError
-from pstar.memory.copy_queue import CopyQueue
+from pstar.memory.block_log import BlockLog
+from pstar.memory.block_store import BlockStore
+from pstar.memory.copy_queue import CopyQueue, Handle
 from pstar.memory.disk import DiskTier
+from pstar.memory.links import Links
+from pstar.memory.tier import FAR, NEAR, Ledger, Tier
+from pstar.schedule.schedule import Schedule
 from tests import toy
 from tests.cover import quick_only
 from tests.harness.program import run_forked
@@ -58,6 +66,98 @@ def test_a_read_after_a_write_sees_what_was_written(copy_queue, tmp_path):
     tier.close()
 
 
+def blocked(name: str) -> tuple[CopyQueue, threading.Event, Handle]:
+    """(a queue by need, an event, its first job, which waits for the event)."""
+    copy_queue, go = CopyQueue(name, by_need=True), threading.Event()
+    return copy_queue, go, copy_queue.submit(lambda: go.wait(LONG_S))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for a condition, not for a handle: that would make its copy the most urgent one."""
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_of_the_copies_that_may_begin_the_most_urgent_one_runs_and_the_first_of_equal_ones():
+    (out, go, _), (back, go_back, first_back) = blocked("out"), blocked("back")
+    seen = []
+    for name, needed in [("c", 3.0), ("a", 1.0), ("b", 2.0), ("b again", 2.0), ("never needed", float("inf"))]:
+        out.submit(functools.partial(seen.append, name), needed=needed)
+    out.submit(functools.partial(seen.append, "behind the other queue"), before=[first_back], needed=0.0)
+    go.set()
+    until(lambda: len(seen) == 5)
+    assert seen == ["a", "b", "b again", "c", "never needed"]
+    go_back.set()
+    until(lambda: len(seen) == 6)
+    out.close()
+    back.close()
+
+
+def test_a_copy_that_somebody_waits_for_comes_first_behind_those_that_must_end_before_it():
+    (out, go, _), (back, go_back, _) = blocked("out"), blocked("back")
+    seen = []
+    for number in range(5):
+        out.submit(functools.partial(seen.append, number), needed=number)
+    gradient = out.submit(functools.partial(seen.append, "gradient"), needed=8.0)
+    parameters = back.submit(functools.partial(seen.append, "parameters"), before=[gradient], needed=8.0)
+    thread = threading.Thread(target=parameters.wait)
+    thread.start()
+    until(lambda: gradient.urgency < (False, 9.0))
+    go_back.set()
+    go.set()
+    thread.join(LONG_S)
+    until(lambda: len(seen) == 7)
+    assert seen[0] == "gradient" and [each for each in seen if each in range(5)] == [*range(5)]
+    out.close()
+    back.close()
+
+
+@pytest.mark.parametrize("seed", quick_only(range(12), 0))
+def test_copies_of_queues_that_wait_for_each_other_all_run_each_behind_those_before_it(seed):
+    random = Random(seed)
+    queues, ended, early, handles = [CopyQueue(name, by_need=True) for name in "abc"], set(), [], []
+
+    def job(number: int, before: list[int]) -> None:
+        early.extend(each for each in before if each not in ended)
+        ended.add(number)
+
+    for number in range(300):
+        before = random.sample(range(number), min(number, random.randrange(4)))
+        handles.append(random.choice(queues).submit(functools.partial(job, number, before), needed=random.randrange(5),
+                                                    before=[handles[each] for each in before]))
+        if random.random() < 0.03:
+            random.choice(handles).wait()
+    for each in queues:
+        each.drain()
+        each.close()
+    assert ended == {*range(300)} and not early
+    assert not handles[250].follows(handles[0]), "it has ended"
+
+
+def test_an_error_before_a_copy_is_its_error_too():
+    """As in the other queues: its job waits for the copies before it, which raises their errors."""
+    copy_queue = CopyQueue("test", by_need=True)
+    bad = copy_queue.submit(lambda: fail("broken"))
+    behind = copy_queue.submit(bad.wait, before=[bad])
+    with pytest.raises(ValueError, match="broken"):
+        behind.wait()
+    copy_queue.close()
+
+
+def test_a_copy_that_has_ended_keeps_none_of_those_before_it():
+    copy_queue = CopyQueue("test", by_need=True)
+    first = copy_queue.submit(lambda: None)
+    kept, last = weakref.ref(first), copy_queue.submit(lambda: None, before=[first])
+    last.wait()
+    copy_queue.submit(lambda: None).wait()    # which forgets what has ended
+    copy_queue.submit(lambda: None).wait()
+    del first
+    assert kept() is None
+    copy_queue.close()
+
+
 def test_submitting_does_not_wait_for_the_copy():
     copy_queue, started, go = CopyQueue("test"), threading.Event(), threading.Event()
     handle = copy_queue.submit(lambda: (started.set(), go.wait(LONG_S)))
@@ -67,6 +167,37 @@ def test_submitting_does_not_wait_for_the_copy():
     following.wait()
     assert handle.done
     copy_queue.close()
+
+
+def test_a_job_that_keeps_a_tier_alive_to_the_last_does_not_wait_for_itself():
+    """A tier's end waits for the copies that use its buffers. Here the worker drops the tier with the copy's job."""
+    copies, go, tier = CopyQueue("test"), threading.Event(), Tier(FAR, torch.device("cpu"))
+    buffer = tier.allocate(100, torch.float32, "param")
+    handle = copies.submit(lambda keeps=tier: go.wait(LONG_S))
+    tier.release(buffer, [handle])
+    ended = weakref.ref(tier)
+    del tier
+    go.set()
+    until(lambda: handle.done)
+    assert ended() is None
+    copies.close()
+
+
+def test_the_last_update_of_a_log_may_drop_it_before_the_copies_behind_it():
+    """An engine is dropped during an early update: the copy of its parameters to near is behind that update."""
+    go, key = threading.Event(), ("param", 0)
+    store = BlockStore(*(Tier(name, torch.device("cpu")) for name in (NEAR, FAR)), Ledger(), Schedule("lru"), links=Links())
+    log = BlockLog(store, 1_000)
+    store.create(key, 10, torch.float32, FAR).zero_()
+    log.record(0, [key], [], lambda buffers: lambda: go.wait(LONG_S), "update", background=True)
+    assert store.load_ahead(key, NEAR, next_use=1.0)
+    update, load = store.blocks[key].pending
+    log.forget(0)
+    ended = weakref.ref(log)
+    del log
+    go.set()
+    until(lambda: update.done and load.done)
+    assert ended() is None
 
 
 def test_an_error_is_raised_at_every_wait_and_stops_nothing(copy_queue):
@@ -179,7 +310,9 @@ def test_a_forked_child_gets_an_error(tmp_path):
 import os, threading, warnings
 warnings.simplefilter("ignore", DeprecationWarning)    # Python 3.12 and newer warn of a fork beside a thread
 from pstar.errors import StateError
-from pstar.memory.copy_queue import CopyQueue
+from pstar.memory.block_log import BlockLog
+from pstar.memory.block_store import BlockStore
+from pstar.memory.copy_queue import CopyQueue, Handle
 copy_queue, go = CopyQueue("test"), threading.Event()
 handle = copy_queue.submit(lambda: go.wait(60))
 child = os.fork()
@@ -218,7 +351,12 @@ def last():
 import threading, torch
 from pathlib import Path
 from pstar.memory.disk import DiskTier
-from pstar.memory.copy_queue import CopyQueue
+from pstar.memory.links import Links
+from pstar.memory.tier import FAR, NEAR, Ledger, Tier
+from pstar.schedule.schedule import Schedule
+from pstar.memory.block_log import BlockLog
+from pstar.memory.block_store import BlockStore
+from pstar.memory.copy_queue import CopyQueue, Handle
 tier, handles = DiskTier(Path(sys.argv[1])), []
 started = threading.Event()
 copy_queue = CopyQueue("test", bytes_per_s=1e9)
@@ -247,18 +385,23 @@ def test_a_process_with_pending_copies_ends_cleanly(tmp_path, how, status, last_
 
 FREED_BY_THE_WORKER = """
 import sys, time, torch
-from pstar.memory.copy_queue import CopyQueue
-copy_queue = CopyQueue("test", bytes_per_s=2e7)
+from pstar.memory.block_log import BlockLog
+from pstar.memory.block_store import BlockStore
+from pstar.memory.copy_queue import CopyQueue, Handle
+copy_queue = CopyQueue("test", bytes_per_s=2e7, by_need=sys.argv[2] == "by need")
+other, last = CopyQueue("other", by_need=sys.argv[2] == "by need"), None
 for _ in range(8):    # the job holds the only references
-    copy_queue.submit(lambda a=torch.randn(300_000), b=torch.empty(300_000): b.copy_(a), 1_200_000)
+    last = copy_queue.submit(lambda a=torch.randn(300_000), b=torch.empty(300_000): b.copy_(a), 1_200_000)
+    other.submit(lambda a=torch.randn(300_000), b=torch.empty(300_000): (last.wait(), b.copy_(a)), before=[last])
 time.sleep(float(sys.argv[1]))
 """
 
 
 @pytest.mark.parametrize("after_s", quick_only([0.0, 0.03, 0.09], 0.03))
-def test_the_tensors_of_a_copy_under_way_are_freed_before_the_process_ends(after_s):
+@pytest.mark.parametrize("order", ["as submitted", "by need"])
+def test_the_tensors_of_a_copy_under_way_are_freed_before_the_process_ends(after_s, order):
     """A thread that is stopped while it frees one takes the process down: terminate called without an active exception."""
-    command = [sys.executable, "-c", FREED_BY_THE_WORKER, str(after_s)]
+    command = [sys.executable, "-c", FREED_BY_THE_WORKER, str(after_s), order]
     run = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert (run.returncode, run.stderr) == (0, "")
 
@@ -267,9 +410,9 @@ def test_without_a_gpu_autograd_runs_backward_in_the_callers_thread_and_copies_a
     """torch/csrc/autograd/engine.cpp: only operations on other devices than the CPU get a thread for each device."""
     seen, submit = [], CopyQueue.submit
 
-    def watched(copy_queue: CopyQueue, *args):
+    def watched(copy_queue: CopyQueue, *args, **keys):
         seen.append((threading.current_thread(), torch._C._current_autograd_node() is not None))
-        return submit(copy_queue, *args)
+        return submit(copy_queue, *args, **keys)
 
     monkeypatch.setattr(CopyQueue, "submit", watched)
     model, optimizer = toy.build(near_budget="min", default_chunk_size=5_000)

@@ -42,12 +42,12 @@ def losses():
     return toy.oracle(STEPS)[0]
 
 
-def record(folder: Path, **keys) -> tuple[Recorder, list[float]]:
+def record(folder: Path, host: bool = False, **keys) -> tuple[Recorder, list[float]]:
     """(the recorder, the losses) of some steps."""
     if "disk" in keys:
         keys |= {"disk_path": str(folder), "far_budget": keys.pop("disk")}
     num_micros = keys.get("gradient_accumulation_steps", 1)
-    with Recorder() as recorder:
+    with Recorder(host) as recorder:
         model, optimizer = toy.build(**{"default_chunk_size": 5_000} | keys)
         found = toy.train(model, optimizer, STEPS, num_micros=num_micros)
     return recorder, found
@@ -78,9 +78,10 @@ def test_other_settings_make_no_race(keys, tmp_path):
                                   {"gradient_accumulation_steps": 2}, {"near_budget": "30%", "disk": "30%"}], ids=str)
 @pytest.mark.parametrize("clip", [1e-3, 100.0])
 @pytest.mark.parametrize("log", ["75%", "15%"])
-def test_updates_that_begin_during_backward_make_no_race(keys, clip, log, tmp_path):
+@pytest.mark.parametrize("host", [False, True], ids=["gpu", "host"])
+def test_updates_that_begin_during_backward_make_no_race(keys, clip, log, host, tmp_path):
     keys = {"near_budget": "min", "gradient_clipping": clip, "speculative_update": True, "speculative_log": log} | keys
-    recorder, _ = record(tmp_path, **keys)
+    recorder, _ = record(tmp_path, host, **keys)
     assert recorder.races == [] and recorder.accesses > 400
 
 
@@ -93,10 +94,10 @@ def test_codes_of_frozen_matrices_make_no_race(bits):
     assert recorder.races == [] and recorder.accesses > 400
 
 
-def empty_store(disk: DiskTier | None = None) -> block_store.BlockStore:
+def empty_store(disk: DiskTier | None = None, by_need: bool = False) -> block_store.BlockStore:
     """Inside a Recorder."""
     near, far = (tier.Tier(name, CPU) for name in (tier.NEAR, tier.FAR))
-    return block_store.BlockStore(near, far, tier.Ledger(), Schedule("lru"), Views(), disk, links.Links())
+    return block_store.BlockStore(near, far, tier.Ledger(), Schedule("lru"), Views(), disk, links.Links(by_need=by_need))
 
 
 def test_memory_that_a_tensor_kept_is_no_buffer_once_it_is_free() -> None:
@@ -316,6 +317,26 @@ def test_a_copy_to_near_waits_for_the_read_from_disk(wait, tmp_path, monkeypatch
     assert bool(recorder.races) == (wait is not None)
 
 
+LOG_IN_USE = Wait(Store, "work", "[*fences]", "[]")
+"""In training the next forward waits for the update that used the log's buffer last."""
+
+
+@pytest.mark.parametrize("wait", [None, LOG_IN_USE], ids=["kept", "removed"])
+def test_an_early_update_begins_when_the_last_one_has_left_its_buffer_of_the_log(wait, monkeypatch):
+    if wait is not None:
+        mutate(monkeypatch, wait)
+    with Recorder(host=True) as recorder:
+        store = empty_store(by_need=True)
+        log = block_log.BlockLog(store, 40)
+        for group in range(2):
+            key = ("exp_avg", group)
+            store.create(key, 10, torch.float32, tier.FAR).zero_()
+            log.record(group, [key], [], lambda buffers, key=key: lambda: buffers[key].add_(1.0), "update", True)
+            log.forget(group)
+        assert store.ensure(("exp_avg", 1), tier.FAR).sum() == 10
+    assert bool(recorder.races) == (wait is not None)
+
+
 PIECE = (
     Wait(unshard, "copy_near", "store.wait([handle], NEAR)", "pass"),
     Wait(unshard, "copy_near", "store.blocks[key].pending.append(handle)", "pass"),
@@ -343,7 +364,7 @@ def test_each_wait_is_in_the_list():
     """A new wait needs a mutation, or a reason."""
     waits = re.compile(r"\.wait\(|wait_event|synchronize\(|order\(\)|links.order|_wait_for_end\(|_settle_block\(|_wait_for\("
                        r"|pending\.append|fences\.extend|store\.finish\(")
-    mutations = (*WAITS, *ACTIVATIONS, *SHARED_FAR, *PIECE, DROPPED_COPY, UNUSED_COPY, THROUGH_FAR)
+    mutations = (*WAITS, *ACTIVATIONS, *SHARED_FAR, *PIECE, DROPPED_COPY, UNUSED_COPY, THROUGH_FAR, LOG_IN_USE)
     known = [wait.line for wait in mutations] + list(OTHERS)
     for module in FILES:
         for line in inspect.getsource(module).splitlines():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pstar.errors import BudgetError, ConfigError, StateError
 from pstar.memory.block_store import BlockStore
+from pstar.memory.copy_queue import CopyQueue
 from pstar.memory.disk import DiskTier
 from pstar.memory.links import Links
 from pstar.memory.tier import FAR, NEAR, Ledger, Tier, format_bytes, keep_freed_memory, parse_bytes
@@ -287,16 +288,17 @@ background = st.lists(st.tuples(st.sampled_from(["near", "ahead", "write", "far"
 def test_three_tiers_and_copies_in_the_background(examples, tmp_path):
     """Budgets hold after every operation, content is never lost or torn, whatever is copied meanwhile."""
     @settings(max_examples=examples)
-    @given(background, st.integers(100, 300), st.integers(100, 300), st.lists(st.integers(5, 25), min_size=6, max_size=6))
-    def hold(steps, near_bytes, far_bytes, sizes):
-        three_tiers_hold(tmp_path, steps, near_bytes, far_bytes, sizes)
+    @given(background, st.integers(100, 300), st.integers(100, 300), st.lists(st.integers(5, 25), min_size=6, max_size=6),
+           st.booleans())
+    def hold(steps, near_bytes, far_bytes, sizes, by_need):
+        three_tiers_hold(tmp_path, steps, near_bytes, far_bytes, sizes, by_need)
 
     hold()
 
 
-def three_tiers_hold(folder, steps, near_bytes, far_bytes, sizes):
+def three_tiers_hold(folder, steps, near_bytes, far_bytes, sizes, by_need):
     disk = DiskTier(folder)
-    links = Links()
+    links = Links(by_need=by_need)
     store = BlockStore(Tier(NEAR, CPU, near_bytes), Tier(FAR, CPU, far_bytes), Ledger(), Schedule("lru"),
                           None, disk, links)
     expected: dict[int, float] = {}
@@ -398,3 +400,20 @@ def test_memory_that_a_tier_gives_away_has_no_copy_under_way(name, call):
     tier.release(tier.allocate(60, torch.float32, "param"), [freed])
     tier.allocate(120, torch.float32, "param")
     assert freed.calls == [call], "the idle buffer gave way to another size"
+
+
+def test_who_waits_for_a_copy_in_any_case_takes_its_buffer_and_leaves_the_free_one():
+    """A group's parameters, which come back behind its gradient and its update, leave a buffer to the next gradient."""
+    copies, go, tier = CopyQueue("test", by_need=True), threading.Event(), Tier(NEAR, CPU, 1000)
+    other, gradient = (copies.submit(lambda: go.wait(HANGS_S)) for _ in range(2))
+    update = copies.submit(lambda: None, before=[gradient])
+    buffers = [tier.allocate(25, torch.float32, "grad") for _ in range(3)]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    for buffer, fences in zip(buffers, ([other], [gradient], []), strict=True):
+        tier.release(buffer, fences)
+    fences: list = []
+    assert tier.allocate(25, torch.float32, "param", fences, after=[update]).data_ptr() == addresses[1]
+    assert fences == [gradient]
+    assert tier.allocate(25, torch.float32, "grad", fences).data_ptr() == addresses[2] and fences == [gradient]
+    go.set()
+    copies.close()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import textwrap
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +30,7 @@ from pstar.memory.tier import NEAR, Tier
 from pstar.optim.chunked_adam import ChunkedAdam
 from pstar.optim.speculative import Speculation
 from tests import toy
+from tests.limits import HANGS_S
 
 STEPS = 7
 WHOLE = {"speculative_update": True, "speculative_log": "75%"}    # 12 of 16 bytes: all that updates overwrite
@@ -257,6 +260,39 @@ def test_each_group_comes_back_as_soon_as_it_is_updated_and_leaves_room_for_the_
     expected = completed[8 if near == "17%" else 1 : -2]    # the last two are the embedding and the last norm
     assert list(came) == expected and len(expected) > 10
     assert all(came[group] == completed.index(group) + 1 for group in expected), "before the next group is complete"
+
+
+def test_gradients_of_the_first_layers_overtake_those_that_are_needed_later():
+    """Behind a slow link: backward ends where the next forward begins."""
+    all_far = {"type": "AdamW", "params": {"use_hybrid_adam": False}}
+    model, optimizer = build(lambda: toy.Toy(10), near_budget="60%", optimizer=all_far)
+    toy.train(model, optimizer, 3)
+    links, submitted, ran, go = model._store.links, [], [], threading.Event()
+    submit = links.submit
+
+    def submits(source, target, job, num_bytes, before, record, needed):
+        def held_back():
+            assert go.wait(HANGS_S)
+            ran.append(needed)
+            job()
+
+        if source != NEAR:
+            return submit(source, target, job, num_bytes, before, record, needed)
+        submitted.append(needed)
+        return submit(source, target, held_back, num_bytes, before, record, needed)
+
+    links.submit = submits
+    optimizer.zero_grad()
+    model.backward(model(*toy.batch(3)))
+    assert not ran and len(set(submitted)) > 10
+    go.set()
+    end = time.monotonic() + HANGS_S
+    while len(ran) < len(submitted):    # no wait for a copy: that one would come first
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    optimizer.step()
+    first, *others = submitted
+    assert ran == [first, *sorted(others)] and others != sorted(others)
 
 
 def test_after_wrong_steps_speculation_pauses_and_after_a_right_one_it_does_not():
