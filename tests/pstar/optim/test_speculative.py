@@ -263,11 +263,10 @@ def test_each_group_comes_back_as_soon_as_it_is_updated_and_leaves_room_for_the_
 
 
 def test_gradients_of_the_first_layers_overtake_those_that_are_needed_later():
-    """Behind a slow link: backward ends where the next forward begins."""
-    all_far = {"type": "AdamW", "params": {"use_hybrid_adam": False}}
-    model, optimizer = build(lambda: toy.Toy(10), near_budget="60%", optimizer=all_far)
+    """Behind a slow link: backward ends where the next forward begins. What the program waits for comes before both."""
+    model, optimizer = build(lambda: toy.Toy(10), near_budget="60%", optimizer={"params": {"use_hybrid_adam": False}})
     toy.train(model, optimizer, 3)
-    links, submitted, ran, go = model._store.links, [], [], threading.Event()
+    links, copies, ran, go = model._store.links, [], [], threading.Event()
     submit = links.submit
 
     def submits(source, target, job, num_bytes, before, record, needed):
@@ -278,21 +277,23 @@ def test_gradients_of_the_first_layers_overtake_those_that_are_needed_later():
 
         if source != NEAR:
             return submit(source, target, job, num_bytes, before, record, needed)
-        submitted.append(needed)
-        return submit(source, target, held_back, num_bytes, before, record, needed)
+        copies.append(submit(source, target, held_back, num_bytes, before, record, needed))
+        if len(copies) == 16:
+            go.set()
+        return copies[-1]
 
     links.submit = submits
     optimizer.zero_grad()
     model.backward(model(*toy.batch(3)))
-    assert not ran and len(set(submitted)) > 10
-    go.set()
     end = time.monotonic() + HANGS_S
-    while len(ran) < len(submitted):    # no wait for a copy: that one would come first
+    while not all(copy.done for copy in copies):    # a wait would make them urgent
         assert time.monotonic() < end
         time.sleep(0.001)
     optimizer.step()
-    first, *others = submitted
-    assert ran == [first, *sorted(others)] and others != sorted(others)
+    waited_for = {copy.urgency[1] for copy in copies if not copy.urgency[0]}
+    queued = [copy.urgency[1] for copy in copies[:16] if copy.urgency[1] not in waited_for | {ran[0]}]
+    assert len(queued) > 8 and queued == sorted(queued, reverse=True)
+    assert [each for each in ran if each in queued] == sorted(queued)
 
 
 def test_after_wrong_steps_speculation_pauses_and_after_a_right_one_it_does_not():
