@@ -58,12 +58,12 @@ def late(device: Device, monkeypatch) -> Callable[[bool, bool, bool], None]:
     """Makes the streams and the updates on the host late, or not."""
     update, pause_s = Links.update, 0.0
 
-    def update_late(links: Links, job: Callable[[], object]) -> Handle:
+    def update_late(links: Links, job: Callable[[], object], *more: object) -> Handle:
         def run() -> object:
             time.sleep(pause_s)
             return job()
 
-        return update(links, run)
+        return update(links, run, *more)
 
     def choose(default: bool, others: bool, host: bool) -> None:
         nonlocal pause_s
