@@ -334,7 +334,8 @@ def link_table(size: dict[str, int], options: argparse.Namespace) -> list[str]:
         speed = moved / (multiple * compute)
         keys = {name: small | {"simulated_link": speed} | more for name, more in VARIANTS.items()}
         for config in keys.values():
-            config |= {"default_chunk_size": third} if config["default_chunk_size"] == "third" else {}
+            if config["default_chunk_size"] == "third":
+                config["default_chunk_size"] = third
         base = Runner("everything near", size, "pstar", {"default_chunk_size": layer})
         runners = [Runner(f"prefetch {name}", size, "pstar", config) for name, config in keys.items()]
         busiest = max(busiest, measure([base, *runners], options.rounds, options.steps))

@@ -25,14 +25,13 @@ class BlockLog:
     def __init__(self, store: BlockStore, budget_bytes: int):
         self.store = store
         self.tier = Tier("log", torch.device("cpu"), budget_bytes)
-        self._copies: dict[int, dict[Key, torch.Tensor]] = {}
-        self._changes: dict[int, Handle | None] = {}    # of background jobs
+        self._logged: dict[int, tuple[dict[Key, torch.Tensor], Handle | None]] = {}    # copies, and the background change
 
     def __contains__(self, group: int) -> bool:
-        return group in self._copies
+        return group in self._logged
 
     def __len__(self) -> int:
-        return len(self._copies)
+        return len(self._logged)
 
     def has_room(self, keys: Sequence[Key]) -> bool:
         """Whether copies of all these blocks fit in addition to those that are there."""
@@ -68,27 +67,26 @@ class BlockLog:
             for copy in copies.values():
                 self.tier.release(copy, fences)
             raise
-        self._copies[group], self._changes[group] = copies, change
+        self._logged[group] = copies, change
 
     def restore(self, group: int) -> None:
         """Undoes the group's change: its blocks in far get their bytes back, copies in other tiers are dropped."""
-        del self._changes[group]
-        for key, copy in self._copies.pop(group).items():
+        copies, _ = self._logged.pop(group)
+        for key, copy in copies.items():
             self.store.ensure(key, FAR).copy_(copy)    # waits for the change
             self.store.mark_written(key, FAR)
             self.tier.release(copy)
 
     def restore_all(self) -> int:
         """Undoes all changes; returns how many groups there were."""
-        groups = list(self._copies)
+        groups = list(self._logged)
         for group in groups:
             self.restore(group)
         return len(groups)
 
     def forget(self, group: int) -> None:
         """The change is final: the copies are dropped, when it has ended."""
-        change = self._changes.pop(group)
+        copies, change = self._logged.pop(group)
         # Not all that is pending on these blocks: copies wait for the change, whose job may keep this log alive to the last.
-        fences = () if change is None or change.done else (change,)
-        for copy in self._copies.pop(group).values():
-            self.tier.release(copy, fences)
+        for copy in copies.values():
+            self.tier.release(copy, () if change is None or change.done else (change,))

@@ -203,13 +203,13 @@ class CopyQueue:
         """Runs job after all earlier ones, or by urgency; at_once: on this thread, for a queue that is idle. Its error is
         kept for wait or drain, even if the job runs at once.
 
-        For a queue by need: before: the copies that must end before the job begins, of this queue and others. needed: when
-        its bytes are needed; a smaller number is more urgent.
+        before: the copies for which the job waits, of this queue and others; a queue by need begins it when they have ended.
+        needed: when its bytes are needed; a smaller number is more urgent.
         """
         if not self._stop.alive or self.pid != os.getpid():
             reason = "it was made before a fork, make queues after it" if self._stop.alive else "it is closed"
             raise StateError(f"copy queue {self.name} takes no more copies: {reason}")
-        handle = Handle(self, job, before, needed)
+        handle = Handle(self, job, before if self.by_need else (), needed)
         del job    # only the handle keeps it now, and drops it when it has run
         while self._open and self._open[0].done and not self._open[0]._owes_error:
             self._open.popleft()
@@ -252,7 +252,7 @@ class _Worker:
         self.bytes_per_s, self.by_need = bytes_per_s, by_need
         self.busy_s = 0.0
         self.jobs: queue.SimpleQueue[tuple[int, Handle | None] | None] = queue.SimpleQueue()
-        self.waiting: list[tuple[int, Handle]] = []    # received from `jobs`; the thread alone uses it
+        self.waiting: list[tuple[int, Handle]] = []    # received from `jobs`; used under the lock
         self.thread: threading.Thread | None = None
         self.copying = threading.RLock()    # the garbage collector may call stop on the very thread that copies
         self.stopping = threading.Event()

@@ -83,7 +83,7 @@ class Links:
             job()
             record(begin, self.now())
 
-        return queue.submit(run, num_bytes, before=before if self.by_need else (), needed=needed)
+        return queue.submit(run, num_bytes, before=before, needed=needed)
 
     def _issue(self, queue: CopyQueue, job: Callable[[], object], num_bytes: int, before: Sequence[Handle],
                record: Record) -> Handle:
@@ -120,7 +120,7 @@ class Links:
 
     def update(self, job: Callable[[], object], before: Sequence[Handle] = (), needed: float = 0.0) -> Handle:
         """Queues an update on the host, behind the earlier ones and the copies `before`, for which the job waits as well."""
-        return self._update.submit(job, before=before if self.by_need else (), needed=needed)
+        return self._update.submit(job, before=before, needed=needed)
 
     def report_times(self) -> None:
         """Reports the times of the copies and waits on a GPU that have ended."""

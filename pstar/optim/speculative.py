@@ -12,7 +12,7 @@ there, summed over the micro-steps and reduced over the ranks. What the update o
                           keep      the rest is final
     skipped, zero_grad()  undo      restores all
 
-Gradients leave near, are updated, and their parameters come back in the order in which the next forward needs them
+Gradients go to far, groups are updated, and parameters come back near in the order in which the next forward needs them
 (Links.by_need): backward computes first what forward needs last.
 
 Gradients stay in far until the step has ended, as they do without this. So each group is updated once, from the old states,

@@ -370,15 +370,15 @@ def _replace(patches: pytest.MonkeyPatch, recorder: Recorder) -> None:
         recorder.new_activation(target)
         return original(self, target, *more)
 
-    wrap(Offload, "__init__", make_offload)
-    wrap(ActivationStreams, "leave", leave)
-    wrap(ActivationStreams, "bring_back", bring_back)
     def copy(original: Callable, self: links.Links, target: torch.Tensor, source: torch.Tensor, *then: Any) -> None:
         """In host memory a worker copies with numpy, which Watch does not see."""
         if recorder.host:
             recorder.operation("a copy", recorder.find((target, source)), recorder.find(target), True)
         original(self, target, source, *then)
 
+    wrap(Offload, "__init__", make_offload)
+    wrap(ActivationStreams, "leave", leave)
+    wrap(ActivationStreams, "bring_back", bring_back)
     wrap(links.Links, "__init__", make_links)
     wrap(links.Links, "copy", copy)
     wrap(Tier, "_new_buffer", new_buffer)

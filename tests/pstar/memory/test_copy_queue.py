@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -26,6 +25,7 @@ from tests import toy
 from tests.cover import quick_only
 from tests.harness.program import run_forked
 from tests.limits import HANGS_S as LONG_S
+from tests.limits import wait_until
 
 
 @pytest.fixture(params=[True, False], ids=["thread", "at once"])
@@ -72,14 +72,6 @@ def blocked(name: str) -> tuple[CopyQueue, threading.Event, Handle]:
     return copy_queue, go, copy_queue.submit(lambda: go.wait(LONG_S))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition, not for a handle: that would make its copy the most urgent one."""
-    end = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_of_the_copies_that_may_begin_the_most_urgent_one_runs_and_the_first_of_equal_ones():
     (out, go, _), (back, go_back, first_back) = blocked("out"), blocked("back")
     seen = []
@@ -87,10 +79,10 @@ def test_of_the_copies_that_may_begin_the_most_urgent_one_runs_and_the_first_of_
         out.submit(functools.partial(seen.append, name), needed=needed)
     out.submit(functools.partial(seen.append, "behind the other queue"), before=[first_back], needed=0.0)
     go.set()
-    until(lambda: len(seen) == 5)
+    wait_until(lambda: len(seen) == 5, "five copies")
     assert seen == ["a", "b", "b again", "c", "never needed"]
     go_back.set()
-    until(lambda: len(seen) == 6)
+    wait_until(lambda: len(seen) == 6, "the copy behind the other queue")
     out.close()
     back.close()
 
@@ -104,11 +96,11 @@ def test_a_copy_that_somebody_waits_for_comes_first_behind_those_that_must_end_b
     parameters = back.submit(functools.partial(seen.append, "parameters"), before=[gradient], needed=8.0)
     thread = threading.Thread(target=parameters.wait)
     thread.start()
-    until(lambda: gradient.urgency < (False, 9.0))
+    wait_until(lambda: gradient.urgency < (False, 9.0), "a wait for the parameters")
     go_back.set()
     go.set()
     thread.join(LONG_S)
-    until(lambda: len(seen) == 7)
+    wait_until(lambda: len(seen) == 7, "all copies")
     assert seen[0] == "gradient" and [each for each in seen if each in range(5)] == [*range(5)]
     out.close()
     back.close()
@@ -178,7 +170,7 @@ def test_a_job_that_keeps_a_tier_alive_to_the_last_does_not_wait_for_itself():
     ended = weakref.ref(tier)
     del tier
     go.set()
-    until(lambda: handle.done)
+    wait_until(lambda: handle.done, "the end of the job")
     assert ended() is None
     copies.close()
 
@@ -196,7 +188,7 @@ def test_the_last_update_of_a_log_may_drop_it_before_the_copies_behind_it():
     ended = weakref.ref(log)
     del log
     go.set()
-    until(lambda: update.done and load.done)
+    wait_until(lambda: update.done and load.done, "the update and the copy behind it")
     assert ended() is None
 
 
@@ -310,9 +302,7 @@ def test_a_forked_child_gets_an_error(tmp_path):
 import os, threading, warnings
 warnings.simplefilter("ignore", DeprecationWarning)    # Python 3.12 and newer warn of a fork beside a thread
 from pstar.errors import StateError
-from pstar.memory.block_log import BlockLog
-from pstar.memory.block_store import BlockStore
-from pstar.memory.copy_queue import CopyQueue, Handle
+from pstar.memory.copy_queue import CopyQueue
 copy_queue, go = CopyQueue("test"), threading.Event()
 handle = copy_queue.submit(lambda: go.wait(60))
 child = os.fork()
@@ -351,12 +341,7 @@ def last():
 import threading, torch
 from pathlib import Path
 from pstar.memory.disk import DiskTier
-from pstar.memory.links import Links
-from pstar.memory.tier import FAR, NEAR, Ledger, Tier
-from pstar.schedule.schedule import Schedule
-from pstar.memory.block_log import BlockLog
-from pstar.memory.block_store import BlockStore
-from pstar.memory.copy_queue import CopyQueue, Handle
+from pstar.memory.copy_queue import CopyQueue
 tier, handles = DiskTier(Path(sys.argv[1])), []
 started = threading.Event()
 copy_queue = CopyQueue("test", bytes_per_s=1e9)
@@ -385,9 +370,7 @@ def test_a_process_with_pending_copies_ends_cleanly(tmp_path, how, status, last_
 
 FREED_BY_THE_WORKER = """
 import sys, time, torch
-from pstar.memory.block_log import BlockLog
-from pstar.memory.block_store import BlockStore
-from pstar.memory.copy_queue import CopyQueue, Handle
+from pstar.memory.copy_queue import CopyQueue
 copy_queue = CopyQueue("test", bytes_per_s=2e7, by_need=sys.argv[2] == "by need")
 other, last = CopyQueue("other", by_need=sys.argv[2] == "by need"), None
 for _ in range(8):    # the job holds the only references

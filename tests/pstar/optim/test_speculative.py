@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +29,7 @@ from pstar.memory.tier import NEAR, Tier
 from pstar.optim.chunked_adam import ChunkedAdam
 from pstar.optim.speculative import Speculation
 from tests import toy
-from tests.limits import HANGS_S
+from tests.limits import HANGS_S, wait_until
 
 STEPS = 7
 WHOLE = {"speculative_update": True, "speculative_log": "75%"}    # 12 of 16 bytes: all that updates overwrite
@@ -285,10 +284,7 @@ def test_gradients_of_the_first_layers_overtake_those_that_are_needed_later():
     links.submit = submits
     optimizer.zero_grad()
     model.backward(model(*toy.batch(3)))
-    end = time.monotonic() + HANGS_S
-    while not all(copy.done for copy in copies):    # a wait would make them urgent
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    wait_until(lambda: all(copy.done for copy in copies), "all gradients in far")    # Handle.wait would make one urgent
     optimizer.step()
     waited_for = {copy.urgency[1] for copy in copies if not copy.urgency[0]}
     queued = [copy.urgency[1] for copy in copies[:16] if copy.urgency[1] not in waited_for | {ran[0]}]
