@@ -28,10 +28,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map
 
 from pstar.errors import BudgetError, StateError
 
@@ -104,6 +105,8 @@ class Lender:
         """The parameters that a forward has acquired since the step began."""
         self._asked: set[tuple[str, int, int]] = set()
         """Of operations that asked since the last forward began: a parameter, and each call around it with its place."""
+        self._lent: set[tuple[str, tuple]] = set()
+        """Of operations that asked in a forward of this step: a parameter, and the place in the program (_place)."""
         self._thread: int | None = None    # of the outermost module that runs
         self._refused: str | None = None
         self._running, self._saving = running, saving
@@ -126,18 +129,36 @@ class Lender:
             raise StateError(
                 f"{_operation(func)} in {_module()} reads parameter {names[0]} between two steps, while it is in a chunk: "
                 "read it in the model's forward, between model(...) and model.backward(loss), or from model.gather_state()")
-        pair = self._saving() if torch.is_grad_enabled() and not self._running else None
+        pair = self._saving() if torch.is_grad_enabled() else None
+        copied = pair is not None and self._is_recomputed(names)
         acquired: list[str] = []
         try:
             self.used.update(names)
             for name in names:
                 self._acquire(name, func)
                 acquired.append(name)
-            with pair or nullcontext():
+            if copied:
+                copies = {id(self.chunks.params[name]): self.chunks.params[name].clone() for name in names}
+                args, kwargs = tree_map(lambda value: copies.get(id(value), value), (args, kwargs))
+            with nullcontext() if copied or pair is None else pair:
                 return func(*args, **kwargs)
         finally:
             with torch._C.DisableTorchFunctionSubclass():
                 self.chunks.release(tuple(acquired))
+
+    def _is_recomputed(self, names: tuple[str, ...]) -> bool:
+        """Whether torch.utils.checkpoint repeats an operation whose parameters were not lent in forward: the module that
+        owns them was running, and called checkpoint with a function of its own. (In backward it does not run.)
+
+        Then forward saved them through checkpoint's pair of hooks alone. Backward must save as many tensors through it; but
+        that pair keeps the tensors, and a chunk may move. So the operation gets copies.
+        """
+        place = _place()
+        if torch._C._current_autograd_node() is None:
+            self._lent.update((name, place) for name in names)
+            return False
+        below = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return bool(below) and not any((name, place) in self._lent for name in names)
 
     def _note(self, names: tuple[str, ...]) -> None:
         """Keeps for asked_within that an operation asks for these parameters, and which calls it is part of."""
@@ -201,6 +222,7 @@ class Lender:
     def end_step(self) -> None:
         self.open = False
         self.used.clear()
+        self._lent.clear()
 
     @staticmethod
     def name_of(param: Idle) -> str:
@@ -322,6 +344,14 @@ def _name(func: Any) -> str:
 def _operation(func: Callable) -> str:
     name = _name(func)
     return f"Tensor.{_name(func.__self__)}" if name in ("__get__", "__set__") else name
+
+
+def _place() -> tuple[CodeType | None, int, int]:
+    """Of the innermost call of code that is neither torch's nor pstar's: the code, where in it, and the id of its `self`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "pstar.")):
+        frame = frame.f_back
+    return (None, 0, 0) if frame is None else (frame.f_code, frame.f_lasti, id(frame.f_locals.get("self")))
 
 
 def _module() -> str:

@@ -122,10 +122,13 @@ class Units:
         for unit in self.records:
             self.of_group.setdefault(unit.spec.group, []).append(unit)
 
-    def uses_of(self, key: Hashable) -> list[Key]:
-        """The keys of the trace that mean a use of this block."""
+    def uses_of(self, key: Hashable, of_modules: bool = False) -> list[Key]:
+        """The keys of the trace that mean a use of this block; with of_modules: a module's use of its group's parameters."""
         kind, index = key
-        if kind in ("gathered", "grad_full", "micro_grad"):
+        of_unit = kind in ("gathered", "grad_full", "micro_grad")    # their numbers are units', all others' are groups'
+        if of_modules:
+            return [unit.key for unit in self.of_group[self.records[index].spec.group if of_unit else index]]
+        if of_unit:
             return [key]
         uses = [("adam", index)]
         if kind == "param":

@@ -128,7 +128,7 @@ class BlockStore:
 
             if background:
                 timed = self._timed("compute", name, 0, job)
-                needed = self.schedule.needed(keys[0][1]) if self.links.by_need else 0.0
+                needed = self.schedule.needed(keys[0]) if self.links.by_need else 0.0
                 handle = self.links.update(when_there, before, needed)
             else:
                 self.wait(before, tier)
@@ -392,7 +392,7 @@ class BlockStore:
 
         record = self.recorder(way, f"{block.key[0]} {block.key[1]}", num_bytes)
         self.ledger.add(way, num_bytes, for_next_step)
-        needed = self.schedule.needed(block.key[1]) if self.links.by_need else 0.0
+        needed = self.schedule.needed(block.key) if self.links.by_need else 0.0
         with nullcontext() if self.links.asynchronous else self._waiting():
             block.pending.append(self.links.submit(source, tier, carry, num_bytes, before, record, needed))
         self._add_copy(block, tier, buffer)

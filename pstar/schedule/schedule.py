@@ -161,11 +161,12 @@ class Schedule:
 
     Args:
         policy: one of POLICIES.
-        uses: the keys of the trace that mean a use of a block: the block's key, or keys that stand for several blocks.
+        uses: the keys of the trace that mean a use of a block: the block's key, or keys that mean several blocks. With True
+            as a second argument: the keys of modules that use the parameters of the block's group.
         peaks: measures activations in near while a step is recorded; None: they are not measured.
     """
 
-    def __init__(self, policy: str = "next_use", uses: Callable[[Key], Iterable[Key]] = lambda key: (key,),
+    def __init__(self, policy: str = "next_use", uses: Callable[..., Iterable[Key]] = lambda key, *_: (key,),
                  peaks: Peaks | None = None):
         if policy not in POLICIES:
             raise ConfigError(f"eviction_policy is {policy!r}; choose one of {', '.join(POLICIES)}")
@@ -333,13 +334,12 @@ class Schedule:
             return NEVER
         return min((self.trace.next_use(use, self._moment) for use in self._uses(key)), default=NEVER)
 
-    def needed(self, group: int) -> float:
-        """When a module next needs a group's parameters, which come back to near behind their gradients and their update: a
-        moment, counted on over all steps as if each had this trace. 0 while no trace is known."""
+    def needed(self, key: Key) -> float:
+        """When a module next needs the parameters of a block's group, which come back to near behind their gradients and
+        their update: a moment, counted on over all steps as if each had this trace. 0 while no trace is known."""
         if self.trace is None:
             return 0.0
-        uses = [use for use in self._uses(("param", group)) if use[0] != "adam"]
-        next_use = min((self.trace.next_use(use, self._moment) for use in uses), default=NEVER)
+        next_use = min((self.trace.next_use(use, self._moment) for use in self._uses(key, True)), default=NEVER)
         return self.num_steps * len(self.trace) + next_use
 
     def is_in_next_step(self, moment: float) -> bool:

@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
-def units(num_ranks: int = 1) -> Units:
+def units(num_ranks: int = 1, communication: str = "group") -> Units:
     layout = make_layout([ModuleSpec("a", (("a.weight", 30),)), ModuleSpec("b", (("b.weight", 30),))], 32, num_ranks)
-    return Units(layout, "group", num_ranks)
+    return Units(layout, communication, num_ranks)
 
 
 # ---- the record of a unit
@@ -71,6 +71,20 @@ def test_a_block_is_used_under_the_keys_that_touch_it() -> None:
     assert two.uses_of(("grad", 0)) == [("adam", 0)]
     assert two.uses_of(("param", 0)) == [("adam", 0), ("gathered", 0)]
     assert two.uses_of(("gathered", 0)) == [("gathered", 0)]
+
+
+@pytest.mark.parametrize("num_ranks, communication", [(1, "group"), (2, "group"), (2, "chunk"), (3, "chunk")])
+def test_modules_use_the_parameters_of_a_blocks_group_by_the_keys_of_its_units(num_ranks: int, communication: str) -> None:
+    """With communication "chunk" a group has several units, numbered on over all groups."""
+    every = units(num_ranks, communication)
+    for group, records in every.of_group.items():
+        keys = [unit.key for unit in records]
+        for kind in ("param", "grad", "exp_avg"):
+            assert every.uses_of((kind, group), True) == keys
+        for unit in records:
+            for kind in ("gathered", "grad_full", "micro_grad"):
+                assert every.uses_of((kind, unit.spec.index), True) == keys
+    assert len(every.records) > len(every.of_group) or communication == "group"
 
 
 # ---- what is under way
