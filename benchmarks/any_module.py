@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from facts import bullets, processor, versions, when_and_how
+from facts import bullets, processor, shortened, versions, when_and_how
 
 from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-STEPS, GOAL, WORDS, LAYERS = 4, 1e-6, 150, 12
+STEPS, GOAL, LONGEST, LAYERS = 4, 1e-6, 150, 12
 
 
 def gap(model_func: Callable[[], Any], loss_of: Callable[[Any, int], Any]) -> tuple[float, int, float, str]:
@@ -75,7 +75,7 @@ def operations() -> Iterator[str]:
             operation(between_two_steps())
             line = "works"
         except pstar.StateError as error:
-            line = shortened(error)
+            line = shortened(str(error), LONGEST)
         yield f"| `{name}` | `{line}` |"
 
 
@@ -92,13 +92,8 @@ def not_asking() -> Iterator[str]:
             model.backward(model(rows(0)))
             line = "works"
         except pstar.StateError as error:
-            line = shortened(error)
+            line = shortened(str(error), LONGEST)
         yield f"| {name} | `{line}` |"
-
-
-def shortened(error: Exception) -> str:
-    line = str(error)
-    return line if len(line) <= WORDS else f"{line[:WORDS].rsplit(' ', 1)[0]} ..."
 
 
 def lending() -> Iterator[str]:

@@ -37,6 +37,11 @@ def bullets(facts: list[tuple[str, str]]) -> list[str]:
     return [f"- {name}: {fact}" for name, fact in facts]
 
 
+def shortened(line: str, most: int) -> str:
+    """The line; if it has more than `most` characters, its first words and dots."""
+    return line if len(line) <= most else f"{line[:most].rsplit(' ', 1)[0]} ..."
+
+
 def busy_seconds() -> float:
     """CPU seconds of all cores together since the machine's start, steal time of a virtual machine's host included.
 

@@ -1,6 +1,6 @@
 """Every architecture of Hugging Face Transformers, beside plain PyTorch with the same Adam: losses and weights to the bit.
 
-bash benchmarks/hf_architectures.sh                        # all: a quarter of an hour
+bash benchmarks/hf_architectures.sh                        # all: a few minutes
 bash benchmarks/hf_architectures.sh --only image --names Vi
 
 The architectures are those of the library's Auto classes. Each is made small (hf_small.py) and trained in fp32 with
@@ -26,23 +26,24 @@ from pathlib import Path
 from typing import Any
 
 from command_line import parser_of, publish
-from facts import bullets, processor, versions, when_and_how
+from facts import bullets, processor, shortened, versions, when_and_how
 from hf_small import TRIED, shrink
+from processes import started
 
 from durable.cores import num_cores
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-STEPS, MOST_PARAMETERS, LIMIT_S, WORDS = 3, 30_000_000, 120, 60
+STEPS, MOST_PARAMETERS, LIMIT_S, LONGEST = 3, 30_000_000, 120, 60
 SUFFIX = r"(For(CausalLM|MaskedLM|ConditionalGeneration|ImageClassification|CTC)|LMHeadModel)$"
 """The task in the name of a class."""
 SAME, OTHER, NOT_RUN = "same bits", "other bits or an error", "not run"
 
 
-def tokens(step: int, length: int = 16, least: int = 3, most: int = 90) -> Any:
+def tokens(step: int, length: int = 16) -> Any:
     import torch
 
-    return torch.randint(least, most, (2, length), generator=torch.Generator().manual_seed(step))
+    return torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(step))
 
 
 def text(config: Any, step: int) -> dict[str, Any]:
@@ -143,21 +144,21 @@ def compare(model_class: type, config_class: type, batch: Callable[..., Any]) ->
     try:
         model_func, config = model_func_of(model_class, config_class, batch)
     except Exception as error:
-        return Outcome(NOT_RUN, shortened(error))
+        return Outcome(NOT_RUN, one_line(error))
     try:
         toy.compare(model_func, lambda model, step: model(**batch(config, step)).loss, STEPS)
     except Exception as error:
-        return Outcome(OTHER, shortened(error))
+        return Outcome(OTHER, one_line(error))
     return Outcome(SAME)
 
 
-def shortened(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The error's class and message, without what a table in Markdown would read as its own marks."""
     line = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", " ".join(f"{type(error).__name__}: {error}".split()))
-    line = re.sub(r"[|`<>*]", "", line)
-    return line if len(line) <= WORDS else f"{line[:WORDS].rsplit(' ', 1)[0]} ..."
+    return shortened(re.sub(r"[|`<>*]", "", line), LONGEST)
 
 
-def work(pipe: Connection, model_class: type, config_class: type, batch: Callable[..., Any]) -> None:
+def work(model_class: type, config_class: type, batch: Callable[..., Any], pipe: Connection) -> None:
     """The process of one architecture: sends its outcome."""
     import torch
 
@@ -172,12 +173,9 @@ def work(pipe: Connection, model_class: type, config_class: type, batch: Callabl
 def outcome_of(model_class: type, config_class: type, batch: Callable[..., Any]) -> Outcome:
     """The outcome that an architecture's process sends; OTHER if the process dies or takes longer than LIMIT_S."""
     context = multiprocessing.get_context("fork")    # the libraries are imported once
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(there, model_class, config_class, batch))
-    process.start()
-    there.close()
+    process, pipe = started(context, work, model_class, config_class, batch)
     try:
-        return here.recv() if here.poll(LIMIT_S) else Outcome(OTHER, f"no result after {LIMIT_S} seconds")
+        return pipe.recv() if pipe.poll(LIMIT_S) else Outcome(OTHER, f"no result after {LIMIT_S} seconds")
     except EOFError:
         process.join()
         return Outcome(OTHER, f"its process ended with status {process.exitcode}")

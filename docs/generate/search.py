@@ -26,6 +26,7 @@ CONFIG = {"lang": ["en"], "pipeline": [],
 LEFT_OUT = re.compile(r"<pre\b.*?</pre>|<svg\b.*?</svg>", re.DOTALL)
 KEPT = ("pitfalls", "config-table")  # classes of tables in which readers look for a message or a name
 ROWS = 11        # with the head
+CELL = 1000      # characters
 LONGEST = 3      # characters of a word
 SELDOM = 3       # a word occurs at least so often on the pages
 COHESION = 2.5   # nats: how much more often the parts meet than by chance
@@ -66,13 +67,15 @@ def prose(text: str) -> str:
 
 
 def without_long_tables(content: str) -> str:
-    """A page's HTML in which the theme's search skips tables of more than ROWS rows, except those of KEPT, and tables of
-    numbers: most of their cells are aligned to the right."""
+    """A page's HTML in which the theme's search skips tables of more than ROWS rows or with a cell of more than CELL
+    characters (a list of names), except those of KEPT, and tables of numbers: most of their cells are aligned to the right.
+    """
 
     def marked(table: re.Match[str]) -> str:
         before = content[: table.start()]
         kept = any(before.rfind(f'class="{name}"') > before.rfind("</div>") for name in KEPT)
-        long = table[0].count("<tr") > ROWS and not kept
+        longest = max(map(len, re.findall(r"<td.*?</td>", table[0], re.DOTALL)), default=0)
+        long = (table[0].count("<tr") > ROWS or longest > CELL) and not kept
         numbers = 2 * table[0].count("text-align: right") > len(re.findall("<t[dh]", table[0]))
         return table[0].replace("<table", '<table data-search-exclude="true"', 1) if long or numbers else table[0]
 

@@ -43,7 +43,7 @@ def assemble(plan: Plan, params: dict[str, torch.nn.Parameter], near: Tier, far:
     """
     config, layout, device = plan.config, plan.layout, near.device
     units = Units(layout, config.communication, collectives.num_ranks)
-    schedule = Schedule(config.eviction_policy, units.uses_of, watch)
+    schedule = Schedule(config.eviction_policy, units, watch)
     parameters = Parameters(units, params, plan.param_dtype, device, schedule)
     store = BlockStore(near, far, collectives.ledger, schedule, parameters, disk, links, profile)
     tiers = UpdateTiers(layout, plan.near_state_groups, streamed)

@@ -140,7 +140,8 @@ class Lender:
             if copied:
                 copies = {id(self.chunks.params[name]): self.chunks.params[name].clone() for name in names}
                 args, kwargs = tree_map(lambda value: copies.get(id(value), value), (args, kwargs))
-            with nullcontext() if copied or pair is None else pair:
+                pair = None
+            with pair or nullcontext():
                 return func(*args, **kwargs)
         finally:
             with torch._C.DisableTorchFunctionSubclass():
@@ -348,20 +349,26 @@ def _operation(func: Callable) -> str:
 
 def _place() -> tuple[CodeType | None, int, int]:
     """Of the innermost call of code that is neither torch's nor pstar's: the code, where in it, and the id of its `self`."""
+    frame = _users_frame()
+    return (None, 0, 0) if frame is None else (frame.f_code, frame.f_lasti, id(frame.f_locals.get("self")))
+
+
+def _users_frame() -> FrameType | None:
+    """The innermost call of code that is neither torch's nor pstar's; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "pstar.")):
         frame = frame.f_back
-    return (None, 0, 0) if frame is None else (frame.f_code, frame.f_lasti, id(frame.f_locals.get("self")))
+    return frame
 
 
 def _module() -> str:
     """The class of the innermost module whose code runs, and the user's line, from the stack; called for errors only."""
-    frame, module, line = sys._getframe(1), None, None
-    while frame is not None and (module is None or line is None):
-        name, its_self = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
-        if line is None and not name.startswith(("torch.", "pstar.")):
-            line = f"line {frame.f_lineno} of {frame.f_code.co_filename.rpartition('/')[2]}"
-        if module is None and isinstance(its_self, torch.nn.Module) and not name.startswith("pstar."):
+    users, frame, module = _users_frame(), sys._getframe(1), "no module"
+    line = users and f"line {users.f_lineno} of {users.f_code.co_filename.rpartition('/')[2]}"
+    while frame is not None:
+        its_self = frame.f_locals.get("self")
+        if isinstance(its_self, torch.nn.Module) and not frame.f_globals.get("__name__", "").startswith("pstar."):
             module = type(its_self).__name__
+            break
         frame = frame.f_back
-    return f"{module or 'no module'} ({line})"
+    return f"{module} ({line})"

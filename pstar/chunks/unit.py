@@ -52,6 +52,10 @@ LEGAL = (
 """(before, after): every change of state that a unit may make. A tuple, not a set: an Enum's hash is computed in Python."""
 
 
+OF_UNITS = ("gathered", "grad_full", "micro_grad")
+"""Blocks that have a unit's number; all others have a group's."""
+
+
 @dataclass(slots=True, eq=False)
 class UnitRecord:
     """One unit on this rank, in this step."""
@@ -122,13 +126,10 @@ class Units:
         for unit in self.records:
             self.of_group.setdefault(unit.spec.group, []).append(unit)
 
-    def uses_of(self, key: Hashable, of_modules: bool = False) -> list[Key]:
-        """The keys of the trace that mean a use of this block; with of_modules: a module's use of its group's parameters."""
+    def of_block(self, key: Hashable) -> list[Key]:
+        """The keys of the trace that mean a use of this block."""
         kind, index = key
-        of_unit = kind in ("gathered", "grad_full", "micro_grad")    # their numbers are units', all others' are groups'
-        if of_modules:
-            return [unit.key for unit in self.of_group[self.records[index].spec.group if of_unit else index]]
-        if of_unit:
+        if kind in OF_UNITS:
             return [key]
         uses = [("adam", index)]
         if kind == "param":
@@ -136,3 +137,9 @@ class Units:
         elif kind == "grad" and self.one_rank:
             uses += [key, *(("micro_grad", unit.spec.index) for unit in self.of_group[index])]    # summed there
         return uses
+
+    def of_modules(self, key: Hashable) -> list[Key]:
+        """The keys of the trace that mean that a module uses the parameters of this block's group."""
+        kind, index = key
+        group = self.records[index].spec.group if kind in OF_UNITS else index
+        return [unit.key for unit in self.of_group[group]]

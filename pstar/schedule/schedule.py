@@ -11,7 +11,7 @@ With each moment the trace keeps the peak of activations in near, from which fol
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -151,6 +151,25 @@ class Recording:
         return Trace(self.keys, self._peaks if self._watch is None else self._watch.agree(self._peaks))
 
 
+class Uses(Protocol):
+    """The part of pstar.chunks.unit.Units that a Schedule uses."""
+
+    def of_block(self, key: Key) -> Iterable[Key]:
+        """The keys of the trace that mean a use of this block: its own, or keys that mean several blocks."""
+
+    def of_modules(self, key: Key) -> Iterable[Key]:
+        """The keys of the trace that mean that a module uses the parameters of this block's group."""
+
+
+class OwnKeys:
+    """Each block is used under its own key."""
+
+    def of_block(self, key: Key) -> tuple[Key, ...]:
+        return (key,)
+
+    of_modules = of_block
+
+
 class Schedule:
     """Records the first step, follows the trace afterwards, and names the victims of eviction.
 
@@ -161,19 +180,17 @@ class Schedule:
 
     Args:
         policy: one of POLICIES.
-        uses: the keys of the trace that mean a use of a block: the block's key, or keys that mean several blocks. With True
-            as a second argument: the keys of modules that use the parameters of the block's group.
+        uses: the keys of the trace that mean a use of a block.
         peaks: measures activations in near while a step is recorded; None: they are not measured.
     """
 
-    def __init__(self, policy: str = "next_use", uses: Callable[..., Iterable[Key]] = lambda key, *_: (key,),
-                 peaks: Peaks | None = None):
+    def __init__(self, policy: str = "next_use", uses: Uses | None = None, peaks: Peaks | None = None):
         if policy not in POLICIES:
             raise ConfigError(f"eviction_policy is {policy!r}; choose one of {', '.join(POLICIES)}")
         self.policy = policy
         self.trace: Trace | None = None
         self.num_traced = self.num_steps = 0
-        self._uses, self._watch = uses, peaks
+        self._uses, self._watch = uses or OwnKeys(), peaks
         self._traces: dict[Hashable, Trace] = {}
         self._signature: Hashable = None
         self._recording: Recording | None = None
@@ -332,14 +349,14 @@ class Schedule:
         """The moment at which a block is used next, counted on into the next step; NEVER if it is in no trace."""
         if self.trace is None:
             return NEVER
-        return min((self.trace.next_use(use, self._moment) for use in self._uses(key)), default=NEVER)
+        return min((self.trace.next_use(use, self._moment) for use in self._uses.of_block(key)), default=NEVER)
 
     def needed(self, key: Key) -> float:
         """When a module next needs the parameters of a block's group, which come back to near behind their gradients and
         their update: a moment, counted on over all steps as if each had this trace. 0 while no trace is known."""
         if self.trace is None:
             return 0.0
-        next_use = min((self.trace.next_use(use, self._moment) for use in self._uses(key, True)), default=NEVER)
+        next_use = min((self.trace.next_use(use, self._moment) for use in self._uses.of_modules(key)), default=NEVER)
         return self.num_steps * len(self.trace) + next_use
 
     def is_in_next_step(self, moment: float) -> bool:
@@ -410,7 +427,7 @@ class Schedule:
         return distance * candidate.num_bytes / (candidate.num_bytes + candidate.store_bytes), 0
 
     def _last(self, key: Key) -> int:
-        return max((self._last_use.get(use, 0) for use in (key, *self._uses(key))), default=0)
+        return max((self._last_use.get(use, 0) for use in (key, *self._uses.of_block(key))), default=0)
 
 
 def count_loads(accesses: Sequence[Key], room: int | Sequence[int], policy: str = "next_use", num_steps: int = 3) -> int:

@@ -66,11 +66,11 @@ def test_forgotten_gradients_leave_a_record_as_it_was_made() -> None:
 
 def test_a_block_is_used_under_the_keys_that_touch_it() -> None:
     one, two = units(1), units(2)
-    assert one.uses_of(("param", 1)) == [("adam", 1), ("param", 1)] and one.uses_of(("exp_avg", 1)) == [("adam", 1)]
-    assert one.uses_of(("grad", 1)) == [("adam", 1), ("grad", 1), ("micro_grad", 1)]    # micro-steps are summed in it
-    assert two.uses_of(("grad", 0)) == [("adam", 0)]
-    assert two.uses_of(("param", 0)) == [("adam", 0), ("gathered", 0)]
-    assert two.uses_of(("gathered", 0)) == [("gathered", 0)]
+    assert one.of_block(("param", 1)) == [("adam", 1), ("param", 1)] and one.of_block(("exp_avg", 1)) == [("adam", 1)]
+    assert one.of_block(("grad", 1)) == [("adam", 1), ("grad", 1), ("micro_grad", 1)]    # micro-steps are summed in it
+    assert two.of_block(("grad", 0)) == [("adam", 0)]
+    assert two.of_block(("param", 0)) == [("adam", 0), ("gathered", 0)]
+    assert two.of_block(("gathered", 0)) == [("gathered", 0)]
 
 
 @pytest.mark.parametrize("num_ranks, communication", [(1, "group"), (2, "group"), (2, "chunk"), (3, "chunk")])
@@ -80,10 +80,10 @@ def test_modules_use_the_parameters_of_a_blocks_group_by_the_keys_of_its_units(n
     for group, records in every.of_group.items():
         keys = [unit.key for unit in records]
         for kind in ("param", "grad", "exp_avg"):
-            assert every.uses_of((kind, group), True) == keys
+            assert every.of_modules((kind, group)) == keys
         for unit in records:
             for kind in ("gathered", "grad_full", "micro_grad"):
-                assert every.uses_of((kind, unit.spec.index), True) == keys
+                assert every.of_modules((kind, unit.spec.index)) == keys
     assert len(every.records) > len(every.of_group) or communication == "group"
 
 
