@@ -3,7 +3,7 @@
 bash benchmarks/hf_architectures.sh                        # all: a few minutes
 bash benchmarks/hf_architectures.sh --only image --names Vi
 
-The architectures are those of the library's Auto classes. Each is made small (hf_small.py) and trained in fp32 with
+The architectures are those of seven of the library's Auto classes. Each is made small (hf_small.py) and trained in fp32 with
 clipping, in plain PyTorch and with the engine in the least near memory that works, each in a process of its own. "Not run":
 plain PyTorch cannot train it here, because it does not run in this size or needs another library. The page is printed, and
 written if all architectures were asked for.
@@ -35,7 +35,9 @@ from durable.cores import num_cores
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 STEPS, MOST_PARAMETERS, LIMIT_S, LONGEST = 3, 30_000_000, 120, 60
-SUFFIX = r"(For(CausalLM|MaskedLM|ConditionalGeneration|ImageClassification|CTC)|LMHeadModel)$"
+KINDS = (1, 2)
+"""The labels of a batch of two pictures or sounds."""
+SUFFIX = r"(For(CausalLM|MaskedLM|ConditionalGeneration|(Image|Audio|Sequence)Classification|CTC)|LMHeadModel)$"
 """The task in the name of a class."""
 SAME, OTHER, NOT_RUN = "same bits", "other bits or an error", "not run"
 
@@ -60,13 +62,19 @@ def image(config: Any, step: int) -> dict[str, Any]:
     size = getattr(config, "image_size", 32)
     size = max(32, size) if isinstance(size, int) else 32
     return {"pixel_values": torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(step)),
-            "labels": torch.tensor([1, 2])}
+            "labels": torch.tensor(KINDS)}
 
 
 def wave(config: Any, step: int) -> dict[str, Any]:
     import torch
 
     return {"input_values": torch.randn(2, 2000, generator=torch.Generator().manual_seed(step)), "labels": tokens(step, 5)}
+
+
+def sound(config: Any, step: int) -> dict[str, Any]:
+    import torch
+
+    return wave(config, step) | {"labels": torch.tensor(KINDS)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,9 @@ TASKS = {
     "causal": Task("causal language models", "MODEL_FOR_CAUSAL_LM_MAPPING", text),
     "masked": Task("masked language models", "MODEL_FOR_MASKED_LM_MAPPING", text),
     "seq2seq": Task("sequence to sequence", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", pair),
+    "vision-language": Task("vision-language models, trained on text alone", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", text),
     "image": Task("image classifiers", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", image),
+    "audio": Task("audio classifiers", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", sound),
     "speech": Task("speech recognition by CTC", "MODEL_FOR_CTC_MAPPING", wave),
 }
 

@@ -72,6 +72,8 @@ def shrink(config: Any, widths: dict[str, Any]) -> None:
                 different = list(dict.fromkeys(kinds))
                 config.num_hidden_layers = max(config.num_hidden_layers, min(len(different), 3))
                 setattr(config, name, (different * config.num_hidden_layers)[: config.num_hidden_layers])
+    if "rope_type" in (rope := getattr(config, "rope_parameters", None) or {}):
+        rope["mrope_section"] = [2, 1, 1]    # of half a head: time, height and width of a picture's part
     for name in ("use_cache", "apply_spec_augment"):    # the second draws from NumPy, which the comparison does not seed
         with contextlib.suppress(*NOT_SET):
             setattr(config, name, False)
