@@ -1,9 +1,9 @@
-"""Every architecture of Hugging Face Transformers, beside plain PyTorch with the same Adam: losses and weights to the bit.
+"""Architectures of Hugging Face Transformers, beside plain PyTorch with the same Adam: losses and weights to the bit.
 
 bash benchmarks/hf_architectures.sh                        # all: a few minutes
 bash benchmarks/hf_architectures.sh --only image --names Vi
 
-The architectures are those of seven of the library's Auto classes. Each is made small (hf_small.py) and trained in fp32 with
+The architectures are those of the Auto classes in TASKS. Each is made small (hf_small.py) and trained in fp32 with
 clipping, in plain PyTorch and with the engine in the least near memory that works, each in a process of its own. "Not run":
 plain PyTorch cannot train it here, because it does not run in this size or needs another library. The page is printed, and
 written if all architectures were asked for.
@@ -37,7 +37,7 @@ sys.path.insert(0, str(HERE.parent))
 STEPS, MOST_PARAMETERS, LIMIT_S, LONGEST = 3, 30_000_000, 120, 60
 KINDS = (1, 2)
 """The labels of a batch of two pictures or sounds."""
-SUFFIX = r"(For(CausalLM|MaskedLM|ConditionalGeneration|(Image|Audio|Sequence)Classification|CTC)|LMHeadModel)$"
+SUFFIX = r"(For(CausalLM|MaskedLM|ConditionalGeneration|(Image|Audio|Sequence)Classification|CTC)|(With)?LMHeadModel)$"
 """The task in the name of a class."""
 SAME, OTHER, NOT_RUN = "same bits", "other bits or an error", "not run"
 
@@ -204,8 +204,8 @@ def table(outcomes: dict[str, dict[str, Outcome]]) -> list[str]:
             str(kinds.count(kind)) for kind in (SAME, OTHER, NOT_RUN)) + " |")  # fmt: skip
     lines += ["", "## The same bits", "", "| architectures | models |", "|---|---|"]
     for task, found in outcomes.items():
-        names = ", ".join(re.sub(SUFFIX, "", name) for name, outcome in found.items() if outcome.kind == SAME)
-        lines.append(f"| {TASKS[task].about} | {names or '-'} |")
+        names = dict.fromkeys(re.sub(SUFFIX, "", name) for name, outcome in found.items() if outcome.kind == SAME)
+        lines.append(f"| {TASKS[task].about} | {', '.join(names) or '-'} |")
     for kind, title in ((OTHER, "Other bits or an error, and which:"), (NOT_RUN, "Not run, and why:")):
         rows = [f"- `{name}`: {outcome.why}" for found in outcomes.values() for name, outcome in found.items()
                 if outcome.kind == kind]  # fmt: skip
@@ -226,7 +226,7 @@ def page(outcomes: dict[str, dict[str, Outcome]], argv: list[str]) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; an error prints one line and exits with status 2."""
     parser = parser_of("hf_architectures.sh", __doc__)
-    parser.add_argument("--only", choices=TASKS, help="one of the library's Auto classes (default: all)")
+    parser.add_argument("--only", choices=TASKS, help="one task of the library's Auto classes (default: all)")
     parser.add_argument("--names", default="", help="models whose class begins with this (default: all)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where to write [%(default)s]")
     return parser.parse_args(argv)
