@@ -112,6 +112,7 @@ def test_a_local_rank_that_no_launcher_sets_is_refused(monkeypatch, value: str):
 
 
 def initialized_late_case(rank: int, num_ranks: int, meeting: str) -> str:
+    dist.barrier()    # no rank leaves the group while another one still connects to it
     dist.destroy_process_group()
     model, _ = toy.build()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
