@@ -49,6 +49,7 @@ NO_BYTES = frozenset([
 BYTES_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 MODULE = "torch.nn.modules.module"    # the module whose code calls forward
+NO_TRANSFORMS = "don't yet support saved tensor hooks"    # torch says so of torch.func.grad, vjp, jacrev and hessian
 VMAP = "torch._functorch.vmap"    # the module whose code unpacks the arguments of torch.vmap
 
 ACCESS = frozenset({"__get__", "__set__", "__delete__"})
@@ -189,6 +190,10 @@ class Lender:
         except RuntimeError as error:    # TorchScript drops the message of errors raised inside
             if self._refused is not None and not isinstance(error, StateError):
                 raise StateError(self._refused) from error
+            if NO_TRANSFORMS in str(error):
+                raise StateError(f"{str(error).split('. ')[0]}, and the engine needs some where chunks move: take "
+                                 "derivatives in the model by torch.autograd.grad(..., create_graph=True), or give "
+                                 "near_budget 100% to one process") from error
             raise    # Hooks.abandon ends the step
         self.open = training or before
 
@@ -204,7 +209,8 @@ class Lender:
     def refuse(self, what: str) -> None:
         """Raises StateError: `what` was read by an operation that did not acquire its bytes."""
         self._refused = (f"an operation in {_module()} read {what} without asking for its bytes, as scripted functions and "
-                         "functions of extensions do: give them the parameter's clone()")
+                         "functions of extensions do: give them the parameter's clone(), or keep its module out of chunks "
+                         "by pstar.exclude(module)")
         raise StateError(self._refused)
 
     def refuse_view(self, view: torch.Tensor) -> None:

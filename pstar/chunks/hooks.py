@@ -253,7 +253,7 @@ class Hooks:
         if not (self.stay or self.chunks.resident.active or name in self.lender.used):
             raise StateError(f"parameter {name} got a gradient, but its module did not run and no operation that asks for a "
                              "parameter's bytes read it: scripted functions and functions of extensions do not ask, give "
-                             "them the parameter's clone()")
+                             "them the parameter's clone(), or keep its module out of chunks by pstar.exclude(module)")
 
     def _saving(self) -> AbstractContextManager | None:
         """A pair of saved-tensor hooks that replaces views of chunks and passes all else to the pair in force below it; None

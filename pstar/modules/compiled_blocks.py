@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from pstar.errors import ConfigError
-from pstar.modules.scope import used_by
+from pstar.modules.scope import parameters_of, used_by
 
 NO_BLOCKS = "none"
 LARGEST_LIST = "block"
@@ -32,7 +32,7 @@ def find_blocks(module: torch.nn.Module, compile: str | list[str]) -> dict[str, 
     if compile == NO_BLOCKS:
         return {}
     if compile == LARGEST_LIST:
-        lists = [(sum(param.numel() for param in child.parameters()), name) for name, child in module.named_modules()
+        lists = [(sum(param.numel() for param in parameters_of(child)), name) for name, child in module.named_modules()
                  if isinstance(child, torch.nn.ModuleList) and all(map(_has_forward, child))]
         if not lists or not max(lists)[0]:
             raise ConfigError("compile is block, but the model has no torch.nn.ModuleList of repeated modules: name their "
@@ -60,7 +60,7 @@ def owners(module: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]
     whole = {id(block) for block in blocks.values()}
     for name, child in module.named_modules():
         if id(child) in whole:
-            yield name, child, list(child.parameters())
+            yield name, child, list(parameters_of(child))
         elif id(child) not in inside:
             yield name, child, used_by(child)
 

@@ -12,7 +12,7 @@ from collections import Counter
 
 import torch
 
-from pstar.modules.scope import mode_of, stay_far
+from pstar.modules.scope import mode_of, parameters_of, stay_far
 
 
 def compute_embeddings_far(module: torch.nn.Module, device: torch.device) -> list[str]:
@@ -25,7 +25,7 @@ def compute_embeddings_far(module: torch.nn.Module, device: torch.device) -> lis
     Returns:
         the names of these modules; a module with a shared table is not changed.
     """
-    owners = Counter(id(param) for child in module.modules() for param in child.parameters(recurse=False))
+    owners = Counter(id(param) for child in module.modules() for param in parameters_of(child, recurse=False))
     found = []
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.Embedding) and owners[id(child.weight)] == 1 and mode_of(child.weight) is None:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pstar.errors import ConfigError, StateError
 from pstar.modules.generator_calls import GeneratorCalls
+from pstar.modules.scope import parameters_of
 from pstar.modules.trainable import attributes, check_aliases, check_made, check_trainable
 
 # In-place operations that write every element of their first argument and read none of them.
@@ -293,7 +294,7 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
 
 def _registered(module: torch.nn.Module) -> set[int]:
     """The ids of its parameters and buffers."""
-    return set(map(id, (*module.parameters(), *module.buffers())))
+    return set(map(id, (*parameters_of(module), *module.buffers())))
 
 
 def _unregistered(module: torch.nn.Module, recipe: Recipe) -> str | None:
@@ -363,7 +364,7 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
             raise StateError(f"its {name} is made on the device of another tensor, which while it is recorded is meta")
         _check_profiler()
         recipe.made.clear()    # no weak reference of ours counts in the next line
-        if any(weakref.getweakrefs(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        if any(weakref.getweakrefs(tensor) for tensor in (*parameters_of(module), *module.buffers())):
             raise StateError("some of its parameters are referenced weakly (torch's RNNs do that)")
     except ConfigError:
         raise

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pstar.errors import StateError
+from pstar.modules.scope import parameters_of
 
 
 def replace_calls(model: torch.nn.Module, in_chunks: set[int]) -> None:
@@ -22,7 +23,7 @@ def replace_calls(model: torch.nn.Module, in_chunks: set[int]) -> None:
         in_chunks: the ids of the parameters in chunks.
     """
     for module in model.modules():
-        if any(id(param) in in_chunks for param in module.parameters()):
+        if any(id(param) in in_chunks for param in parameters_of(module)):
             module.register_state_dict_pre_hook(_refuse_state_dict)
             module.register_load_state_dict_pre_hook(_refuse_state_dict)
             module.__reduce_ex__ = refuse_copy    # copy and pickle look it up on the object
@@ -48,7 +49,7 @@ def _stay(reference: weakref.ref, convert: Callable[[torch.Tensor], torch.Tensor
     because other processes would see placeholders instead of the parameters.
     """
     module = reference()
-    for device, dtype in dict.fromkeys((each.device, each.dtype) for each in chain(module.parameters(), module.buffers())):
+    for device, dtype in dict.fromkeys((each.device, each.dtype) for each in chain(parameters_of(module), module.buffers())):
         empty = torch.empty(0, device=device, dtype=dtype)
         was_shared = empty.is_shared()
         result = convert(empty)

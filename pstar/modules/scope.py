@@ -18,12 +18,17 @@ _MARK = "_pstar_outside"
 BORROWED = ((torch.nn.MultiheadAttention, "out_proj"),)
 
 
+def parameters_of(module: torch.nn.Module, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+    """All parameters of a module, also if its class overrides parameters() to give an optimizer fewer of them."""
+    return torch.nn.Module.parameters(module, recurse)
+
+
 def used_by(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters with which a module's own forward computes."""
-    own = list(module.parameters(recurse=False))
+    own = list(parameters_of(module, recurse=False))
     for kind, child in BORROWED:
         if isinstance(module, kind):
-            own += getattr(module, child).parameters(recurse=False)
+            own += parameters_of(getattr(module, child), recurse=False)
     return own
 
 
@@ -55,7 +60,7 @@ def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
         setattr(param, _MARK, kind)
 
     def mark_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        for param in child.parameters() if child is not None else ():
+        for param in parameters_of(child) if child is not None else ():
             if mode_of(param) is None:    # an inner scope's mark stays
                 setattr(param, _MARK, kind)
 
@@ -72,7 +77,7 @@ def exclude(module: torch.nn.Module, do_allreduce: bool = True) -> torch.nn.Modu
 
     Call it inside model_func, or in a subclass's __init__: before initialize_engine returns.
     """
-    for param in module.parameters():
+    for param in parameters_of(module):
         setattr(param, _MARK, Outside.AVERAGED if do_allreduce else Outside.LOCAL)
     return module
 

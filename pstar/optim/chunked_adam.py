@@ -114,7 +114,7 @@ class ChunkedAdam(torch.optim.Optimizer):
         missing = [name for number, name in self.names.items() if number not in listed and not self.is_frozen(name)]
         if missing:
             raise ConfigError(f"param_groups lacks {len(missing)} parameters ({', '.join(missing[:3])}): list all that the "
-                              "model trains")
+                              "model trains, and freeze the others in model_func")
         if unknown := len(listed - self.names.keys()):
             raise ConfigError(f"param_groups lists {unknown} parameters that the model does not have")
 

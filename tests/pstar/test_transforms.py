@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+import pstar
 from tests import toy
 
 WIDTH, ROWS = 128, 130    # weights and activations of 64 KiB and more, large enough for offload_activations
@@ -81,6 +82,33 @@ def test_an_evaluation_inside_a_transform_between_two_steps_changes_nothing(eval
     toy.compare(Borrower, lambda model, step: model(rows(step)).square().mean(), 4, before=evaluate,
                 default_chunk_size=20_000, near_budget=near_budget)
     assert all(torch.equal(expected, value) for expected, value in zip(found[::2], found[1::2], strict=True))
+
+
+class Derivative(Borrower):
+    """Its loss has the derivative of a function of the activations, made by torch.func or by torch.autograd."""
+
+    def __init__(self, by_func: bool) -> None:
+        super().__init__()
+        self.by_func = by_func
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.by_func:
+            slope = torch.func.grad(lambda y: y.sin().sum())(y)
+        else:
+            slope, = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
+        return y.square().mean() + slope.square().mean()
+
+
+def test_torch_func_grad_in_the_model_is_refused_with_two_ways_out() -> None:
+    model, _ = toy.build(lambda: Derivative(True), near_budget="min", default_chunk_size=20_000)
+    line = r"^torch.func.* hooks, and the engine needs some where chunks move: take .* torch.autograd.grad.* budget 100%"
+    with pytest.raises(pstar.StateError, match=line) as caught:
+        model(rows(0))
+    assert "\n" not in str(caught.value)
+    for by_func, near in ((False, "min"), (True, "100%")):
+        toy.compare(lambda by_func=by_func: Derivative(by_func), lambda model, step: model(rows(step)), 4,
+                    default_chunk_size=20_000, near_budget=near)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev], ids=["grad", "jacrev"])

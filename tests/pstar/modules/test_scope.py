@@ -115,3 +115,63 @@ def test_state_of_the_scope_is_saved_and_loaded():
 def test_a_model_without_parameters_in_chunks_is_refused():
     with pytest.raises(pstar.ConfigError, match="no parameters"):
         toy.build(lambda: pstar.exclude(nn.Linear(3, 3)))
+
+
+class Preferences(nn.Module):
+    """Trains one of two models. Its parameters() takes no `recurse` and leaves the other one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = toy.Toy(), toy.Toy().requires_grad_(False)
+
+    def parameters(self):
+        return self.policy.parameters()
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            least = self.reference(inputs, targets)
+        return (self.policy(inputs, targets) - least).exp()
+
+
+@pytest.mark.parametrize("near", ["min", "100%"])
+def test_a_model_that_overrides_parameters_trains_what_the_method_gives(near):
+    model = toy.compare(Preferences, lambda model, step: model(*toy.share(step, 0, 1)), 4, near_budget=near,
+                        default_chunk_size=5_000)
+    assert "reference.embed.weight" in model.layout.slots
+    with pytest.raises(pstar.StateError, match="no state_dict"):
+        model.module.state_dict()
+
+
+class RunsAModule(torch.autograd.Function):
+    """The module's output; saves its parameters, as the adjoint method of a differential equation does."""
+
+    @staticmethod
+    def forward(ctx, module: nn.Module, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *params)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.module(x), (x, *params), grad)
+
+
+class Adjoint(toy.Toy):
+    def __init__(self, keep=lambda module: module) -> None:
+        super().__init__()
+        self.middle = keep(nn.Linear(toy.WIDTH, toy.WIDTH))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = RunsAModule.apply(self.middle, self.embed(inputs), *self.middle.parameters())
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def test_a_function_that_saves_parameters_of_a_module_is_told_to_exclude_the_module():
+    model, _ = toy.build(Adjoint, near_budget="min", default_chunk_size=5_000)
+    with pytest.raises(pstar.StateError, match="read parameter middle.weight without .*, or .* by pstar.exclude.module.$"):
+        model(*toy.share(0, 0, 1))
+    toy.compare(lambda: Adjoint(pstar.exclude), lambda model, step: model(*toy.share(step, 0, 1)), 4,
+                default_chunk_size=5_000)
