@@ -17,6 +17,8 @@ _WIDER, _SIXTEEN = r"(?<!b)float(?!16)|double", "bfloat16|half|float16"
 _NAMES = {torch.bfloat16: ("bfloat16", _WIDER), torch.float16: ("half|float16", _WIDER),
           torch.float32: (r"(?<!b)float(?!16)", _SIXTEEN)}
 """How torch's errors name a dtype of parameters and the dtypes that a model mixes it with, in lower case."""
+_WITHOUT_NAMES = ("mixed dtype", "expected self.dtype to be equal to src.dtype")
+"""Parts of errors that do not name both dtypes: of norms on a CPU, and of scatter."""
 
 
 def keep_statistics_wide(module: torch.nn.Module) -> None:
@@ -53,10 +55,10 @@ def explain_mixed_dtypes(module: torch.nn.Module, dtype: torch.dtype, error: Bas
         module: the model, whose parameters and inputs have this dtype.
         error: what its forward raised.
     """
-    if dtype not in _NAMES or not isinstance(error, RuntimeError):
+    if dtype not in _NAMES or not isinstance(error, RuntimeError | ValueError):    # torch's RNNs raise ValueError
         return None
     said = str(error).lower()
-    if not all(re.search(name, said) for name in _NAMES[dtype]):
+    if not any(begin in said for begin in _WITHOUT_NAMES) and not all(re.search(name, said) for name in _NAMES[dtype]):
         return None
     name, short = _innermost(module, error.__traceback__), str(dtype).removeprefix("torch.")
     return (f"{name} mixes dtypes ({str(error).splitlines()[0]}): parameters and inputs are {short}"

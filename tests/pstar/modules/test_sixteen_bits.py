@@ -77,6 +77,33 @@ def test_a_model_that_mixes_dtypes_is_told_which_module_and_what_to_do(keys, nea
     model.backward(model(rows(0)))    # nothing of the failed forward is left
 
 
+MIXES = {
+    "a norm": lambda first, wide: nn.functional.layer_norm(wide, (8,), first.weight[0], first.bias),
+    "scatter": lambda first, wide: torch.zeros(3, 8).scatter_add(0, torch.zeros(1, 8, dtype=torch.long), first.weight),
+    "index_add": lambda first, wide: wide.index_add(0, torch.arange(2), first.weight[:2]),
+    "an RNN": lambda first, wide: nn.GRU(8, 8, dtype=first.weight.dtype)(wide)[0],
+    "attention": lambda first, wide: nn.functional.scaled_dot_product_attention(wide[None], *[first.weight[None]] * 2),
+}  # fmt: skip
+
+
+class Mixes(nn.Module):
+    """Computes with its layer, and with one fp32 tensor that it makes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return MIXES[self.how](self.first, torch.ones(3, 8)).square().mean() + self.first(x).mean()
+
+
+@pytest.mark.parametrize("how", MIXES)
+def test_errors_of_torch_about_two_dtypes_get_the_same_line(how):
+    model, _ = pstar.initialize_engine(lambda: Mixes(how), 0, BITS[0] | {"near_budget": "min"})
+    with pytest.raises(pstar.ConfigError, match=r"^the model mixes dtypes \(.*\): parameters and inputs are bfloat16, but"):
+        model(rows(0))
+
+
 class CastsByItself(nn.Module):
     """As a model whose author had bf16 parameters in mind."""
 
