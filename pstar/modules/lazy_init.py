@@ -26,8 +26,9 @@ from unittest import mock
 
 import torch
 from torch.nn import init
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pstar.errors import ConfigError, StateError
 from pstar.modules.generator_calls import GeneratorCalls
@@ -44,6 +45,12 @@ LIKE = {getattr(torch.ops.aten, name).default for name in ("empty_like", "zeros_
 
 # Initialisations of torch.nn.init that read values, or do nothing on the meta device.
 NOT_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
+
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+# Questions about a tensor's device, and the answers in a plain start.
+ANSWERS = {torch.Tensor.device.__get__: CPU, torch.Tensor.is_cpu.__get__: True, torch.Tensor.is_meta.__get__: False}
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,10 @@ class _Recorder(TorchDispatchMode):
         self.generator = GeneratorCalls(self._set_generator)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunction():    # _InHostMemory does not answer us
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         leaves, spec = tree_flatten((args, kwargs or {}))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(self.recorded(leaf) for leaf in inputs):
@@ -96,7 +107,7 @@ class _Recorder(TorchDispatchMode):
             takes_device = any(argument.name == "device" for argument in func._schema.arguments)
             makes = not inputs and takes_device and (device is None or device.type != "meta")
         if makes:
-            leaves, spec = tree_flatten((args, {**(kwargs or {}), "device": torch.device("meta")}))
+            leaves, spec = tree_flatten((args, {**(kwargs or {}), "device": META}))
             return self._follow(func, leaves, spec, templates=True)
         if torch.Tag.nondeterministic_seeded in func.tags and any(leaf.device.type != "meta" for leaf in inputs):
             raise StateError("it draws random numbers into a tensor with memory, whose turn among the others is lost")
@@ -125,7 +136,8 @@ class _Recorder(TorchDispatchMode):
         return record_whole
 
     def recorded(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "meta" and storage_key(tensor) in self.kept
+        with torch._C.DisableTorchFunction():
+            return tensor.device.type == "meta" and storage_key(tensor) in self.kept
 
     def _follow(self, func: Any, leaves: list[Any], spec: Any, templates: bool = False) -> Any:
         """Runs an operation on shapes alone and records it; the record refers to real input tensors themselves.
@@ -136,6 +148,7 @@ class _Recorder(TorchDispatchMode):
         Raises StateError if an input is on the meta device and its making was not recorded, or if the operation writes
         into a real tensor, which would keep its old values.
         """
+        leaves = [_instead_of_cpu(leaf) for leaf in leaves]
         for leaf in leaves if not templates else ():
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and not self.recorded(leaf):
                 raise StateError("it makes a tensor on the device of its parameters, which while it is recorded is meta")
@@ -167,6 +180,34 @@ class _Recorder(TorchDispatchMode):
         self.kept[storage._cdata] = storage
         return Ref(storage._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(),
                    storage.nbytes())
+
+
+def _instead_of_cpu(argument: Any) -> Any:
+    """The meta device for the CPU, anything else as it is."""
+    return META if isinstance(argument, torch.device | str) and str(argument) in ("cpu", "cpu:0") else argument
+
+
+class _InHostMemory(TorchFunctionMode):
+    """Says of recorded tensors that they are in host memory, as in a plain start. A model may ask, and initialise nothing
+    on the meta device; then it would begin with other values."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and self._recorder.recorded(args[0]):
+            if func in ANSWERS:
+                return ANSWERS[func]
+            if func is torch.Tensor.cpu:
+                return args[0]
+            if func is torch.Tensor.to:    # to where it is already, it returns the tensor itself
+                to, kwargs = tree_map(_instead_of_cpu, (args[1:], kwargs))
+                args = (args[0], *to)
+        if func is torch._has_compatible_shallow_copy_type and len(set(map(self._recorder.recorded, args))) > 1:
+            return False    # Module.to_empty asks: a parameter on the meta device is replaced, not given memory
+        return func(*args, **kwargs)
 
 
 def _written(func: Any, leaves: list[Any], spec: Any) -> Iterator[Any]:
@@ -251,7 +292,7 @@ class Recipe:
     def _run(self, op: Op, made: dict[int, torch.UntypedStorage], allocate: Callable[[int], torch.UntypedStorage]) -> None:
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
-                return torch.device("cpu") if leaf.type == "meta" else leaf
+                return CPU if leaf == META else leaf
             if not isinstance(leaf, Ref):
                 return leaf
             if leaf.storage not in made:
@@ -286,7 +327,7 @@ def record(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, 
     with recorder.generator, ExitStack() as stack:
         for name in NOT_ON_META:
             stack.enter_context(mock.patch.object(init, name, recorder.whole(getattr(init, name))))
-        with recorder:
+        with recorder, _InHostMemory(recorder):
             module = model_func()
             recorder.generator.look()
     return module, Recipe(recorder.ops, recorder.kept, recorder.made)

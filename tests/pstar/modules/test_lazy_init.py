@@ -225,20 +225,70 @@ class Closed(Loss):
         self.layers[0].weight.register_hook(lambda grad: grad * mask)
 
 
-def test_a_tensor_on_the_device_of_a_parameter_is_real():
-    """While a lazy start records the model, that device is meta; Nystromformer makes a buffer so."""
+@pytest.mark.filterwarnings("error:lazy start is not possible")
+def test_a_tensor_on_the_device_of_a_parameter_is_made_lazily():
+    """Nystromformer makes a buffer so."""
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(8, 8)
-            self.second = nn.Linear(8, 8, device=self.first.weight.device)
-            self.register_buffer("shift", torch.arange(8.0, device=self.first.weight.device))
+            device = self.first.weight.device
+            self.second = nn.Linear(8, 8, device=device)
+            self.register_buffer("shift", torch.arange(8.0, device=device) + torch.randn(8).to(device))
+            self.register_buffer("ones", torch.ones_like(self.shift, device=device))
+            self.first.weight = self.first.weight.to(device)    # the parameter itself
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x) + self.shift).square().mean()
+            return self.second(self.first(x) + self.shift + self.ones).square().mean()
 
-    with pytest.warns(UserWarning, match="its second.weight is made on the device of another tensor"):
-        toy.compare(Positions, lambda model, step: model(torch.ones(2, 8)), 3)
+    toy.compare(Positions, lambda model, step: model(torch.ones(2, 8)), 3)
+
+
+class FrozenNorm(nn.Module):
+    """A norm in buffers. Like those of DETR in Transformers it takes the values of another norm, unless that one is on the
+    meta device."""
+
+    def __init__(self, norm: nn.LayerNorm, asks) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(16))
+        if not asks(norm.weight):
+            self.weight.copy_(norm.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Frozen(Loss):
+    def __init__(self, asks) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(16)
+        nn.init.normal_(norm.weight)
+        self.norm = FrozenNorm(norm, asks)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(h))
+
+
+ASKS = {
+    "device": lambda weight: weight.device == torch.device("meta"),
+    "device.type": lambda weight: weight.data.device.type == "meta",
+    "is_meta": lambda weight: weight.is_meta,
+    "is_cpu": lambda weight: not weight[:3].is_cpu,
+    "cpu()": lambda weight: weight.cpu() is not weight,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error:lazy start is not possible")
+@pytest.mark.parametrize("question", ASKS)
+def test_a_model_that_asks_for_the_meta_device_starts_lazily_with_the_same_values(question):
+    compare(lambda: Frozen(ASKS[question]))
+
+
+@pytest.mark.parametrize("question", ["device", "is_meta"])
+def test_mutation_without_the_answers_a_buffer_has_other_values(question, monkeypatch):
+    monkeypatch.setattr(lazy_init, "ANSWERS", {})
+    with pytest.raises(AssertionError, match="step 0"):
+        compare(lambda: Frozen(ASKS[question]))
 
 
 def test_a_tensor_that_a_function_keeps_is_real():
