@@ -151,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         leaves = [_instead_of_cpu(leaf) for leaf in leaves]
         for leaf in leaves if not templates else ():
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and not self.recorded(leaf):
-                raise StateError("it makes a tensor on the device of its parameters, which while it is recorded is meta")
+                raise StateError("it computes with a tensor that it made on the meta device, which has no values")
         if any(isinstance(leaf, torch.Tensor) and not self.recorded(leaf) for leaf in _written(func, leaves, spec)):
             raise StateError("it writes a value that it makes into a tensor that it does not make (one of a checkpoint)")
         shapes = [torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
@@ -366,7 +366,7 @@ def _base_among(module: torch.nn.Module) -> str | None:
 
 
 def _not_recorded(module: torch.nn.Module, recipe: Recipe) -> str | None:
-    """The name of a parameter or buffer that model_func itself puts on the meta device: device=self.weight.device."""
+    """The name of a parameter or buffer that model_func itself puts on the meta device, and leaves there."""
     return next((name for name, tensor in chain(module.named_parameters(), module.named_buffers())
                  if tensor.device.type == "meta" and storage_key(tensor) not in recipe.kept), None)
 
@@ -402,7 +402,7 @@ def build(model_func: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, R
         if (name := _base_among(module)) is not None:
             raise StateError(f"its buffer {name} is a view of another")
         if (name := _not_recorded(module, recipe)) is not None:
-            raise StateError(f"its {name} is made on the device of another tensor, which while it is recorded is meta")
+            raise StateError(f"it leaves {name} on the meta device")
         _check_profiler()
         recipe.made.clear()    # no weak reference of ours counts in the next line
         if any(weakref.getweakrefs(tensor) for tensor in (*parameters_of(module), *module.buffers())):

@@ -102,7 +102,7 @@ class Derivative(Borrower):
 
 def test_torch_func_grad_in_the_model_is_refused_with_two_ways_out() -> None:
     model, _ = toy.build(lambda: Derivative(True), near_budget="min", default_chunk_size=20_000)
-    line = r"^torch.func.* hooks, and the engine needs some where chunks move: take .* torch.autograd.grad.* budget 100%"
+    line = r"^torch.func.* hooks, and the engine needs some where chunks move: take .* torch.autograd.grad.*budget 100%"
     with pytest.raises(pstar.StateError, match=line) as caught:
         model(rows(0))
     assert "\n" not in str(caught.value)
