@@ -200,6 +200,8 @@ class _InHostMemory(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and self._recorder.recorded(args[0]):
             if func in ANSWERS:
                 return ANSWERS[func]
+            if func is torch.Tensor.data_ptr:    # on the meta device all addresses are 0, and all tensors seem tied
+                return storage_key(args[0]) + args[0].storage_offset() * args[0].element_size()
             if func is torch.Tensor.cpu:
                 return args[0]
             if func is torch.Tensor.to:    # to where it is already, it returns the tensor itself

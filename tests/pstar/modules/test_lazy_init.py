@@ -284,6 +284,20 @@ def test_a_model_that_asks_for_the_meta_device_starts_lazily_with_the_same_value
     compare(lambda: Frozen(ASKS[question]))
 
 
+@pytest.mark.filterwarnings("error:lazy start is not possible")
+def test_a_model_that_compares_addresses_starts_lazily_with_the_same_values():
+    class Compares(Loss):
+        def __init__(self) -> None:
+            super().__init__()
+            first, second = (self.layers[number].weight for number in (0, 1))
+            if first.data_ptr() == second.data_ptr() or first.data_ptr() != first[:2].data_ptr():
+                nn.init.zeros_(second)
+            if first[0].data_ptr() == first[1].data_ptr() or first[3].data_ptr() != first.detach()[3:].data_ptr():
+                nn.init.zeros_(first)
+
+    compare(Compares)
+
+
 @pytest.mark.parametrize("question", ["device", "is_meta"])
 def test_mutation_without_the_answers_a_buffer_has_other_values(question, monkeypatch):
     monkeypatch.setattr(lazy_init, "ANSWERS", {})
