@@ -190,7 +190,7 @@ class Lender:
         except RuntimeError as error:    # TorchScript drops the message of errors raised inside
             if self._refused is not None and not isinstance(error, StateError):
                 raise StateError(self._refused) from error
-            if NO_TRANSFORMS in str(error):
+            if NO_TRANSFORMS in str(error) and not self.stay:
                 raise StateError(f"{str(error).split('. ')[0]}, and the engine needs some where chunks move: take "
                                  "derivatives in the model by torch.autograd.grad(..., create_graph=True), or give "
                                  "near_budget 100% to one process") from error

@@ -46,7 +46,6 @@ LIKE = {getattr(torch.ops.aten, name).default for name in ("empty_like", "zeros_
 # Initialisations of torch.nn.init that read values, or do nothing on the meta device.
 NOT_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
 
-
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 # Questions about a tensor's device, and the answers in a plain start.

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from pstar.errors import PstarError
+
 _WIDER, _SIXTEEN = r"(?<!b)float(?!16)|double", "bfloat16|half|float16"
 _NAMES = {torch.bfloat16: ("bfloat16", _WIDER), torch.float16: ("half|float16", _WIDER),
           torch.float32: (r"(?<!b)float(?!16)", _SIXTEEN)}
@@ -53,12 +55,12 @@ def explain_mixed_dtypes(module: torch.nn.Module, dtype: torch.dtype, error: Bas
 
     Args:
         module: the model, whose parameters and inputs have this dtype.
-        error: what its forward raised.
+        error: what its forward raised; torch's RNNs raise ValueError.
     """
-    if dtype not in _NAMES or not isinstance(error, RuntimeError | ValueError):    # torch's RNNs raise ValueError
+    if dtype not in _NAMES or not isinstance(error, RuntimeError | ValueError) or isinstance(error, PstarError):
         return None
     said = str(error).lower()
-    if not any(begin in said for begin in _WITHOUT_NAMES) and not all(re.search(name, said) for name in _NAMES[dtype]):
+    if not any(part in said for part in _WITHOUT_NAMES) and not all(re.search(name, said) for name in _NAMES[dtype]):
         return None
     name, short = _innermost(module, error.__traceback__), str(dtype).removeprefix("torch.")
     return (f"{name} mixes dtypes ({str(error).splitlines()[0]}): parameters and inputs are {short}"
